@@ -1,0 +1,1 @@
+"""minirl: RL post-training of language models as one script over a small library."""

@@ -1,0 +1,190 @@
+"""Rollouts as packed streams, the plan of who trains on what, and the one exchange that carries it out.
+
+`Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element t
+of every stream is about token t. Plans are pure functions of lengths that every rank holds: `plan_microbatches` balances
+tokens. `gather_table` and `exchange` communicate; nothing else here does.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.attention import PackedLayout
+from minirl.distributed import all_gather_rows, world_size
+
+
+@dataclass(frozen=True)
+class RolloutId:
+    """Which rollout of the run: the `prompt`-th prompt served since its start, and the `sample`-th of its group."""
+
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One prompt with one completion as one aligned stream of L tokens (host tensors)."""
+
+    tokens: Tensor  # int64 [L]
+    loss_mask: Tensor  # bool [L]: the policy sampled this token
+    sample_logprobs: Tensor  # fp32 [L], by the engine when sampling; 0 where loss_mask is false
+    weight_version: Tensor  # int32 [L], optimizer steps behind the weights that sampled the token
+    num_prompt_tokens: int
+    rollout_id: RolloutId
+    finish_reason: str  # "stop" or "length"
+
+    @property
+    def completion(self) -> list[int]:
+        """The sampled token ids, the stop token included."""
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+
+@dataclass(frozen=True)
+class RolloutTable:
+    """What every rank knows of the step's N rollouts, in order of their ids (host tensors [N])."""
+
+    prompt: Tensor
+    sample: Tensor
+    num_tokens: Tensor
+    num_loss_tokens: Tensor
+    reward: Tensor  # fp64
+
+
+def _field(per_sequence: bool = False) -> Tensor | None:
+    return dataclasses.field(default=None, metadata={"per_sequence": per_sequence})  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N rollouts end to end. Streams are [T], per-sequence fields [N]; those not made yet are None.
+
+    A new stream is one more line here: `select`, `to` and `replace` iterate over the fields.
+    """
+
+    lengths: tuple[int, ...]
+    tokens: Tensor  # int64
+    loss_mask: Tensor  # bool
+    sample_logprobs: Tensor  # fp32, as are the streams below
+    advantages: Tensor | None = _field()
+    loss_weights: Tensor | None = _field()
+    old_logprobs: Tensor | None = _field()
+    ref_logprobs: Tensor | None = _field()
+    row: Tensor | None = _field(per_sequence=True)  # int64 [N], the rollout's row in the table
+
+    def layout(self) -> PackedLayout:
+        """The layout of this stream for the model."""
+        return PackedLayout(self.lengths, self.tokens.device)
+
+    def replace(self, **fields: Tensor) -> "Batch":
+        """A copy with these fields set."""
+        return dataclasses.replace(self, **fields)
+
+    def to(self, device: torch.device) -> "Batch":
+        """A copy on `device`."""
+        return self.replace(**{name: value.to(device) for name, value in self._tensors().items()})
+
+    def select(self, sequences: Sequence[int]) -> "Batch":
+        """The sequences with these places, in this order."""
+        starts = torch.tensor((0, *self.lengths)).cumsum(0).tolist()
+        lengths = tuple(self.lengths[i] for i in sequences)
+        tokens = torch.cat([torch.arange(0), *(torch.arange(starts[i], starts[i + 1]) for i in sequences)])
+        index = {False: tokens.to(self.tokens.device), True: torch.tensor(sequences, dtype=torch.int64)}
+        index[True] = index[True].to(self.tokens.device)
+        chosen = {name: x[index[_PER_SEQUENCE[name]]] for name, x in self._tensors().items()}
+        return dataclasses.replace(self, lengths=lengths, **chosen)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Per-sequence values [N] as a stream [T] that is 0 outside the loss mask."""
+        repeated = values.to(self.tokens.device).repeat_interleave(torch.tensor(self.lengths).to(self.tokens.device))
+        return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _PER_SEQUENCE if getattr(self, name) is not None}
+
+
+_PER_SEQUENCE = {f.name: f.metadata.get("per_sequence", False) for f in dataclasses.fields(Batch) if f.name != "lengths"}
+
+
+def plan_microbatches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
+
+    Longest first into the emptiest of num_ranks x m bins, for the least m that fits; equal counts per rank, so a
+    microbatch may be empty. Pure. Raises ValueError for a sequence longer than `max_tokens`.
+    """
+    if max(lengths, default=0) > max_tokens:
+        raise ValueError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    per_rank = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    while (bins := _longest_first(order, lengths, num_ranks * per_rank, max_tokens)) is None:
+        per_rank += 1
+    bins.sort(key=lambda sequences: -sum(lengths[i] for i in sequences))
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    ranks = [(0, r) for r in range(num_ranks)]
+    for i in range(per_rank):  # deal the bins in rounds, the fullest to the rank with the fewest tokens so far
+        ranks.sort()
+        dealt = bins[i * num_ranks : (i + 1) * num_ranks]
+        ranks = [
+            (load + sum(lengths[s] for s in sequences), r) for (load, r), sequences in zip(ranks, dealt, strict=True)
+        ]
+        for (_, r), sequences in zip(ranks, dealt, strict=True):
+            plan[r].append(sorted(sequences))
+    return plan
+
+
+def _longest_first(
+    order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]
+    for i in order:
+        load, b = heap[0]
+        if load + lengths[i] > max_tokens:
+            return None
+        bins[b].append(i)
+        heapq.heapreplace(heap, (load + lengths[i], b))
+    return bins
+
+
+def gather_table(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> RolloutTable:
+    """Lengths, rewards and ids of all ranks' rollouts, in order of their ids (collective)."""
+    rows = [
+        (r.rollout_id.prompt, r.rollout_id.sample, len(r.tokens), int(r.loss_mask.sum()), reward)
+        for r, reward in zip(rollouts, rewards, strict=True)
+    ]
+    table = all_gather_rows(torch.tensor(rows, dtype=torch.float64).view(-1, 5))
+    keys = list(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
+    columns = table[sorted(range(len(keys)), key=keys.__getitem__)].T
+    return RolloutTable(*columns[:4].long(), reward=columns[4])
+
+
+def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
+    """Send each rollout to rank_of[its row in the table]; returns this rank's, in table order, on the host (collective)."""
+    row_of = {key: i for i, key in enumerate(zip(table.prompt.tolist(), table.sample.tolist(), strict=True))}
+    mine = [(row_of[r.rollout_id.prompt, r.rollout_id.sample], r) for r in rollouts]
+    sent = {rank: [pair for pair in mine if rank_of[pair[0]] == rank] for rank in range(world_size())}
+    rows = _all_to_all([torch.tensor([row for row, _ in sent[r]], dtype=torch.int64) for r in sent])
+    streams = {
+        name: _all_to_all([_cat([getattr(x, name) for _, x in sent[r]], dtype) for r in sent])
+        for name, dtype in (("tokens", torch.int64), ("loss_mask", torch.bool), ("sample_logprobs", torch.float32))
+    }
+    lengths = tuple(table.num_tokens[rows].tolist())
+    return Batch(lengths, **streams, row=rows).select(rows.argsort().tolist())
+
+
+def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *parts])
+
+
+def _all_to_all(parts: list[Tensor]) -> Tensor:
+    """Send parts[r] to rank r; what came, end to end in rank order (collective)."""
+    counts = torch.tensor([len(part) for part in parts])
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts)
+    out = parts[0].new_empty(int(received.sum()))
+    dist.all_to_all_single(out, torch.cat(parts), received.tolist(), counts.tolist())
+    return out

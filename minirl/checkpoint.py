@@ -1,0 +1,40 @@
+"""Run folders and checkpoints: each checkpoint is a Hugging Face folder in the compute dtype."""
+
+import json
+import os
+from pathlib import Path
+
+from minirl.distributed import barrier, rank
+from minirl.parallel import ShardedModel
+from minirl.weights import save_folder
+
+
+def runs_root() -> Path:
+    """Where runs go: $MINIRL_RUNS, or ./runs."""
+    return Path(os.environ.get("MINIRL_RUNS", "runs"))
+
+
+def new_run_folder(name: str) -> Path:
+    """Make and return the folder of a new run (collective). Raises FileExistsError when it is taken."""
+    folder = runs_root() / name
+    taken = folder.exists()
+    barrier()
+    if taken:
+        raise FileExistsError(f"--run {name}: {folder} exists already; choose another name")
+    if rank() == 0:
+        folder.mkdir(parents=True)
+    barrier()
+    return folder
+
+
+def save_checkpoint(run: Path, step: int, model: ShardedModel, *, source: Path) -> Path:
+    """Save the weights after `step` steps as `run/checkpoints/<step>`, config and tokenizer from `source` (collective).
+
+    Rank 0 writes the compute weights that it holds; the folder appears whole or not at all.
+    """
+    folder = run / "checkpoints" / f"{step:06d}"
+    if rank() == 0 and not folder.exists():
+        config = json.loads((source / "config.json").read_text())
+        save_folder(folder, model.compute_weights, config=config, tokenizer_from=source)
+    barrier()
+    return folder

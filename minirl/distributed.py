@@ -1,0 +1,74 @@
+"""The one process group, from torchrun's variables or of a single process. Every rank runs the same script."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def start(*, device: str = "auto", threads: int = 1) -> torch.device:
+    """Join the process group and return this rank's device. All ranks call it (collective).
+
+    device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more than
+    one, CPU products are no longer bitwise repeatable (`numerics`). Raises ValueError for a device that is not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+    torch.set_num_threads(threads)
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def stop() -> None:
+    """Leave the process group."""
+    dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank; 0 before `start`."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of ranks; 1 before `start`."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def print0(*parts: Any) -> None:
+    """Print on rank 0, at once."""
+    if rank() == 0:
+        print(*parts, flush=True)
+
+
+def barrier() -> None:
+    """Wait for all ranks (collective)."""
+    dist.barrier()
+
+
+def all_gather_rows(rows: Tensor) -> Tensor:
+    """The ranks' host tensors [n_r, ...] end to end in rank order; n_r may differ or be 0 (collective)."""
+    counts = torch.zeros(world_size(), dtype=torch.int64)
+    counts[rank()] = len(rows)
+    dist.all_reduce(counts)
+    padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(world_size())]
+    dist.all_gather(gathered, padded)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts.tolist(), strict=True)])
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """Sum of a host tensor over the ranks, in place (collective)."""
+    dist.all_reduce(values)
+    return values

@@ -1,0 +1,222 @@
+"""The key/value cache: a pool of blocks, a block table per sequence, fork and free.
+
+Layers that share a window share a pool and its tables; a windowed pool keeps only the blocks its window can see.
+A forked sequence shares its parent's full blocks by reference count and copies the last, partial one. All bookkeeping
+is on the host; blocks are handed out lowest number first, so that the live part of a pool stays dense.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minirl.attention import (
+    BLOCK,
+    FLASH_BLOCK,
+    MIN_QUERIES,
+    Cached,
+    CachePool,
+    DecodeLayout,
+    DecodeRead,
+    PackedLayout,
+    PoolWrite,
+    kernel_for,
+)
+
+
+@dataclass
+class BlockTable:
+    """A sequence's blocks in one pool: `blocks[i]` holds positions from (first + i) * block_size on."""
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class CachedSequence:
+    """`length` tokens are stored; `tables` has one entry per pool."""
+
+    length: int
+    tables: list[BlockTable]
+
+
+class _Blocks:
+    """The free list and reference counts of one pool."""
+
+    def __init__(self, num_blocks: int):
+        self.free = list(range(num_blocks))
+        self.references = [0] * num_blocks
+
+    def take(self) -> int:
+        block = heapq.heappop(self.free)
+        self.references[block] = 1
+        return block
+
+    def release(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            heapq.heappush(self.free, block)
+
+
+class KVCache:
+    """Cache for up to `num_tokens` tokens per layer (rounded up to blocks), shared by up to `max_sequences`.
+
+    A windowed pool is no larger than that many windows.
+    """
+
+    def __init__(
+        self,
+        layer_windows: tuple[int | None, ...],
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        num_query_groups: int,
+        num_tokens: int,
+        max_sequences: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        is_flash = kernel_for(device, dtype) == "flash"
+        self.block_size = FLASH_BLOCK if is_flash else BLOCK
+        self.min_users = -(-MIN_QUERIES // num_query_groups)
+        self.device = device
+        self.pools: list[CachePool] = []
+        self.free_lists: list[_Blocks] = []
+        self.pool_of_layer: dict[int, tuple[int, int]] = {}
+        for window in sorted(set(layer_windows), key=lambda w: w or 0):
+            layers = [i for i, w in enumerate(layer_windows) if w == window]
+            self.pool_of_layer |= {layer: (len(self.pools), i) for i, layer in enumerate(layers)}
+            num_blocks = -(-num_tokens // self.block_size)
+            if window is not None:
+                num_blocks = min(num_blocks, max_sequences * ((window - 1) // self.block_size + 2))
+            block = (self.block_size, num_kv_heads) if is_flash else (num_kv_heads, self.block_size)
+            shape = (len(layers), num_blocks, *block, head_dim)
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            self.pools.append(CachePool(keys, values, window, is_flash))
+            self.free_lists.append(_Blocks(num_blocks))
+
+    def _first_block(self, pool: CachePool, position: int) -> int:
+        """The block of the first key that a token at `position` sees."""
+        return 0 if pool.window is None else max(0, position - pool.window + 1) // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of this length takes in the fullest pool."""
+        return max(
+            (num_tokens - 1) // self.block_size + 1 - self._first_block(pool, num_tokens) for pool in self.pools
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks in the pool that has the fewest."""
+        return min(len(blocks.free) for blocks in self.free_lists)
+
+    def add(self, num_tokens: int) -> CachedSequence | None:
+        """Reserve room for a sequence of `num_tokens`; None when there is not enough."""
+        if self.blocks_for(num_tokens) > self.num_free_blocks:
+            return None
+        tables = []
+        for pool, blocks in zip(self.pools, self.free_lists, strict=True):
+            first = self._first_block(pool, num_tokens)
+            last = (num_tokens - 1) // self.block_size
+            tables.append(BlockTable(first, [blocks.take() for _ in range(first, last + 1)]))
+        return CachedSequence(num_tokens, tables)
+
+    def fork(self, parent: CachedSequence) -> CachedSequence | None:
+        """A second sequence with the same tokens; None when there is no room for its last block."""
+        if self.num_free_blocks < 1:
+            return None
+        tables = []
+        for pool, blocks, table in zip(self.pools, self.free_lists, parent.tables, strict=True):
+            shared = list(table.blocks)
+            if parent.length % self.block_size and shared:
+                partial = shared.pop()
+                shared_and_own = [*shared, blocks.take()]
+                pool.keys[:, shared_and_own[-1]] = pool.keys[:, partial]
+                pool.values[:, shared_and_own[-1]] = pool.values[:, partial]
+            else:
+                shared_and_own = shared
+            for block in shared:
+                blocks.references[block] += 1
+            tables.append(BlockTable(table.first, shared_and_own))
+        return CachedSequence(parent.length, tables)
+
+    def extend(self, sequence: CachedSequence) -> bool:
+        """Make room for one more token, and give back blocks that its window has left; False when there is none."""
+        position = sequence.length
+        for pool, blocks, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
+            while table.blocks and table.first < self._first_block(pool, position):
+                blocks.release(table.blocks.pop(0))
+                table.first += 1
+        needs_block = position % self.block_size == 0
+        if needs_block and self.num_free_blocks == 0:
+            return False
+        if needs_block:
+            for blocks, table in zip(self.free_lists, sequence.tables, strict=True):
+                if not table.blocks:
+                    table.first = position // self.block_size
+                table.blocks.append(blocks.take())
+        sequence.length += 1
+        return True
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give back all blocks of a sequence."""
+        for blocks, table in zip(self.free_lists, sequence.tables, strict=True):
+            for block in table.blocks:
+                blocks.release(block)
+            table.blocks.clear()
+
+    def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
+        """Layout of these sequences' tokens end to end, stored as they pass."""
+        cached = []
+        for i, pool in enumerate(self.pools):
+            token, block, offset, start = [], [], [], 0
+            for sequence in sequences:
+                table = sequence.tables[i]
+                kept = torch.arange(table.first * self.block_size, sequence.length)
+                token.append(start + kept)
+                block.append(torch.tensor(table.blocks, dtype=torch.int64)[kept // self.block_size - table.first])
+                offset.append(kept % self.block_size)
+                start += sequence.length
+            write = PoolWrite(*(torch.cat(x).to(self.device) for x in (token, block, offset)))
+            cached.append(Cached(pool, write))
+        return PackedLayout(tuple(s.length for s in sequences), self.device, self._by_layer(cached))
+
+    def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
+        """Layout of the last token of each sequence, for which `extend` has made room."""
+        lengths = torch.tensor([s.length for s in sequences])
+        offset = ((lengths - 1) % self.block_size).to(self.device)
+        row = torch.arange(len(sequences), device=self.device)
+        cached = []
+        for i, pool in enumerate(self.pools):
+            tables = [s.tables[i] for s in sequences]
+            last = torch.tensor([t.blocks[-1] for t in tables], device=self.device)
+            cached.append(Cached(pool, PoolWrite(row, last, offset), self._read(tables, lengths)))
+        return DecodeLayout((lengths - 1).to(self.device), self._by_layer(cached))
+
+    def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
+        return {layer: (cached[pool], index) for layer, (pool, index) in self.pool_of_layer.items()}
+
+    def _read(self, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
+        num_blocks = torch.tensor([len(t.blocks) for t in tables])
+        n = int(num_blocks.max())
+        blocks = torch.tensor([t.blocks + [0] * (n - len(t.blocks)) for t in tables])  # [B, n]
+        first = torch.tensor([t.first for t in tables]) * self.block_size
+        used = torch.arange(n) < num_blocks[:, None]
+        rows = torch.arange(len(tables))[:, None].expand(-1, n)[used]
+        block = blocks[used]
+        order = block.argsort(stable=True)
+        counts = torch.bincount(block)
+        place = torch.empty_like(block)  # which of its block's users an entry is
+        place[order] = torch.arange(len(block)) - (counts.cumsum(0) - counts)[block[order]]
+        num_live, num_users = len(counts), max(self.min_users, int(counts.max()))
+        slot = block * num_users + place
+        table = torch.zeros_like(blocks)
+        table[used] = slot
+        users = torch.zeros(num_live * num_users, dtype=torch.int64)
+        users[slot] = rows
+        source = torch.zeros_like(users)
+        source[slot] = used.flatten().nonzero()[:, 0]
+        shape = (num_live, num_users)
+        reads = (table, first, num_blocks, users.view(shape), source.view(shape), blocks.int(), (lengths - first).int())
+        return DecodeRead(*(x.to(self.device) for x in reads))

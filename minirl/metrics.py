@@ -1,0 +1,134 @@
+"""What a step reports: (sum, weight) pairs reduced once, phase timers, and where the numbers go.
+
+Numbers go to the console (one line per step), metrics.jsonl and, if asked, wandb; texts go to rollouts/*.jsonl.
+wandb never stops a run: after its first failure one line is printed and it is left alone.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.distributed import print0, rank, world_size
+
+
+class StepMetrics:
+    """The metrics of one step on one rank. Means are weighted; `add_max` keeps the greatest value."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._maxima: dict[str, float] = {}
+
+    def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
+        """Add `weight` observations that sum to `total`."""
+        self._sums[name][0] += float(total)
+        self._sums[name][1] += weight
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add every element as one observation."""
+        self.add(name, values.double().sum(), values.numel())
+
+    def add_max(self, name: str, values: Tensor) -> None:
+        """Raise a maximum to the greatest of `values`, if there are any."""
+        if values.numel():
+            self._maxima[name] = max(self._maxima.get(name, -float("inf")), float(values.max()))
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Add the wall seconds of the block to `time/<phase>` (mean over ranks)."""
+        start = time.perf_counter()
+        yield
+        self.add(f"time/{phase}", time.perf_counter() - start)
+
+    def reduce(self) -> dict[str, float]:
+        """Means and maxima over all ranks, the same on each (collective)."""
+        gathered: list[Any] = [None] * world_size()
+        dist.all_gather_object(gathered, (dict(self._sums), self._maxima))
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        maxima: dict[str, float] = {}
+        for rank_sums, rank_maxima in gathered:
+            for name, (total, weight) in rank_sums.items():
+                sums[name][0] += total
+                sums[name][1] += weight
+            for name, value in rank_maxima.items():
+                maxima[name] = max(maxima.get(name, value), value)
+        times = {name: total / world_size() for name, (total, _) in sums.items() if name.startswith("time/")}
+        return {name: total / weight for name, (total, weight) in sums.items() if weight} | times | maxima
+
+
+class Logger:
+    """Writes on rank 0: args.json at once, then metrics, rollouts and console lines. The folder must exist."""
+
+    def __init__(self, folder: Path, args: Mapping[str, Any], *, wandb_mode: str):
+        self.folder, self._wandb = folder, None
+        if rank() == 0:
+            (folder / "rollouts").mkdir()
+            (folder / "args.json").write_text(json.dumps(args, indent=2, default=str) + "\n")
+            self._wandb = _start_wandb(folder, args, wandb_mode) if wandb_mode != "off" else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl, and the same to wandb."""
+        if rank() != 0:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb is not None:
+            self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
+
+    def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
+        """Write all ranks' rollouts of a step, sorted by (prompt, sample), to one JSONL file (collective)."""
+        gathered: list[Any] = [None] * world_size()
+        dist.gather_object(rollouts, gathered if rank() == 0 else None)
+        if rank() == 0:
+            rows = sorted((row for part in gathered for row in part), key=lambda row: row["rollout_id"])
+            _write_jsonl(self.folder / "rollouts" / f"{step:06d}.jsonl", rows)
+
+    def finish(self) -> None:
+        """Close wandb, if it is on."""
+        if self._wandb is not None:
+            self._try_wandb(lambda: self._wandb.finish())
+
+    def _try_wandb(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker raises, training goes on
+            print0(f"wandb failed and is off from here on: {error}")
+            self._wandb = None
+
+
+def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """One line of at most 120 characters for a step."""
+    m = defaultdict(float, metrics)
+    parts = [
+        f"step {step:>{len(str(num_steps))}}/{num_steps}",
+        f"reward {m['reward/mean']:.3f}",
+        f"ent {m['policy/entropy']:.2f}",
+        f"kl {m['policy/kl_ref']:.3f}" if "policy/kl_ref" in metrics else "",
+        f"clip {m['policy/clip_frac']:.0%}",
+        f"gap {m['policy/logp_gap_max']:.0e}",
+        f"len {m['len/mean']:.0f} (trunc {m['len/truncated']:.0%})",
+        f"gnorm {m['optim/grad_norm']:.2f}",
+        f"gen {m['time/generate']:.2f}s upd {m['time/update']:.2f}s",
+        f"{m['perf/tok_s_gen']:.0f} tok/s",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _start_wandb(folder: Path, args: Mapping[str, Any], mode: str) -> Any:
+    try:
+        import wandb
+
+        return wandb.init(project="minirl", name=folder.name, dir=str(folder), config=dict(args), mode=mode)
+    except Exception as error:  # not installed, not logged in, no network: one line, and the run goes on
+        print0(f"wandb could not start and is off: {error}")
+        return None

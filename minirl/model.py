@@ -1,0 +1,198 @@
+"""One decoder for every supported family, on packed streams. Config keys and parameter names are Hugging Face's.
+
+`Transformer.forward(tokens, positions, layout)` is the only forward: training, scoring, prefill and decode differ in
+their layout. It returns hidden states; logits are made where they are consumed, a few rows at a time (`scoring`,
+`sampling`). The model branches on features (bias, q/k norm, window, rope scaling), never on a family's name; which
+features a family has is said in `weights`. Norm statistics, rope tables and rotations are fp32 (fp64 in an fp64 model).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minirl import numerics
+from minirl.attention import Layout, attend
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of low rope frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and features of a decoder, named as in config.json; made by `weights.read_config`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    layer_windows: tuple[int | None, ...]  # tokens each layer sees, itself included; None: all
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+
+    @property
+    def product_shapes(self) -> list[tuple[int, int]]:
+        """(in, out) of every matrix product in a forward, for `numerics.rows_are_invariant`."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return [(hidden, heads), (hidden, kv), (heads, hidden), (hidden, inner), (inner, hidden)]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension: statistics in fp32, scale in the input's dtype, as Hugging Face."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(numerics.at_least_fp32(x.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with row-invariant products (`numerics`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return numerics.linear(x, self.weight, self.bias)
+
+
+def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [max_position_embeddings, C / 2] in fp32, looked up by position.
+
+    A table, since the vectorised cosine and its scalar tail differ in the last bit.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    if (scaling := config.rope_scaling) is not None:
+        length = scaling.original_max_position_embeddings
+        wavelength = 2 * math.pi / frequency
+        smooth = (length / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = smooth.clamp(0, 1)  # 0: long waves, fully stretched; 1: short waves, as they are
+        frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    angle = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequency
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, C] by the angles of cos, sin [T, 1, C / 2]; halves pair up, as in Hugging Face."""
+    a, b = x.to(numerics.at_least_fp32(x.dtype)).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rope, optional biases, q/k norm and window."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.window, self.head_dim = layer, config.layer_windows[layer], config.head_dim
+        heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, heads, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(heads, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        q, k, v = (proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        num_tokens = len(cos)  # rows beyond are padding for the products and take no part in attention
+        q, k, v = rotate(q[:num_tokens], cos, sin), rotate(k[:num_tokens], cos, sin), v[:num_tokens]
+        out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
+        return self.o_proj(_restore_rows(out, len(x)))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(numerics.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm (a container: `Transformer` runs them)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """A causal language model. `recompute_layers` trades a second forward for the layers' activations in backward."""
+
+    def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
+        super().__init__()
+        self.config = config
+        self.recompute_layers = recompute_layers
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rope: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Hidden states [T, D] after the final norm, for tokens and positions int64 [T]. Not collective."""
+        if self.rope is None:  # no buffer: it must survive the meta device and never be cast
+            self.rope = rope_table(self.config, tokens.device)
+        cos, sin = (table[positions][:, None] for table in self.rope)  # [T, 1, C / 2]
+        x = self.model.embed_tokens(tokens)
+        if x.device.type == "cpu":
+            x = numerics.pad_rows(x)
+        for layer in self.model.layers:
+            if self.recompute_layers and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, layout)
+        return self.model.norm(x)[: len(tokens)]
+
+
+def _restore_rows(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])

@@ -1,0 +1,71 @@
+"""Matrix products whose rows do not depend on how many other rows there are.
+
+Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit for bit if
+every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by shape, so on the CPU
+three rules hold: no product has fewer than `MIN_ROWS` rows, long bf16 reductions run in tiles of `TILE_ROWS` rows, and
+a rank computes on one thread (`distributed.init`). `rows_are_invariant` checks the rules on the machine at hand.
+On CUDA nothing is rounded and nothing is promised: the gap is measured every step instead.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_ROWS = 16  # below this MKL and oneDNN take other kernels (seen at 1-3 rows on AMD, 1-15 on Intel)
+TILE_ROWS = 64
+MAX_UNTILED_BF16 = 512  # oneDNN splits longer bf16 reductions by a rule that depends on the number of rows
+SILU_WIDTH = 32  # the vectorised silu and its scalar tail differ in the last bit
+
+
+def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
+    """Append zero rows to `x` [T, ...] until it has at least MIN_ROWS rows and a multiple of `multiple`."""
+    rows = max(MIN_ROWS, x.shape[0])
+    missing = rows + -rows % multiple - x.shape[0]
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` for x [T, in], T >= MIN_ROWS on the CPU, with row-invariant results there."""
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[1] > MAX_UNTILED_BF16:
+        tiles = pad_rows(x, TILE_ROWS).split(TILE_ROWS)
+        return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[: x.shape[0]]
+    return F.linear(x, weight, bias)
+
+
+def silu(x: Tensor) -> Tensor:
+    """`F.silu` of x [T, width], with every element computed by the vectorised kernel."""
+    width = x.shape[1]
+    return F.silu(F.pad(x, (0, -width % SILU_WIDTH)))[:, :width] if width % SILU_WIDTH else F.silu(x)
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for logits, softmax and reductions of tensors in `dtype`: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits [T, V] of hidden [T, D] in fp32 (fp64 for fp64 inputs): bf16 inputs, fp32 sums and results."""
+    if hidden.device.type == "cuda" and hidden.dtype != at_least_fp32(hidden.dtype):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    wide = at_least_fp32(hidden.dtype)
+    rows = hidden.shape[0]
+    padded = pad_rows(hidden.to(wide)) if hidden.device.type == "cpu" else hidden.to(wide)
+    return linear(padded, weight.to(wide))[:rows]
+
+
+def rows_are_invariant(shapes: list[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether CPU products x [T, in] @ W [in, out] give each row the same bits at every T tried, for all (in, out).
+
+    A probe, run once: it tries the row counts at which known libraries change kernels.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for num_in, num_out in sorted(set(shapes)):
+        weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
+        x = torch.randn(600, num_in, generator=generator).to(dtype)
+        expected = linear(x, weight)
+        for rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 64, 100, 128, 129, 256, 513):
+            for start in (0, 5):
+                got = linear(pad_rows(x[start : start + rows]), weight)[:rows]
+                if not torch.equal(got, expected[start : start + rows]):
+                    return False
+    return True

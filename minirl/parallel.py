@@ -1,0 +1,102 @@
+"""FSDP2 with one weight storage: the parameters that training computes with are those that the engine decodes with.
+
+The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype, gathered once and
+never resharded; after an optimizer step they are refreshed in place, at addresses that never change. Gradients are sums:
+the loss is weighted by global counts and nothing is averaged here. The only room that knows FSDP.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minirl.model import ModelConfig, Transformer
+from minirl.numerics import at_least_fp32
+from minirl.weights import load_weights
+
+
+class ShardedModel:
+    """A trainable `Transformer`: `module` computes, `masters` are optimized, `compute_weights` are the storage shared
+    by generate, score and update. The constructor, `step` and `backward(is_last=True)` are collective.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute_layers: bool = False,
+    ):
+        """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        with torch.device("meta"):
+            self.module = Transformer(config, recompute_layers=recompute_layers)
+        self.module.to(at_least_fp32(dtype))
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=at_least_fp32(dtype),
+            cast_forward_inputs=False,  # it would round the fp32 rope tables
+        )
+        self._units = [*self.module.model.layers, self.module]
+        for unit in self._units:
+            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+            unit.set_reshard_after_backward(False)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        self.module.to_empty(device=device)
+        load_weights(self.module, folder)
+        self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
+        for unit in self._units:
+            unit.unshard()
+        self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a microbatch's loss; the last microbatch of an optimizer step sums over ranks (collective).
+
+        Ranks may have different numbers of microbatches, but each has at least one (it may be empty).
+        """
+        for unit in self._units:
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+        loss.backward()
+
+    def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+        """AdamW over the masters; the learning rate is set by each `step`."""
+        return torch.optim.AdamW(
+            self.masters.values(), lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay, fused=True
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
+        """Clip the global gradient norm (0: do not), update the masters, refresh; returns the norm before clipping.
+
+        Collective. Raises FloatingPointError before any update when the norm is not finite.
+        """
+        norm = gradient_norm(self.masters.values())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise FloatingPointError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
+        if max_grad_norm and norm > max_grad_norm:
+            for master in self.masters.values():
+                master.grad.mul_(max_grad_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.refresh()
+        return norm
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters into the compute weights, in place (collective)."""
+        for name, master in self.masters.items():
+            full = self.compute_weights[name]
+            full.copy_(master.to(full.dtype).full_tensor())
+
+
+def gradient_norm(masters: Iterable[nn.Parameter | Tensor]) -> float:
+    """L2 norm of the gradients of sharded masters over all ranks (collective)."""
+    return float(torch.nn.utils.get_total_norm([m.grad for m in masters]).full_tensor())

@@ -1,0 +1,82 @@
+"""Logprobs and entropy of the tokens of a stream, under gradient or not, without ever holding logits [T, V].
+
+Element t of every stream is about token t: its logprob comes from the hidden state at t - 1. That shift happens here,
+in `score`, and nowhere else. Only selected tokens (those the policy sampled) pass the head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl import numerics
+from minirl.attention import PackedLayout
+from minirl.model import Transformer
+from minirl.sampling import log_softmax
+
+CHUNK = 256  # rows of logits alive at once
+
+
+def score(
+    model: Transformer, tokens: Tensor, layout: PackedLayout, *, select: Tensor, temperature: float, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [T] in fp32 of `tokens` int64 [T] where `select` bool [T]; 0 elsewhere.
+
+    `select` must be false at the first token of each sequence. Differentiable in the model's parameters. Not collective.
+    """
+    hidden = model(tokens, layout.positions, layout)
+    chosen = select.nonzero()[:, 0]
+    logprobs, entropies = ChunkedLogprobs.apply(
+        hidden.index_select(0, chosen - 1), model.lm_head.weight, tokens[chosen], temperature, chunk
+    )
+    zeros = logprobs.new_zeros(len(tokens))
+    return zeros.index_put((chosen,), logprobs), zeros.index_put((chosen,), entropies)
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """Logprobs and entropies [M] of targets [M] from hidden [M, D] and a head [V, D], in chunks of rows.
+
+    Backward makes the logits again. With p = softmax(z / T): d logprob / dz_j = (1[j = y] - p_j) / T and
+    d entropy / dz_j = -p_j (log p_j + entropy) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        ctx.temperature, ctx.chunk = temperature, chunk
+        wide = numerics.at_least_fp32(hidden.dtype)
+        logprobs, entropies = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            all_logprobs = _all_logprobs(hidden[rows], head, temperature)
+            logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
+            entropies[rows] = -(all_logprobs.exp() * all_logprobs).nan_to_num(0.0).sum(-1)
+        ctx.save_for_backward(hidden, head, targets, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        """See the class."""
+        hidden, head, targets, entropies = ctx.saved_tensors
+        wide = entropies.dtype
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            all_logprobs = _all_logprobs(hidden[rows], head, ctx.temperature)
+            probs = all_logprobs.exp()
+            grad = -grad_logprobs[rows, None] * probs
+            if grad_entropies.any():
+                weighted = (probs * (all_logprobs + entropies[rows, None])).nan_to_num(0.0)
+                grad -= grad_entropies[rows, None] * weighted
+            grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+            grad /= ctx.temperature
+            grad_hidden[rows] = (grad.to(head.dtype) @ head).to(hidden.dtype)
+            grad_head.addmm_(grad.t(), hidden[rows].to(wide))
+        return grad_hidden, grad_head.to(head.dtype), None, None, None
+
+
+def _all_logprobs(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = numerics.head_logits(hidden, head)
+    return log_softmax(logits, torch.full((len(logits), 1), temperature, dtype=logits.dtype, device=logits.device))

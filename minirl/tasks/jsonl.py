@@ -1,0 +1,60 @@
+"""Any JSONL file with prompts: one object per line, checked as a whole before anything expensive starts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from minirl.rewards import RewardFunction
+from minirl.tasks import Messages, Row, Task
+
+
+def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str, reward: RewardFunction) -> Task:
+    """A task of `data` (and held-out `eval_data`) whose rows have a text or chat prompt in `prompt_field`."""
+    train_rows = read_rows(data, prompt_field)
+    eval_rows = read_rows(eval_data, prompt_field) if eval_data else []
+    return Task(Path(data).stem, train_rows, eval_rows, reward, max_new_tokens=256)
+
+
+def read_rows(path: str, prompt_field: str) -> list[Row]:
+    """All rows of a file. Raises ValueError naming file, line and field of the first bad one."""
+    rows = []
+    for place, fields in read_objects(path):
+        if prompt_field not in fields:
+            raise ValueError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
+        prompt = _checked_prompt(fields[prompt_field], f"{place}: field {prompt_field!r}")
+        rows.append(Row(prompt, {k: v for k, v in fields.items() if k != prompt_field}, place))
+    return rows
+
+
+def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file with their places, "file:line"; blank lines are skipped."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    count = 0
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+            if not isinstance(fields, dict):
+                raise ValueError(f"{path}:{number}: expected an object, got {line.strip()[:60]}")
+            count += 1
+            yield f"{path}:{number}", fields
+    if not count:
+        raise ValueError(f"{path}: no rows")
+
+
+def _checked_prompt(prompt: Any, place: str) -> str | Messages:
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return prompt
+    raise ValueError(f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

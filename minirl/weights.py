@@ -1,0 +1,216 @@
+"""Hugging Face folders: config.json to `ModelConfig`, safetensors to parameters, and back.
+
+Parameter names are the checkpoint's, so loading and saving are the identity on keys. A config key that may change the
+numbers and is not supported is refused by name. Tensors move one at a time, straight into each rank's shard.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from minirl.model import ModelConfig, RopeScaling, Transformer
+
+# What a family implies beyond its config.json.
+FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+_SHAPE_KEYS = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings attention_bias "
+    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types hidden_act model_type".split()
+)
+_HARMLESS_KEYS = frozenset(
+    "architectures dtype torch_dtype transformers_version bos_token_id eos_token_id pad_token_id use_cache "
+    "initializer_range attention_dropout _name_or_path _attn_implementation output_attentions output_hidden_states "
+    "return_dict chunk_size_feed_forward id2label label2id problem_type is_encoder_decoder use_return_dict "
+    "base_model_tp_plan base_model_pp_plan keys_to_ignore_at_inference unsloth_fixed unsloth_version".split()
+)
+_NEUTRAL_VALUES: dict[str, Any] = {"pretraining_tp": 1, "hidden_act": "silu", "attention_dropout": 0}
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json", "*.jinja")
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def resolve_folder(model: str) -> Path:
+    """The local folder of a model: itself, or the hub's snapshot of that id. Raises FileNotFoundError with both."""
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    if Path(model).exists() or model.startswith((".", "/")):
+        raise FileNotFoundError(f"--model {model}: no config.json there; give a Hugging Face folder or hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "merges.txt"]))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"--model {model}: neither a folder here nor to be had from the hub ({error})") from None
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model's shape and features; ValueError names the key of config.json that is not supported."""
+    return config_from_dict(json.loads((folder / "config.json").read_text()))
+
+
+def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` of a config.json's content; ValueError names the key that is not supported."""
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"config.json: model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})")
+    for key, value in raw.items():
+        if key in _NEUTRAL_VALUES and value not in (_NEUTRAL_VALUES[key], None):
+            raise ValueError(f"config.json: {key}={value!r} is not supported (only {_NEUTRAL_VALUES[key]!r})")
+        if key not in _SHAPE_KEYS | _HARMLESS_KEYS | _NEUTRAL_VALUES.keys() and value not in (None, False):
+            raise ValueError(f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it")
+    features = FAMILIES[family]
+    theta, scaling = _rope(raw)
+    heads = raw["num_attention_heads"]
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        layer_windows=_windows(raw),
+        qkv_bias=features.get("qkv_bias", bool(raw.get("attention_bias"))),
+        o_bias=bool(raw.get("attention_bias")) and "qkv_bias" not in features,
+        mlp_bias=bool(raw.get("mlp_bias")),
+        qk_norm=features.get("qk_norm", False),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+    )
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    found: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    theta = found.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
+    found.pop("type", None)
+    names = RopeScaling.__dataclass_fields__
+    if kind == "llama3" and found.keys() == names.keys():
+        return theta, RopeScaling(**found)
+    if kind != "default" or found:
+        raise ValueError(f"config.json: rope type {kind!r} with {found} is not supported (default; llama3: {[*names]})")
+    return theta, None
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's sliding window, by the rules of its family's own configuration class."""
+    num_layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
+    if raw["model_type"] in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
+        window = None
+    if raw["model_type"] == "llama" or window is None:
+        if "sliding_attention" in raw.get("layer_types", []):
+            raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding window is in use")
+        return (None,) * num_layers
+    default = ["sliding_attention"] * num_layers
+    if "max_window_layers" in raw:
+        default = ["full_attention" if i < raw["max_window_layers"] else "sliding_attention" for i in range(num_layers)]
+    kinds = raw.get("layer_types") or default
+    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != num_layers:
+        raise ValueError(f"config.json: layer_types={kinds} is not supported (full_attention, sliding_attention)")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by checkpoint name, a tied one once."""
+    return dict(model.named_parameters())
+
+
+def load_weights(model: Transformer, folder: Path) -> None:
+    """Fill the parameters (plain, or this rank's shards of DTensors) from the folder's safetensors. Not collective.
+
+    Raises FileNotFoundError without safetensors files, and ValueError naming missing, unexpected or misshapen tensors.
+    """
+    files = _file_of_each_tensor(folder)
+    params = named_parameters(model)
+    redundant = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    if model.config.tie_word_embeddings:
+        redundant.add("lm_head.weight")
+    missing, unexpected = sorted(params.keys() - files.keys()), sorted(files.keys() - params.keys() - redundant)
+    if missing or unexpected:
+        raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(params.keys() & set(file.keys())):
+                _fill(params[name], file.get_slice(name), f"{path}: {name}")
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / "model.safetensors")
+
+
+@torch.no_grad()
+def _fill(param: nn.Parameter, stored: Any, place: str) -> None:
+    if tuple(stored.get_shape()) != tuple(param.shape):
+        raise ValueError(f"{place} has shape {stored.get_shape()}, config.json asks for {list(param.shape)}")
+    if not hasattr(param, "to_local"):
+        param.copy_(stored[:])
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local = param.to_local()
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    if local.numel():
+        local.copy_(stored[offset[0] : offset[0] + shape[0]])
+
+
+def save_folder(
+    folder: Path, tensors: Mapping[str, Tensor], *, config: Mapping[str, Any], tokenizer_from: Path | None
+) -> None:
+    """Write a Hugging Face folder: weights as they are, `config` with their dtype, the tokenizer files copied.
+
+    One rank calls it; peak memory is one tensor. The folder must not exist: it appears whole, by a rename.
+    """
+    half_made = folder.with_name(f".half-{folder.name}")
+    shutil.rmtree(half_made, ignore_errors=True)
+    half_made.mkdir(parents=True)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    stated = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    (half_made / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    patterns = (*_TOKENIZER_FILES, "generation_config.json") if tokenizer_from else ()
+    for source in sorted({path for pattern in patterns for path in tokenizer_from.glob(pattern)}):
+        shutil.copy(source, half_made)
+    _write_safetensors(half_made / "model.safetensors", tensors)
+    os.replace(half_made, folder)
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The safetensors format, written one tensor at a time (the library's writer wants all of them in memory)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for data in _raw_bytes(tensors.values()):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        yield memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().numpy())
