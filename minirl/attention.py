@@ -100,7 +100,7 @@ class DecodeRead:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """N whole sequences end to end, T = sum(lengths). `caches` maps a layer to its pool when the keys are to be kept."""
+    """N whole sequences end to end, T = sum(lengths). `caches` maps a layer to its pool when keys are to be kept."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -147,7 +147,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
         if kernel == "portable":
             return _attend_portable(q, k, v, layout, window)
         return _attend_varlen(q, k, v, layout, window, kernel)
-    assert cached is not None and cached.read is not None, f"layer {layer} has no cache to decode from"
+    assert cached is not None, f"layer {layer} has no cache to decode from"
+    assert cached.read is not None, f"layer {layer} has no block table to decode from"
     if cached.pool.is_flash:
         return _decode_flash(q, cached.pool, index, cached.read)
     return _decode_portable(q, cached.pool, index, cached.read, layout.positions)
@@ -166,7 +167,9 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window
 
     groups = q.shape[1] // k.shape[1]  # torch 2.11 has no flag for shared key heads, so they are repeated
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(left, 0))
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(left, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Rollouts as packed streams, the plan of who trains on what, and the one exchange that carries it out.
 
-`Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element t
-of every stream is about token t. Plans are pure functions of lengths that every rank holds: `plan_microbatches` balances
-tokens. `gather_table` and `exchange` communicate; nothing else here does.
+`Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element
+t of every stream is about token t. Plans are pure functions of lengths that every rank holds: `plan_microbatches`
+balances tokens, `plan_updates` plans a whole step. `gather_table` and `exchange` communicate; nothing else here does.
 """
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class RolloutTable:
     reward: Tensor  # fp64
 
 
-def _field(per_sequence: bool = False) -> Tensor | None:
+def _later(*, per_sequence: bool = False) -> Tensor:
+    """A field that is None until it is made."""
     return dataclasses.field(default=None, metadata={"per_sequence": per_sequence})  # type: ignore[return-value]
 
 
@@ -70,11 +72,11 @@ class Batch:
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool
     sample_logprobs: Tensor  # fp32, as are the streams below
-    advantages: Tensor | None = _field()
-    loss_weights: Tensor | None = _field()
-    old_logprobs: Tensor | None = _field()
-    ref_logprobs: Tensor | None = _field()
-    row: Tensor | None = _field(per_sequence=True)  # int64 [N], the rollout's row in the table
+    advantages: Tensor = _later()  # noqa: RUF009 - makes a dataclass field
+    loss_weights: Tensor = _later()  # noqa: RUF009
+    old_logprobs: Tensor = _later()  # noqa: RUF009
+    ref_logprobs: Tensor = _later()  # noqa: RUF009
+    row: Tensor = _later(per_sequence=True)  # noqa: RUF009 - int64 [N], the rollout's row in the table
 
     def layout(self) -> PackedLayout:
         """The layout of this stream for the model."""
@@ -82,21 +84,24 @@ class Batch:
 
     def replace(self, **fields: Tensor) -> "Batch":
         """A copy with these fields set."""
-        return dataclasses.replace(self, **fields)
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`."""
         return self.replace(**{name: value.to(device) for name, value in self._tensors().items()})
 
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """Where the tokens of these sequences are in the streams, int64."""
+        starts = [0, *itertools.accumulate(self.lengths)]
+        spans = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
+        return torch.cat([torch.arange(0), *spans]).to(self.tokens.device)
+
     def select(self, sequences: Sequence[int]) -> "Batch":
         """The sequences with these places, in this order."""
-        starts = torch.tensor((0, *self.lengths)).cumsum(0).tolist()
-        lengths = tuple(self.lengths[i] for i in sequences)
-        tokens = torch.cat([torch.arange(0), *(torch.arange(starts[i], starts[i + 1]) for i in sequences)])
-        index = {False: tokens.to(self.tokens.device), True: torch.tensor(sequences, dtype=torch.int64)}
-        index[True] = index[True].to(self.tokens.device)
+        places = torch.tensor(sequences, dtype=torch.int64, device=self.tokens.device)
+        index = {True: places, False: self.token_index(sequences)}
         chosen = {name: x[index[_PER_SEQUENCE[name]]] for name, x in self._tensors().items()}
-        return dataclasses.replace(self, lengths=lengths, **chosen)
+        return dataclasses.replace(self, lengths=tuple(self.lengths[i] for i in sequences), **chosen)
 
     def spread(self, values: Tensor) -> Tensor:
         """Per-sequence values [N] as a stream [T] that is 0 outside the loss mask."""
@@ -107,7 +112,43 @@ class Batch:
         return {name: getattr(self, name) for name in _PER_SEQUENCE if getattr(self, name) is not None}
 
 
-_PER_SEQUENCE = {f.name: f.metadata.get("per_sequence", False) for f in dataclasses.fields(Batch) if f.name != "lengths"}
+_PER_SEQUENCE = {
+    f.name: f.metadata.get("per_sequence", False) for f in dataclasses.fields(Batch) if f.name != "lengths"
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains on what in one step; the same on every rank. Numbers are rows of the table.
+
+    minibatches[i]: the rollouts of one optimizer step, contiguous rows. microbatches[i][rank][j]: one forward-backward.
+    """
+
+    minibatches: list[list[int]]
+    microbatches: list[list[list[list[int]]]]
+
+    @property
+    def rank_of(self) -> list[int]:
+        """The rank that trains on each rollout."""
+        owner = {row: r for ranks in self.microbatches for r, micros in enumerate(ranks) for m in micros for row in m}
+        return [owner[row] for row in range(len(owner))]
+
+    def of_rank(self, rank: int) -> list[list[list[int]]]:
+        """This rank's [minibatch][microbatch], as places in the batch that `exchange` gives it."""
+        rows = sorted(row for ranks in self.microbatches for micro in ranks[rank] for row in micro)
+        place = {row: i for i, row in enumerate(rows)}
+        return [[[place[row] for row in micro] for micro in ranks[rank]] for ranks in self.microbatches]
+
+
+def plan_updates(lengths: Sequence[int], *, num_minibatches: int, num_ranks: int, max_tokens: int) -> Plan:
+    """Cut the rollouts into minibatches in their order, and each into balanced microbatches. Pure."""
+    cuts = [len(lengths) * i // num_minibatches for i in range(num_minibatches + 1)]
+    minibatches = [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
+    microbatches = []
+    for rows in minibatches:
+        bins = plan_microbatches([lengths[row] for row in rows], num_ranks=num_ranks, max_tokens=max_tokens)
+        microbatches.append([[[rows[i] for i in micro] for micro in per_rank] for per_rank in bins])
+    return Plan(minibatches, microbatches)
 
 
 def plan_microbatches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -159,11 +200,15 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Rollo
     table = all_gather_rows(torch.tensor(rows, dtype=torch.float64).view(-1, 5))
     keys = list(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
     columns = table[sorted(range(len(keys)), key=keys.__getitem__)].T
-    return RolloutTable(*columns[:4].long(), reward=columns[4])
+    prompt, sample, num_tokens, num_loss_tokens = columns[:4].long()
+    return RolloutTable(prompt, sample, num_tokens, num_loss_tokens, reward=columns[4])
 
 
 def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
-    """Send each rollout to rank_of[its row in the table]; returns this rank's, in table order, on the host (collective)."""
+    """Send each rollout to rank_of[its row in the table]; returns this rank's, in table order, on the host.
+
+    Collective.
+    """
     row_of = {key: i for i, key in enumerate(zip(table.prompt.tolist(), table.sample.tolist(), strict=True))}
     mine = [(row_of[r.rollout_id.prompt, r.rollout_id.sample], r) for r in rollouts]
     sent = {rank: [pair for pair in mine if rank_of[pair[0]] == rank] for rank in range(world_size())}

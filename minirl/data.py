@@ -34,6 +34,10 @@ class Prompts:
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order[place]
 
+    def batch(self, first: int, count: int) -> list[int]:
+        """Which rows are the `count` prompts of the run from the `first` on."""
+        return [self.index(first + i) for i in range(count)]
+
     def epoch(self, ordinal: int) -> float:
         """Epochs served before the `ordinal`-th prompt."""
         return ordinal / len(self.rows)

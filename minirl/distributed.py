@@ -11,8 +11,8 @@ from torch import Tensor
 def start(*, device: str = "auto", threads: int = 1) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more than
-    one, CPU products are no longer bitwise repeatable (`numerics`). Raises ValueError for a device that is not there.
+    device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more
+    than one, CPU products are not row-invariant (`numerics`). Raises ValueError for a device that is not there.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu or cuda")
@@ -49,6 +49,13 @@ def print0(*parts: Any) -> None:
     """Print on rank 0, at once."""
     if rank() == 0:
         print(*parts, flush=True)
+
+
+def agree(value: Any) -> Any:
+    """Rank 0's value, on every rank (collective)."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def barrier() -> None:

@@ -130,6 +130,11 @@ class Engine:
             done |= {rollout.rollout_id: rollout for rollout in self.step()}
         return [done[request.rollout_id] for request in requests]
 
+    @property
+    def _live_cache(self) -> KVCache:
+        assert self._cache is not None, "nothing was submitted"
+        return self._cache
+
     def _new_cache(self) -> KVCache:
         return KVCache(
             self.config.layer_windows,
@@ -152,12 +157,12 @@ class Engine:
             length = len(group[0].prompt) + len(group[0].sampled)
             if groups and num_tokens + length > self.max_prefill_tokens:
                 break
-            room = self._cache.num_free_blocks - reserved - self._cache.blocks_for(length)
+            room = self._live_cache.num_free_blocks - reserved - self._live_cache.blocks_for(length)
             if room < 0:
                 break
-            forks = length % self._cache.block_size != 0  # else a fork shares all its blocks
+            forks = length % self._live_cache.block_size != 0  # else a fork shares all its blocks
             group = group[: 1 + room] if forks else group
-            cached = self._cache.add(length)
+            cached = self._live_cache.add(length)
             assert cached is not None
             reserved += (len(group) - 1) * forks
             groups.append((cached, group))
@@ -179,7 +184,7 @@ class Engine:
         """Run the groups' prompts end to end, fork, and sample each member's first token."""
         if not groups:
             return
-        layout = self._cache.prefill_layout([cached for cached, _ in groups])
+        layout = self._live_cache.prefill_layout([cached for cached, _ in groups])
         prompts = [(*group[0].prompt, *(s.token for s in group[0].sampled)) for _, group in groups]
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
         hidden = self._forward(tokens, layout.positions, layout)
@@ -187,7 +192,7 @@ class Engine:
         rows, last = [], []
         for i, (cached, group) in enumerate(groups):
             for request in group:
-                own = cached if request is group[0] else self._cache.fork(cached)
+                own = cached if request is group[0] else self._live_cache.fork(cached)
                 assert own is not None, "admission left no room for a fork"
                 rows.append(_Row(request, own, list(request.sampled)))
                 last.append(i)
@@ -199,18 +204,18 @@ class Engine:
         """Room for one more token in every row, taken from the youngest where need be; False without rows."""
         i = 0
         while i < len(self._rows):
-            if self._cache.extend(self._rows[i].cached):
+            if self._live_cache.extend(self._rows[i].cached):
                 i += 1
                 continue
             youngest = self._rows.pop()
-            self._cache.free(youngest.cached)
+            self._live_cache.free(youngest.cached)
             self._waiting.appendleft(replace(youngest.request, sampled=tuple(youngest.sampled)))
             self.stats.preemptions += 1
             self._is_admitting = False  # until a row finishes: else it would be back at once, and out again
         return bool(self._rows)
 
     def _decode(self) -> None:
-        layout = self._cache.decode_layout([row.cached for row in self._rows])
+        layout = self._live_cache.decode_layout([row.cached for row in self._rows])
         tokens = torch.tensor([row.sampled[-1].token for row in self._rows], device=self.device)
         self._sample(self._rows, self._forward(tokens, layout.positions, layout))
         self.stats.decode_tokens += len(tokens)
@@ -236,7 +241,7 @@ class Engine:
         for row in self._rows:
             stopped = row.sampled[-1].token in row.request.stop_ids
             if stopped or len(row.sampled) >= row.request.max_new_tokens:
-                self._cache.free(row.cached)
+                self._live_cache.free(row.cached)
                 finished.append(_rollout(row, "stop" if stopped else "length"))
             else:
                 running.append(row)

@@ -102,9 +102,7 @@ class KVCache:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of this length takes in the fullest pool."""
-        return max(
-            (num_tokens - 1) // self.block_size + 1 - self._first_block(pool, num_tokens) for pool in self.pools
-        )
+        return max((num_tokens - 1) // self.block_size + 1 - self._first_block(pool, num_tokens) for pool in self.pools)
 
     @property
     def num_free_blocks(self) -> int:

@@ -5,6 +5,7 @@ wandb never stops a run: after its first failure one line is printed and it is l
 """
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,47 +20,66 @@ from minirl.distributed import print0, rank, world_size
 
 
 class StepMetrics:
-    """The metrics of one step on one rank. Means are weighted; `add_max` keeps the greatest value."""
+    """The metrics of one step on one rank: weighted means, maxima and totals."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
     def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
-        """Add `weight` observations that sum to `total`."""
-        self._sums[name][0] += float(total)
-        self._sums[name][1] += weight
+        """Add to a mean `weight` observations that sum to `total`."""
+        before, weight_before = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (before + float(total), weight_before + weight)
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Add every element as one observation."""
+        """Add to a mean every element as one observation."""
         self.add(name, values.double().sum(), values.numel())
 
     def add_max(self, name: str, values: Tensor) -> None:
         """Raise a maximum to the greatest of `values`, if there are any."""
         if values.numel():
-            self._maxima[name] = max(self._maxima.get(name, -float("inf")), float(values.max()))
+            self._maxima[name] = max(self._maxima.get(name, -math.inf), float(values.max()))
+
+    def add_total(self, name: str, amount: float | Tensor) -> None:
+        """Add to a total over steps' parts and ranks."""
+        self._totals[name] = self._totals.get(name, 0.0) + float(amount)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `time/<phase>` (mean over ranks)."""
+        """Add the wall seconds of the block to `time/<phase>`, a mean over ranks."""
         start = time.perf_counter()
         yield
         self.add(f"time/{phase}", time.perf_counter() - start)
 
     def reduce(self) -> dict[str, float]:
-        """Means and maxima over all ranks, the same on each (collective)."""
+        """Means, maxima and totals over all ranks, the same on each (collective)."""
         gathered: list[Any] = [None] * world_size()
-        dist.all_gather_object(gathered, (dict(self._sums), self._maxima))
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        dist.all_gather_object(gathered, (self._sums, self._maxima, self._totals))
+        sums: dict[str, tuple[float, float]] = {}
         maxima: dict[str, float] = {}
-        for rank_sums, rank_maxima in gathered:
+        totals: dict[str, float] = {}
+        for rank_sums, rank_maxima, rank_totals in gathered:
             for name, (total, weight) in rank_sums.items():
-                sums[name][0] += total
-                sums[name][1] += weight
+                before, weight_before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before + total, weight_before + weight)
             for name, value in rank_maxima.items():
                 maxima[name] = max(maxima.get(name, value), value)
-        times = {name: total / world_size() for name, (total, _) in sums.items() if name.startswith("time/")}
-        return {name: total / weight for name, (total, weight) in sums.items() if weight} | times | maxima
+            for name, value in rank_totals.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {name: total / weight for name, (total, weight) in sums.items() if weight} | maxima | totals
+
+
+def with_rates(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Reduced metrics with the step's seconds and its completion tokens per second of generating and of updating."""
+    seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
+    tokens = metrics["count/tokens"]
+    rates = {
+        "time/step": sum(seconds.values()),
+        "perf/tok_s_gen": tokens / metrics["time/generate"],
+        "perf/tok_s_train": tokens / metrics["time/update"],
+    }
+    return {**metrics, **rates}
 
 
 class Logger:
@@ -81,13 +101,13 @@ class Logger:
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
 
-    def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
-        """Write all ranks' rollouts of a step, sorted by (prompt, sample), to one JSONL file (collective)."""
+    def log_rollouts(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write all ranks' rollouts of a step, in rank order, to rollouts/<step>.jsonl (collective)."""
         gathered: list[Any] = [None] * world_size()
-        dist.gather_object(rollouts, gathered if rank() == 0 else None)
+        dist.gather_object(list(lines), gathered if rank() == 0 else None)
         if rank() == 0:
-            rows = sorted((row for part in gathered for row in part), key=lambda row: row["rollout_id"])
-            _write_jsonl(self.folder / "rollouts" / f"{step:06d}.jsonl", rows)
+            text = "".join(json.dumps(line) + "\n" for part in gathered for line in part)
+            (self.folder / "rollouts" / f"{step:06d}.jsonl").write_text(text)
 
     def finish(self) -> None:
         """Close wandb, if it is on."""
@@ -120,11 +140,7 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str
     return "  ".join(part for part in parts if part)
 
 
-def _write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _start_wandb(folder: Path, args: Mapping[str, Any], mode: str) -> Any:
+def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     try:
         import wandb
 

@@ -58,7 +58,7 @@ class ModelConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension: statistics in fp32, scale in the input's dtype, as Hugging Face."""
+    """Root-mean-square norm over the last dimension: statistics in fp32, scale in the input's dtype."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, layout)
-        return self.model.norm(x)[: len(tokens)]
+        return self.model.norm(x[: len(tokens)])
 
 
 def _restore_rows(x: Tensor, rows: int) -> Tensor:

@@ -53,11 +53,13 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return linear(padded, weight.to(wide))[:rows]
 
 
-def rows_are_invariant(shapes: list[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether CPU products x [T, in] @ W [in, out] give each row the same bits at every T tried, for all (in, out).
+def rows_are_invariant(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products x [T, in] @ W [in, out] give each row the same bits at every T tried, for all (in, out).
 
-    A probe, run once: it tries the row counts at which known libraries change kernels.
+    A probe, run once: it tries the row counts at which known CPU libraries change kernels. False on CUDA, unmeasured.
     """
+    if device.type != "cpu":
+        return False
     generator = torch.Generator().manual_seed(0)
     for num_in, num_out in sorted(set(shapes)):
         weight = torch.randn(num_out, num_in, generator=generator).to(dtype)

@@ -1,15 +1,15 @@
 """FSDP2 with one weight storage: the parameters that training computes with are those that the engine decodes with.
 
 The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype, gathered once and
-never resharded; after an optimizer step they are refreshed in place, at addresses that never change. Gradients are sums:
-the loss is weighted by global counts and nothing is averaged here. The only room that knows FSDP.
+never resharded; after an optimizer step they are refreshed in place, at addresses that never change. Gradients are
+sums: the loss is weighted by global counts and nothing is averaged here. The only room that knows FSDP.
 """
 
-from collections.abc import Iterable
+import math
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minirl.model import ModelConfig, Transformer
 from minirl.numerics import at_least_fp32
@@ -57,7 +57,7 @@ class ShardedModel:
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a microbatch's loss; the last microbatch of an optimizer step sums over ranks (collective).
+        """Add the gradient of a microbatch's loss; the last one of an optimizer step sums over ranks (collective).
 
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty).
         """
@@ -76,12 +76,12 @@ class ShardedModel:
 
         Collective. Raises FloatingPointError before any update when the norm is not finite.
         """
-        norm = gradient_norm(self.masters.values())
-        if not torch.isfinite(torch.tensor(norm)):
+        norm = float(torch.nn.utils.get_total_norm(self._gradients()).full_tensor())  # type: ignore[attr-defined]
+        if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
         if max_grad_norm and norm > max_grad_norm:
-            for master in self.masters.values():
-                master.grad.mul_(max_grad_norm / norm)
+            for gradient in self._gradients():
+                gradient.mul_(max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -89,14 +89,25 @@ class ShardedModel:
         self.refresh()
         return norm
 
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective)."""
         for name, master in self.masters.items():
             full = self.compute_weights[name]
-            full.copy_(master.to(full.dtype).full_tensor())
+            full.copy_(master.to(full.dtype).full_tensor())  # type: ignore[attr-defined]
 
 
-def gradient_norm(masters: Iterable[nn.Parameter | Tensor]) -> float:
-    """L2 norm of the gradients of sharded masters over all ranks (collective)."""
-    return float(torch.nn.utils.get_total_norm([m.grad for m in masters]).full_tensor())
+def learning_rate(update: int, num_updates: int, *, peak: float, warmup_updates: int, schedule: str) -> float:
+    """Learning rate of the `update`-th (from 0) of `num_updates` optimizer steps: linear warm-up, then the schedule.
+
+    schedule: "constant", or "linear" decay that reaches 0 after the last one.
+    """
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    if schedule == "constant":
+        return peak
+    assert schedule == "linear", f"unknown schedule {schedule}"
+    return peak * (num_updates - update) / max(1, num_updates - warmup_updates)

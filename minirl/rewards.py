@@ -8,11 +8,11 @@ prompts come with text completions, chat prompts with `[{"role": "assistant", "c
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RewardFunction = Callable[..., Sequence[float]]
+from minirl.tasks import RewardFunction, Row
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -23,7 +23,8 @@ def load_reward(spec: str) -> RewardFunction:
     if not Path(path).is_file():
         raise FileNotFoundError(f"--reward {spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert module_spec is not None and module_spec.loader is not None
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
@@ -42,34 +43,32 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
 
 def compute_rewards(
     function: RewardFunction,
+    rows: Sequence[Row],
     *,
-    prompts: Sequence[Any],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
-    columns: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
 ) -> list[float]:
-    """Rewards of this rank's completions; not collective. `places` say where each row came from, for errors.
+    """Rewards of this rank's completions of these rows' prompts. Not collective.
 
     Raises ValueError naming function, row and value unless there is one finite number per completion.
     """
     if not completions:
         return []
-    is_chat = [not isinstance(prompt, str) for prompt in prompts]
     shaped = [
-        [{"role": "assistant", "content": text}] if chat else text
-        for text, chat in zip(completions, is_chat, strict=True)
+        text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+        for row, text in zip(rows, completions, strict=True)
     ]
-    arguments = {"prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
-    names = sorted({name for row in columns for name in row} - arguments.keys() - {"prompt"})
-    arguments |= {name: [row.get(name) for row in columns] for name in names}
+    arguments: dict[str, Any] = {"prompts": [row.prompt for row in rows], "completions": shaped}
+    arguments["completion_ids"] = list(completion_ids)
+    for name in sorted({name for row in rows for name in row.columns} - arguments.keys()):
+        arguments[name] = [row.columns.get(name) for row in rows]
     rewards = function(**accepted_arguments(function, arguments))
     called = getattr(function, "__name__", str(function))
-    if not isinstance(rewards, Sequence) and not hasattr(rewards, "__len__"):
+    if not hasattr(rewards, "__len__"):
         raise ValueError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
     if len(rewards) != len(completions):
         raise ValueError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
-    return [_number(called, value, place, text) for value, place, text in zip(rewards, places, completions, strict=True)]
+    return [_number(called, r, row.place, text) for r, row, text in zip(rewards, rows, completions, strict=True)]
 
 
 def _number(function: str, value: Any, place: str, completion: str) -> float:

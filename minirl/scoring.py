@@ -4,6 +4,7 @@ Element t of every stream is about token t: its logprob comes from the hidden st
 in `score`, and nowhere else. Only selected tokens (those the policy sampled) pass the head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from minirl import numerics
 from minirl.attention import PackedLayout
+from minirl.batch import Batch
 from minirl.model import Transformer
 from minirl.sampling import log_softmax
 
@@ -22,7 +24,7 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of `tokens` int64 [T] where `select` bool [T]; 0 elsewhere.
 
-    `select` must be false at the first token of each sequence. Differentiable in the model's parameters. Not collective.
+    `select` must be false at the first token of each sequence. Differentiable in the parameters. Not collective.
     """
     hidden = model(tokens, layout.positions, layout)
     chosen = select.nonzero()[:, 0]
@@ -31,6 +33,17 @@ def score(
     )
     zeros = logprobs.new_zeros(len(tokens))
     return zeros.index_put((chosen,), logprobs), zeros.index_put((chosen,), entropies)
+
+
+@torch.no_grad()
+def score_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float) -> Tensor:
+    """Logprobs [T] of a batch's sampled tokens, without gradient, by microbatch; 0 elsewhere. Not collective."""
+    logprobs = torch.zeros_like(batch.sample_logprobs)
+    for sequences in microbatches:
+        part = batch.select(sequences)
+        scored, _ = score(model, part.tokens, part.layout(), select=part.loss_mask, temperature=temperature)
+        logprobs[batch.token_index(sequences)] = scored.to(logprobs.dtype)
+    return logprobs
 
 
 class ChunkedLogprobs(torch.autograd.Function):

@@ -36,7 +36,15 @@ _HARMLESS_KEYS = frozenset(
     "base_model_tp_plan base_model_pp_plan keys_to_ignore_at_inference unsloth_fixed unsloth_version".split()
 )
 _NEUTRAL_VALUES: dict[str, Any] = {"pretraining_tp": 1, "hidden_act": "silu", "attention_dropout": 0}
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json", "*.jinja")
+_TOKENIZER_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "*.jinja",
+)
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -51,7 +59,9 @@ def resolve_folder(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "merges.txt"]))
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"--model {model}: neither a folder here nor to be had from the hub ({error})") from None
+        raise FileNotFoundError(
+            f"--model {model}: neither a folder here nor to be had from the hub ({error})"
+        ) from None
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -149,6 +159,13 @@ def load_weights(model: Transformer, folder: Path) -> None:
                 _fill(params[name], file.get_slice(name), f"{path}: {name}")
 
 
+def load_replica(folder: Path, *, dtype: torch.dtype) -> Transformer:
+    """A frozen, unsharded model on the host, in `dtype`: a reference. It needs no collectives. Not collective."""
+    model = Transformer(read_config(folder)).to(dtype).requires_grad_(False)
+    load_weights(model, folder)
+    return model
+
+
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -163,11 +180,13 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
 def _fill(param: nn.Parameter, stored: Any, place: str) -> None:
     if tuple(stored.get_shape()) != tuple(param.shape):
         raise ValueError(f"{place} has shape {stored.get_shape()}, config.json asks for {list(param.shape)}")
-    if not hasattr(param, "to_local"):
+    if type(param) is nn.Parameter:
         param.copy_(stored[:])
         return
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    assert isinstance(param, DTensor)
     local = param.to_local()
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     if local.numel():
@@ -187,8 +206,8 @@ def save_folder(
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     stated = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
     (half_made / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
-    patterns = (*_TOKENIZER_FILES, "generation_config.json") if tokenizer_from else ()
-    for source in sorted({path for pattern in patterns for path in tokenizer_from.glob(pattern)}):
+    sources = [] if tokenizer_from is None else [path for p in _TOKENIZER_FILES for path in tokenizer_from.glob(p)]
+    for source in sources:
         shutil.copy(source, half_made)
     _write_safetensors(half_made / "model.safetensors", tensors)
     os.replace(half_made, folder)
@@ -211,6 +230,6 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     for tensor in tensors:
-        yield memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().numpy())
+        yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -4,12 +4,11 @@ One module per task, each with a `load...` function that returns a `Task`. A new
 touching the package, a JSONL file and a reward function (`jsonl`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirl.rewards import RewardFunction
-
+RewardFunction = Callable[..., Sequence[float]]  # called as `rewards` says
 Messages = list[dict[str, str]]
 
 

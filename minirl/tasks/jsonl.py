@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minirl.rewards import RewardFunction
-from minirl.tasks import Messages, Row, Task
+from minirl.tasks import Messages, RewardFunction, Row, Task
 
 
 def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str, reward: RewardFunction) -> Task:
