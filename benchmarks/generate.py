@@ -1,0 +1,94 @@
+"""Decoding throughput of the engine on prompts and completions of uneven length.
+
+    OMP_NUM_THREADS=1 python benchmarks/generate.py MODEL [--dtype bfloat16]
+
+MODEL is a Hugging Face folder. Useful tokens are the sampled ones up to and with the stop token; `rows` are the rows
+that passed the layers to get them: prompts, decode rows and the padding of small batches. `steps` are decode steps.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from workload import (
+    LayerRows,
+    PhaseClock,
+    encode_prompts,
+    make_requests,
+    medians,
+    peak_rss_mib,
+    print_result,
+    print_row,
+)
+
+from minirl.data import Tokenizer
+from minirl.engine import Engine
+from minirl.weights import load_replica
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
+    parser.add_argument("--max-rows", type=int, default=64, help="sequences decoded at a time")
+    parser.add_argument("--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1, help="runs that do not count")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    tokenizer = Tokenizer(args.model)
+    model = load_replica(args.model, dtype=dtype).to(device)
+    prompts = encode_prompts(tokenizer, args.prompts)
+    engine = Engine(model, max_rows=args.max_rows, cache_tokens=args.cache_tokens, dtype=dtype, device=device)
+    layer_rows, clock, runs = LayerRows(model), PhaseClock(device), []
+    for run in range(args.warmup + args.runs):
+        requests = make_requests(
+            prompts,
+            first=run * args.prompts,
+            samples=args.samples,
+            max_new=args.max_new,
+            stop_ids=tokenizer.stop_ids,
+        )
+        before = vars(engine.stats).copy()
+        with clock.phase("wall"):
+            rollouts = engine.generate(requests)
+        stats = {name: value - before[name] for name, value in vars(engine.stats).items()}
+        seconds, useful = clock.take(), sum(len(rollout.completion) for rollout in rollouts)
+        row = {
+            "wall_s": seconds["wall"],
+            "cpu_s": seconds["wall_cpu"],
+            "useful": useful,
+            "useful_tok_s": useful / seconds["wall"],
+            "useful_tok_cpu_s": useful / seconds["wall_cpu"],
+            "steps": stats["decode_steps"],
+            "mean_len": useful / len(rollouts),
+            "rows": layer_rows.take(),
+            "decode_rows": stats["decode_tokens"],
+            "prefill_tokens": stats["prefill_tokens"],
+            "preemptions": stats["preemptions"],
+        }
+        if run >= args.warmup:
+            print_row(row)
+            runs.append(row)
+    print_result(
+        what="minirl_generate",
+        dtype=args.dtype,
+        sequences=args.prompts * args.samples,
+        runs=args.runs,
+        threads=torch.get_num_threads(),
+        peak_rss_mib=peak_rss_mib(),
+        **medians(runs),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Row-invariant products: they are the usual products, and a row's bits do not depend on the rows around it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minirl import numerics
+
+CPU = torch.device("cpu")
+SHAPES = [(8, 24), (64, 131), (131, 64), (172, 64), (515, 48), (768, 96)]
+ROWS = (1, 2, 4, 6, 10, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def skip_unless_invariant(shapes, dtype):
+    if not numerics.rows_are_invariant(shapes, dtype, CPU):
+        pytest.skip(f"this machine's matrix library gives rows other bits in other batches for {dtype} {shapes}")
+
+
+def assert_is_product(got, x, weight, bias, eps):
+    """Each element is within `eps` of the exact sum, relative to the sum of the terms' magnitudes."""
+    terms = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert ((got.double() - exact).abs() <= eps * terms).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [16, 63, 64, 65, 200])
+@pytest.mark.parametrize("num_in", [64, 512, 515, 768])
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_linear_is_the_exact_product_up_to_rounding(num_in, rows, has_bias, dtype, eps):
+    """`linear` has F.linear's meaning, shape and dtype at every row count, tiled or not."""
+    x, weight = randn(rows, num_in, dtype=dtype), randn(24, num_in, dtype=dtype, seed=1)
+    bias = randn(24, dtype=dtype, seed=2) if has_bias else None
+    got = numerics.linear(x, weight, bias)
+    assert got.shape == (rows, 24)
+    assert got.dtype == dtype
+    assert_is_product(got, x, weight, bias, eps)
+
+
+@pytest.mark.parametrize("num_in", [64, 515, 768])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_linear_has_the_gradients_of_torch_linear(num_in, dtype, tolerance):
+    """Tiling the rows changes no gradient of the input, the weight or the bias."""
+    upstream = randn(130, 24, seed=3)
+    grads = []
+    for function, kind in ((numerics.linear, dtype), (F.linear, torch.float64)):
+        sources = [randn(130, num_in), randn(24, num_in, seed=1), randn(24, seed=2)]
+        leaves = [source.to(dtype).to(kind).requires_grad_() for source in sources]
+        function(*leaves).backward(upstream.to(dtype).to(kind))
+        grads.append([leaf.grad.double() for leaf in leaves])
+    for got, expected in zip(*grads, strict=True):
+        assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_rows_do_not_depend_on_their_batch(shape, dtype):
+    """Where the probe says so, a row's product has the same bits in any batch of at least MIN_ROWS rows."""
+    skip_unless_invariant([shape], dtype)
+    num_in, num_out = shape
+    x, weight, bias = (
+        randn(*s, dtype=dtype, seed=7 + i) for i, s in enumerate(((200, num_in), shape[::-1], (num_out,)))
+    )
+    expected = numerics.linear(x, weight, bias)
+    for rows in ROWS:
+        got = numerics.linear(numerics.pad_rows(x[3 : 3 + rows]), weight, bias)[:rows]
+        assert torch.equal(got, expected[3 : 3 + rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 131, 172])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_silu_and_its_gradient_equal_torch(width, dtype):
+    """Padding the width changes nothing but the last bit."""
+    x = (4 * randn(33, width, dtype=dtype)).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    got, expected = numerics.silu(x), F.silu(twin)
+    upstream = randn(33, width, dtype=dtype, seed=1)
+    got.backward(upstream)
+    expected.backward(upstream)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
+@pytest.mark.parametrize("width", [131, 172, 384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_silu_rows_do_not_depend_on_their_batch(width, dtype):
+    """At odd widths too: no element passes the scalar tail of the vectorised kernel, which rounds differently."""
+    x = 4 * randn(200, width, dtype=dtype)
+    expected = numerics.silu(x)
+    for start in range(0, 9):
+        for rows in ROWS:
+            assert torch.equal(numerics.silu(x[start : start + rows]), expected[start : start + rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_head_logits_are_wide_sums_of_narrow_inputs(rows, dtype):
+    """bf16 inputs give fp32 logits with fp32's error, not bf16's; fp64 stays fp64."""
+    hidden, head = randn(rows, 64, dtype=dtype), randn(300, 64, dtype=dtype, seed=1)
+    got = numerics.head_logits(hidden, head)
+    assert got.shape == (rows, 300)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_is_product(got, hidden, head, None, 1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_logits_rows_do_not_depend_on_their_batch(dtype):
+    """A token's logits are the same bits when sampled alone, with others, and when scored."""
+    skip_unless_invariant([(64, 301)], torch.float32)
+    hidden, head = randn(200, 64, dtype=dtype), randn(301, 64, dtype=dtype, seed=1)
+    expected = numerics.head_logits(hidden, head)
+    for rows in ROWS:
+        assert torch.equal(numerics.head_logits(hidden[3 : 3 + rows], head), expected[3 : 3 + rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiple", "padded"),
+    [
+        (0, 1, 16),
+        (1, 1, 16),
+        (15, 1, 16),
+        (16, 1, 16),
+        (17, 1, 17),
+        (1, 64, 64),
+        (64, 64, 64),
+        (65, 64, 128),
+        (17, 4, 20),
+    ],
+)
+@pytest.mark.parametrize("trailing", [(), (5,), (2, 3)], ids=str)
+def test_pad_rows_appends_zero_rows_up_to_the_minimum_and_multiple(rows, multiple, padded, trailing):
+    """The given rows stay in front, bit for bit; only zeros follow."""
+    x = randn(rows, *trailing, dtype=torch.bfloat16)
+    got = numerics.pad_rows(x, multiple)
+    assert got.shape == (padded, *trailing)
+    assert got.dtype == x.dtype
+    assert torch.equal(got[:rows], x)
+    assert not got[rows:].any()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda x: torch.full((len(x), 1), 1e-5 * len(x)),
+        lambda x: torch.full((len(x), 1), 1e-5 * (len(x) < 17)),
+        lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 129)),
+        lambda x: 1e-5 * (torch.arange(len(x))[:, None] % 8),
+        lambda x: 1e-5 * x.mean().expand(len(x), 1),
+    ],
+    ids=["number_of_rows", "few_rows", "one_number_of_rows", "place", "neighbours"],
+)
+def test_probe_notices_products_that_depend_on_other_rows(monkeypatch, error):
+    """`rows_are_invariant` is not a rubber stamp: a small dependence on the batch makes it False."""
+
+    def linear(x, weight, bias=None):
+        exact = (x.double()[:, None] * weight.double()).sum(-1)  # one reduction per element: any row count, same bits
+        return exact.float() + scale * error(x)
+
+    monkeypatch.setattr(numerics, "linear", linear)
+    scale = 0.0
+    assert numerics.rows_are_invariant([(12, 6)], torch.float32, CPU)
+    scale = 1.0
+    assert not numerics.rows_are_invariant([(12, 6)], torch.float32, CPU)
+
+
+def test_probe_tries_every_shape(monkeypatch):
+    """One shape that varies is enough for a False, wherever it stands in the list."""
+    monkeypatch.setattr(
+        numerics, "linear", lambda x, w: x @ w.t() * 0 + (len(x) if x.shape[1] == 9 else 0)
+    )  # only products of 9 inputs depend on the number of rows
+    assert numerics.rows_are_invariant([(8, 4), (12, 4)], torch.float32, CPU)
+    for shapes in ([(9, 4), (8, 4), (12, 4)], [(8, 4), (9, 4), (12, 4)], [(8, 4), (12, 4), (9, 4)]):
+        assert not numerics.rows_are_invariant(shapes, torch.float32, CPU)
+
+
+def test_probe_promises_nothing_off_the_cpu():
+    """On CUDA the answer is False, without a device to ask."""
+    assert not numerics.rows_are_invariant([(8, 8)], torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_reductions_are_in_fp32_or_wider(dtype):
+    """Half types widen to fp32, and fp64 is never narrowed."""
+    assert numerics.at_least_fp32(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)

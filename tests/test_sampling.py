@@ -1,0 +1,251 @@
+"""Keyed noise, the inverse of the cumulative distribution, and the logprob of the sampled token."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from minirl import numerics, sampling
+from minirl.sampling import PURPOSES, inverse_cdf, log_softmax, request_key, sample, uniforms
+
+LARGEST_UNIFORM = 1 - 2.0**-53
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random_logprobs(rows: int, vocab: int, *, seed: int, scale: float = 3.0) -> torch.Tensor:
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.log_softmax(logits, -1)
+
+
+def keys_of(count: int, *, seed: int = 0) -> torch.Tensor:
+    return torch.tensor([request_key(seed, purpose="train", prompt=i, sample=0) for i in range(count)])
+
+
+def uniform_in_python(key: int, position: int) -> float:
+    unsigned = (1 << 64) - 1
+    bits = sampling._mix_int((sampling._mix_int(key & unsigned) + position) & unsigned)
+    return (bits >> 11) * 2.0**-53
+
+
+def test_request_keys_are_distinct_over_seed_purpose_prompt_and_sample():
+    """No two requests of a run, or of neighbouring seeds, share their noise; sums and xors of parts would collide."""
+    grid = [
+        (seed, purpose, prompt, number)
+        for seed in (0, 1, 2, 3, 1 << 40)
+        for purpose in PURPOSES
+        for prompt in range(64)
+        for number in range(32)
+    ]
+    keys = {request_key(seed, purpose=purpose, prompt=p, sample=s) for seed, purpose, p, s in grid}
+    assert len(keys) == len(grid)
+    assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
+
+
+def test_splitmix_finaliser_gives_the_published_stream():
+    """The mixer is splitmix64: seeded with 0 it gives the reference implementation's first outputs."""
+    golden = 0x9E3779B97F4A7C15
+    outputs = [sampling._mix_int(golden * i & ((1 << 64) - 1)) for i in range(3)]
+    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ((0, "train", 0, 0), None),
+        ((17, "train", 123, 7), None),
+        ((17, "eval", 123, 7), None),
+    ],
+)
+def test_keyed_noise_is_the_pinned_one(key, expected):
+    """A run's samples are a function of its key for ever: a change of the noise is a change of every past result."""
+    seed, purpose, prompt, number = key
+    got = request_key(seed, purpose=purpose, prompt=prompt, sample=number)
+    assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
+
+
+def test_tensor_noise_equals_integer_arithmetic():
+    """The int64 tensor mixer, whose products wrap and whose shifts carry signs, is the unsigned one exactly."""
+    keys = [0, 1, -1, (1 << 63) - 1, -(1 << 63), *keys_of(200, seed=5).tolist()]
+    positions = [0, 1, 127, 128, 4095, (1 << 31) - 1]
+    grid = [(key, position) for key in keys for position in positions]
+    got = uniforms(torch.tensor([k for k, _ in grid]), torch.tensor([p for _, p in grid]))
+    assert got.dtype == torch.float64
+    assert got.tolist() == [uniform_in_python(key, position) for key, position in grid]
+
+
+def test_uniforms_are_uniform_in_the_half_open_interval():
+    """Noise lies in [0, 1) with the moments and the bin counts of a uniform distribution."""
+    keys, positions = keys_of(400), torch.arange(500)
+    u = uniforms(keys.repeat_interleave(500), positions.repeat(400))
+    assert 0 <= u.min() < 1e-4
+    assert 1 - 1e-4 < u.max() < 1
+    sigma = math.sqrt(1 / 12 / len(u))
+    assert abs(u.mean().item() - 0.5) < 4 * sigma
+    assert abs(u.var().item() - 1 / 12) < 4 * math.sqrt(1 / 180 / len(u))
+    counts = torch.histc(u, bins=100, min=0, max=1)
+    chi_square = ((counts - len(u) / 100) ** 2 / (len(u) / 100)).sum().item()
+    assert 99 - 5 * math.sqrt(198) < chi_square < 99 + 5 * math.sqrt(198)
+    assert u.unique().numel() == len(u)
+
+
+def test_uniforms_of_neighbouring_positions_and_keys_are_uncorrelated():
+    """Neither the next token, nor the next sample, prompt or raw key, sees related noise."""
+    n = 300
+    by_key = torch.stack([uniforms(key.expand(n), torch.arange(n)) for key in keys_of(n)]) - 0.5
+    raw = torch.stack([uniforms(torch.tensor([key]).expand(n), torch.arange(n)) for key in range(n)]) - 0.5
+    for u in (by_key, raw):
+        pairs = ((u[:, :-1], u[:, 1:]), (u[:-1], u[1:]), (u[:-1, 1:], u[1:, :-1]))
+        for a, b in pairs:
+            correlation = (a * b).mean().item() * 12
+            assert abs(correlation) < 4 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 512, 513, 5000])
+def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab):
+    """The two-level sums find the token that a search in one fp64 cumulative sum finds."""
+    logprobs = random_logprobs(400, vocab, seed=vocab)
+    uniform = uniforms(keys_of(400), torch.arange(400))
+    cdf = np.exp(logprobs.double().numpy()).cumsum(-1)
+    targets = uniform.numpy() * cdf[:, -1]
+    expected = [np.searchsorted(row, target, side="right") for row, target in zip(cdf, targets, strict=True)]
+    assert inverse_cdf(logprobs, uniform).tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 512, 513, 1024, 1300, 5000])
+def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
+    """The smallest and the largest uniform, and those between, land on tokens that the row can give."""
+    rows = 64
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    logits[torch.rand(rows, vocab, generator=generator) < 0.7] = -torch.inf
+    logits[: rows // 2, 0] = -torch.inf  # nothing at the start: a uniform of 0 must pass it
+    logits[: rows // 2, -1] = -torch.inf  # nothing at the end: the largest uniform must not reach it
+    logits[: rows // 4, : vocab // 2] = -torch.inf  # whole first-level blocks without probability
+    logits[: rows // 4, vocab // 2] = 0.0
+    logprobs = torch.log_softmax(logits[logits.isfinite().any(-1)], -1)
+    for uniform in (0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-20, LARGEST_UNIFORM):
+        token = inverse_cdf(logprobs, torch.full((len(logprobs),), uniform, dtype=torch.float64))
+        assert token.min() >= 0
+        assert token.max() < vocab
+        assert logprobs.gather(1, token[:, None]).isfinite().all(), uniform
+
+
+def test_extreme_uniforms_give_the_first_and_last_possible_token():
+    """A uniform of 0 is the first token with probability, 1 - 2^-53 the last one, also at the ends of the blocks."""
+    for vocab, first, last in ((1, 0, 0), (5, 1, 3), (1024, 511, 512), (1300, 0, 1299), (1300, 512, 1023)):
+        logprobs = torch.full((1, vocab), -torch.inf)
+        logprobs[0, first] = logprobs[0, last] = 0.0 if first == last else -math.log(2)
+        assert inverse_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == first
+        assert inverse_cdf(logprobs, torch.tensor([LARGEST_UNIFORM], dtype=torch.float64)).item() == last
+
+
+def test_sampled_frequencies_match_the_probabilities():
+    """A hundred thousand draws over distinct keys pass a chi-square test against the softmax at temperature 0.8."""
+    draws, vocab = 100_000, 12
+    generator = torch.Generator().manual_seed(3)
+    hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
+    keys = uniforms(torch.arange(draws), torch.zeros(draws, dtype=torch.int64)).view(torch.int64)
+    tokens, _ = sample(
+        hidden.expand(draws, -1),
+        head,
+        keys=keys,
+        positions=torch.full((draws,), 77),
+        temperature=torch.full((draws,), 0.8),
+    )
+    expected = torch.softmax((hidden.double() @ head.double().T)[0] / 0.8, -1) * draws
+    counts = torch.bincount(tokens, minlength=vocab)
+    frequent = expected > 10
+    assert int(frequent.sum()) >= 6
+    chi_square = ((counts - expected) ** 2 / expected)[frequent].sum().item()
+    assert chi_square < 35  # 11 degrees of freedom: one in four thousand is above
+    assert chi_square > 1  # and the draws are not stratified
+
+
+def test_every_token_of_a_peaked_large_vocabulary_is_reachable():
+    """Tail tokens of mass 1e-10 in a 50k vocabulary are found at their place, where an fp32 sum would skip them."""
+    vocab = 50_000
+    logits = torch.full((1, vocab), -20.0)
+    logits[0, 100] = 3.0
+    logits += torch.linspace(0, 1, vocab)
+    logprobs = torch.log_softmax(logits, -1)
+    cdf = np.exp(logprobs[0].double().numpy()).cumsum()
+    tokens = [0, 1, 99, 100, 101, 511, 512, 513, 20_000, 25_087, 25_088, 33_333, 49_151, 49_152, 49_998, 49_999]
+    middles = [((cdf[t - 1] if t else 0.0) + cdf[t]) / 2 / cdf[-1] for t in tokens]
+    got = inverse_cdf(logprobs.expand(len(tokens), -1), torch.tensor(middles, dtype=torch.float64))
+    assert got.tolist() == tokens
+    flat_fp32 = logprobs[0].exp().cumsum(-1)
+    assert (flat_fp32.diff() == 0).sum() > vocab // 2  # the row is one on which the simpler sum fails
+
+
+@pytest.mark.parametrize(
+    ("temperature", "logprobs"),
+    [
+        (1.0, [-0.440190, -1.440190, -2.440190, -3.440190]),
+        (0.7, [-0.270674, -1.699245, -3.127817, -4.556388]),
+    ],
+)
+def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logprobs):
+    """z = [2, 1, 0, -1] gives the reference's numbers, from `log_softmax` and from the sampler, for every token."""
+    z = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    expected = torch.tensor(logprobs)
+    torch.testing.assert_close(log_softmax(z, torch.tensor([[temperature]]))[0], expected, atol=1e-6, rtol=0)
+    rows = 200
+    tokens, got = sample(
+        torch.ones(rows, 1),
+        z.T.contiguous(),
+        keys=keys_of(rows),
+        positions=torch.arange(rows),
+        temperature=torch.full((rows,), temperature),
+    )
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+    torch.testing.assert_close(got, expected[tokens], atol=1e-6, rtol=0)
+
+
+def test_temperature_zero_is_the_argmax_with_its_logprob_at_temperature_one():
+    """A greedy row takes the likeliest token whatever its key; its logprob is of the undivided logits."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, head = torch.randn(50, 16, generator=generator), torch.randn(700, 16, generator=generator)
+    tokens, logprobs = sample(hidden, head, keys=keys_of(50), positions=torch.arange(50), temperature=torch.zeros(50))
+    logits = hidden.double() @ head.double().T
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(logprobs.double(), torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=1e-5)
+
+
+def mixed_rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "hidden": torch.randn(24, 64, generator=generator).to(dtype),
+        "keys": keys_of(24),
+        "positions": torch.randint(0, 1000, (24,), generator=generator),
+        "temperature": torch.tensor([1.0, 0.7, 0.0, 1.3, 0.25, 1.0] * 4),
+    }
+
+
+def sample_rows(rows: dict[str, torch.Tensor], head: torch.Tensor, chosen: list[int]) -> list[tuple[int, float]]:
+    part = {name: x[chosen] for name, x in rows.items()}
+    tokens, logprobs = sample(part.pop("hidden"), head, **part)
+    return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [48, 1000])
+def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
+    """Mixed temperatures in one batch, rows alone, in reverse and in pairs: the same token and logprob bit for bit."""
+    device = torch.device("cpu")
+    assert numerics.rows_are_invariant([(64, vocab)], torch.float32, device), "this machine's head is not row-invariant"
+    rows = mixed_rows(dtype)
+    head = torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
+    together = sample_rows(rows, head, list(range(24)))
+    assert [sample_rows(rows, head, [i])[0] for i in range(24)] == together
+    assert sample_rows(rows, head, list(range(23, -1, -1))) == together[::-1]
+    assert [x for i in range(0, 24, 2) for x in sample_rows(rows, head, [i, i + 1])] == together
+    greedy = (rows["hidden"].double() @ head.double().T).argmax(-1)
+    assert [token for token, _ in together][2::6] == greedy[2::6].tolist()
