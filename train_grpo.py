@@ -19,23 +19,21 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import Tensor
 
 from minirl import distributed, numerics
 from minirl.advantages import group_advantages, loss_weights
-from minirl.batch import Batch, Rollout, RolloutId, exchange, gather_table, plan_updates
+from minirl.batch import Rollout, RolloutId, exchange, gather_table, plan_updates
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
 from minirl.engine import Engine, Request
-from minirl.losses import clipped_policy_loss, is_clipped, kl_penalty
-from minirl.metrics import Logger, StepMetrics, console_line, with_rates
+from minirl.losses import clipped_policy_loss, kl_penalty
+from minirl.metrics import Logger, StepMetrics, add_gap, add_rollouts, add_tokens, console_line, with_rates
 from minirl.parallel import ShardedModel, learning_rate
 from minirl.rewards import compute_rewards
 from minirl.sampling import request_key
@@ -44,6 +42,9 @@ from minirl.tasks import RewardFunction, Row
 from minirl.tasks.load import load_task
 from minirl.toy import toy_folder
 from minirl.weights import load_replica, read_config, resolve_folder
+
+# torchrun refuses --run, which it takes for an abbreviation of its own --run-path: there --run-name is the one to use.
+RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class Config:
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
     reward: str | None = None  # file.py:function, called as f(prompts, completions, **columns) -> list of numbers
     chat: bool = False  # wrap text prompts in the model's chat template
-    run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = (
-        None  # folder in ./runs or $MINIRL_RUNS; none: grpo-<time>
-    )
+    run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: grpo-<time>
     # Generate
     num_steps: int = 150  # steps, each with fresh rollouts
     prompts_per_step: int = 32  # prompts per step, over all ranks
@@ -109,43 +108,6 @@ def check(config: Config) -> None:
         raise ValueError("--model needs --data FILE.jsonl, with --reward FILE.py:FUNCTION or --task gsm8k")
 
 
-def describe(metrics: StepMetrics, micro: Batch, new: Tensor, old: Tensor, entropy: Tensor, clip: dict) -> None:
-    """Add what an update did to the tokens of a microbatch."""
-    chosen = micro.loss_mask
-    low, high = is_clipped(new, old, micro.advantages, **clip)
-    metrics.add_values("policy/entropy", entropy[chosen])
-    metrics.add_values("policy/clip_frac", (low | high)[chosen])
-    metrics.add_values("policy/kl_old", kl_penalty(old, new, "k3")[chosen])
-    metrics.add_max("policy/ratio_max", (new - old)[chosen].exp())
-    if micro.ref_logprobs is not None:
-        metrics.add_values("policy/kl_ref", kl_penalty(new, micro.ref_logprobs, "k3")[chosen])
-
-
-def describe_gap(metrics: StepMetrics, micro: Batch, new: Tensor) -> None:
-    """Add the gap between the logprobs of sampling and of training, under the same weights."""
-    gap = (new - micro.sample_logprobs)[micro.loss_mask].abs()
-    metrics.add_values("policy/logp_gap_mean", gap)
-    metrics.add_max("policy/logp_gap_max", gap)
-    metrics.add_values("policy/logp_equal_frac", gap == 0)
-
-
-def rollout_lines(
-    rollouts: list[Rollout], rows: list[Row], rewards: list[float], advantages: list[float], tokenizer: Tokenizer
-) -> Iterator[dict]:
-    """What rollouts/<step>.jsonl says of each rollout."""
-    for rollout, row, reward, advantage in zip(rollouts, rows, rewards, advantages, strict=True):
-        yield {
-            "id": [rollout.rollout_id.prompt, rollout.rollout_id.sample],
-            "row": row.place,
-            "prompt": row.prompt,
-            "completion": tokenizer.decode(rollout.completion),
-            "reward": reward,
-            "advantage": advantage,
-            "num_tokens": len(rollout.completion),
-            "finish_reason": rollout.finish_reason,
-        }
-
-
 def is_due(every: int, step: int, num_steps: int) -> bool:
     """Whether something that happens every `every` steps (0: only at the end) happens after this step."""
     return step == num_steps or (every > 0 and step % every == 0)
@@ -153,20 +115,16 @@ def is_due(every: int, step: int, num_steps: int) -> bool:
 
 def main(config: Config) -> None:
     check(config)
-    task = load_task(
-        config.task,
-        data=config.data,
-        eval_data=config.eval_data,
-        prompt_field=config.prompt_field,
-        reward=config.reward,
-    )
+    files = {"data": config.data, "eval_data": config.eval_data, "reward": config.reward}
+    task = load_task(config.task, prompt_field=config.prompt_field, **files)
     device = distributed.start(device=config.device, threads=config.threads)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     source = resolve_folder(config.model) if config.model else toy_folder(runs_root())
     shape, tokenizer = read_config(source), Tokenizer(source, chat=config.chat)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    max_prompt_tokens = min(shape.max_position_embeddings, config.cache_tokens) - max_new_tokens
+    longest = min(shape.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch)
+    max_prompt_tokens = longest - max_new_tokens  # longer prompts are left out
     prompts = Prompts(task.train_rows, tokenizer, max_prompt_tokens=max_prompt_tokens, seed=config.seed)
     held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, max_prompt_tokens=max_prompt_tokens)
 
@@ -198,24 +156,24 @@ def main(config: Config) -> None:
             )
         return engine.generate(requests, weight_version=update)
 
-    def judge(reward: RewardFunction, rows: list[Row], rollouts: list[Rollout]) -> list[float]:
-        """Rewards of rollouts of these rows' prompts."""
+    def judge(function: RewardFunction, rows: list[Row], rollouts: list[Rollout]) -> list[float]:
+        """Rewards of this rank's rollouts of these rows' prompts."""
         ids = [rollout.completion for rollout in rollouts]
-        return compute_rewards(reward, rows, completions=[tokenizer.decode(i) for i in ids], completion_ids=ids)
+        return compute_rewards(function, rows, completions=[tokenizer.decode(i) for i in ids], completion_ids=ids)
 
     def evaluate() -> dict[str, float]:
         """Mean greedy scores over the held-out rows, sharded over ranks (collective)."""
         mine = [(i, RolloutId(i, 0)) for i in range(rank(), len(held_out.rows), world_size())]
         rollouts = generate(held_out, mine, purpose="eval", temperature=0.0)
         scores = StepMetrics()
-        for name, reward in {"reward": task.reward, **task.extra_scores}.items():
-            rewards = judge(reward, [held_out.rows[i] for i, _ in mine], rollouts)
+        for name, function in {"reward": task.reward, **task.extra_scores}.items():
+            rewards = judge(function, [held_out.rows[i] for i, _ in mine], rollouts)
             scores.add(f"eval/{name}", sum(rewards), len(rewards))
         return scores.reduce()
 
     update = 0  # optimizer steps taken: the version of the weights
     before = evaluate()
-    print0(f"held-out scores before training: {before}")
+    print0("held-out before training:", before or "no held-out rows; see --eval-data")
 
     for step in range(1, config.num_steps + 1):
         metrics = StepMetrics()
@@ -278,9 +236,9 @@ def main(config: Config) -> None:
                         if reference is not None:
                             loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
                         policy.backward((micro.loss_weights * loss).sum(), is_last=i == len(minibatch) - 1)
-                        describe(metrics, micro, new.detach(), old, entropy.detach(), clip)
+                        add_tokens(metrics, micro, new.detach(), old, entropy.detach(), **clip)
                         if update % updates_per_step == 0:  # no update yet since these were sampled
-                            describe_gap(metrics, micro, new.detach())
+                            add_gap(metrics, micro, new.detach())
                     lr = learning_rate(
                         update,
                         config.num_steps * updates_per_step,
@@ -293,25 +251,22 @@ def main(config: Config) -> None:
                     update += 1
 
         with metrics.timer("report"):
-            metrics.add_values("reward/mean", torch.tensor(rewards))
-            metrics.add("reward/std", table.reward.std())
-            metrics.add("reward/frac_equal_groups", (grouped == grouped[:, :1]).all(1).double().mean())
-            metrics.add_values("len/mean", lengths := torch.tensor([len(r.completion) for r in rollouts]))
-            metrics.add_max("len/max", lengths)
-            metrics.add_values("len/truncated", torch.tensor([r.finish_reason == "length" for r in rollouts]))
-            metrics.add_total("count/tokens", lengths.sum())
-            metrics.add_total("count/rollouts", len(rollouts))
+            add_rollouts(metrics, rollouts, grouped_rewards=grouped)
+            for name, function in task.extra_scores.items():
+                metrics.add_values(f"reward/{name}", torch.tensor(judge(function, rows, rollouts)))
             metrics.add("count/epoch", prompts.epoch(first))
             evaluated = evaluate() if is_due(config.eval_every, step, config.num_steps) else {}
             if is_due(config.save_every, step, config.num_steps):
                 saved = save_checkpoint(run, step, policy, source=source)
-            logger.log_rollouts(step, rollout_lines(rollouts, rows, rewards, advantages[share].tolist(), tokenizer))
+            texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
+            logger.log_rollouts(step, rollouts, rows, texts, rewards, advantages[share].tolist())
         values = with_rates(metrics.reduce()) | evaluated
         logger.log(step, values)
         print0(console_line(step, config.num_steps, values))
 
     logger.finish()
-    print0(f"held-out scores: before {before}, after {evaluated}")
+    for name, score_before in before.items():
+        print0(f"held-out {name}: {score_before:.3f} before, {evaluated[name]:.3f} after")
     print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
     distributed.stop()
 

@@ -45,7 +45,9 @@ def main() -> None:
     for metric in metrics:
         print(f"\n{metric}: median (range), ratio to the first: median (range), {args.rounds} rounds")
         for command, found in zip(args.commands, results, strict=True):
-            pairs = [(a[metric], b[metric]) for a, b in zip(found, results[0], strict=True) if metric in a and metric in b]
+            pairs = [
+                (a[metric], b[metric]) for a, b in zip(found, results[0], strict=True) if metric in a and metric in b
+            ]
             if pairs:
                 print(f"  {spread([a for a, _ in pairs])}  ratio {spread([a / b for a, b in pairs if b])}  {command}")
 

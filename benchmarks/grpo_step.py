@@ -9,7 +9,6 @@ layers in an update, counted there.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,13 +32,10 @@ from minirl.data import Tokenizer
 from minirl.distributed import all_reduce_sum, rank, world_size
 from minirl.engine import Engine
 from minirl.losses import clipped_policy_loss, kl_penalty
-from minirl.metrics import StepMetrics
+from minirl.metrics import StepMetrics, add_gap, add_tokens
 from minirl.parallel import ShardedModel
 from minirl.scoring import score, score_frozen
 from minirl.weights import load_replica, read_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from train_grpo import describe, describe_gap
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -116,8 +112,8 @@ class GrpoLoop:
             if self.reference is not None:
                 loss = loss + self.args.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
             self.policy.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
-            describe(self.metrics, micro, new.detach(), old, entropy.detach(), CLIP)
-            describe_gap(self.metrics, micro, new.detach())
+            add_tokens(self.metrics, micro, new.detach(), old, entropy.detach(), **CLIP)
+            add_gap(self.metrics, micro, new.detach())
 
     def step(self) -> dict[str, float]:
         """The optimizer's step and the refresh; returns the metrics of the update (collective)."""

@@ -105,7 +105,9 @@ class Batch:
 
     def spread(self, values: Tensor) -> Tensor:
         """Per-sequence values [N] as a stream [T] that is 0 outside the loss mask."""
-        repeated = values.to(self.tokens.device).repeat_interleave(torch.tensor(self.lengths).to(self.tokens.device))
+        repeated = values.to(self.tokens.device).repeat_interleave(
+            torch.tensor(self.lengths, dtype=torch.int64).to(self.tokens.device)
+        )
         return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -154,38 +156,27 @@ def plan_updates(lengths: Sequence[int], *, num_minibatches: int, num_ranks: int
 def plan_microbatches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
 
-    Longest first into the emptiest of num_ranks x m bins, for the least m that fits; equal counts per rank, so a
-    microbatch may be empty. Pure. Raises ValueError for a sequence longer than `max_tokens`.
+    Longest first to the emptiest rank, then on each rank into the emptiest of m bins, for the least m that fits all
+    ranks: counts are equal, and a microbatch may be empty. Pure. Raises ValueError for a sequence over `max_tokens`.
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    per_rank = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
-    while (bins := _longest_first(order, lengths, num_ranks * per_rank, max_tokens)) is None:
-        per_rank += 1
-    bins.sort(key=lambda sequences: -sum(lengths[i] for i in sequences))
-    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    ranks = [(0, r) for r in range(num_ranks)]
-    for i in range(per_rank):  # deal the bins in rounds, the fullest to the rank with the fewest tokens so far
-        ranks.sort()
-        dealt = bins[i * num_ranks : (i + 1) * num_ranks]
-        ranks = [
-            (load + sum(lengths[s] for s in sequences), r) for (load, r), sequences in zip(ranks, dealt, strict=True)
-        ]
-        for (_, r), sequences in zip(ranks, dealt, strict=True):
-            plan[r].append(sorted(sequences))
-    return plan
+    ranks = _longest_first(order, lengths, num_ranks)
+    num_bins = max(1, -(-max(sum(lengths[i] for i in members) for members in ranks) // max_tokens))
+    while True:
+        plan = [_longest_first(members, lengths, num_bins) for members in ranks]
+        if all(sum(lengths[i] for i in micro) <= max_tokens for micros in plan for micro in micros):
+            return [[sorted(micro) for micro in micros] for micros in plan]
+        num_bins += 1
 
 
-def _longest_first(
-    order: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int
-) -> list[list[int]] | None:
+def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Sequences, longest first in `order`, each into the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]
     for i in order:
         load, b = heap[0]
-        if load + lengths[i] > max_tokens:
-            return None
         bins[b].append(i)
         heapq.heapreplace(heap, (load + lengths[i], b))
     return bins

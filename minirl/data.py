@@ -27,16 +27,16 @@ class Prompts:
         self.rows, self.tokens = [row for row, _ in kept], [tuple(tokens) for _, tokens in kept]
         self.num_skipped, self.seed = len(rows) - len(kept), seed
 
-    def index(self, ordinal: int) -> int:
-        """Which row is the `ordinal`-th prompt of the run."""
-        epoch, place = divmod(ordinal, len(self.rows))
-        order = list(range(len(self.rows)))
-        random.Random(f"{self.seed} {epoch}").shuffle(order)
-        return order[place]
-
     def batch(self, first: int, count: int) -> list[int]:
         """Which rows are the `count` prompts of the run from the `first` on."""
-        return [self.index(first + i) for i in range(count)]
+        places = [divmod(ordinal, len(self.rows)) for ordinal in range(first, first + count)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
+        return [orders[epoch][place] for epoch, place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        random.Random(f"{self.seed} {epoch}").shuffle(order)
+        return order
 
     def epoch(self, ordinal: int) -> float:
         """Epochs served before the `ordinal`-th prompt."""

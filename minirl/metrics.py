@@ -8,15 +8,19 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.batch import Batch, Rollout
 from minirl.distributed import print0, rank, world_size
+from minirl.losses import is_clipped, kl_penalty
+from minirl.tasks import Row
 
 
 class StepMetrics:
@@ -39,7 +43,7 @@ class StepMetrics:
     def add_max(self, name: str, values: Tensor) -> None:
         """Raise a maximum to the greatest of `values`, if there are any."""
         if values.numel():
-            self._maxima[name] = max(self._maxima.get(name, -math.inf), float(values.max()))
+            self._maxima[name] = _max_or_nan(self._maxima.get(name, -math.inf), float(values.max()))
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total over steps' parts and ranks."""
@@ -64,10 +68,45 @@ class StepMetrics:
                 before, weight_before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before + total, weight_before + weight)
             for name, value in rank_maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
+                maxima[name] = _max_or_nan(maxima.get(name, value), value)
             for name, value in rank_totals.items():
                 totals[name] = totals.get(name, 0.0) + value
         return {name: total / weight for name, (total, weight) in sums.items() if weight} | maxima | totals
+
+
+def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_rewards: Tensor) -> None:
+    """Add this rank's rollouts, and the rewards [P, G] that every rank holds."""
+    lengths = torch.tensor([len(rollout.completion) for rollout in rollouts])
+    metrics.add_values("len/mean", lengths)
+    metrics.add_max("len/max", lengths)
+    metrics.add_values("len/truncated", torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
+    metrics.add_total("count/tokens", lengths.sum())
+    metrics.add_total("count/rollouts", len(rollouts))
+    metrics.add("reward/mean", grouped_rewards.mean())
+    metrics.add("reward/std", grouped_rewards.std())
+    metrics.add("reward/frac_equal_groups", (grouped_rewards == grouped_rewards[:, :1]).all(1).double().mean())
+
+
+def add_tokens(
+    metrics: StepMetrics, micro: Batch, new: Tensor, old: Tensor, entropy: Tensor, *, clip_low: float, clip_high: float
+) -> None:
+    """Add what one forward of an update says of a microbatch's tokens; new, old and entropy [T]."""
+    chosen = micro.loss_mask
+    low, high = is_clipped(new, old, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+    metrics.add_values("policy/entropy", entropy[chosen])
+    metrics.add_values("policy/clip_frac", (low | high)[chosen])
+    metrics.add_values("policy/kl_old", kl_penalty(old, new, "k3")[chosen])
+    metrics.add_max("policy/ratio_max", (new - old)[chosen].exp())
+    if micro.ref_logprobs is not None:
+        metrics.add_values("policy/kl_ref", kl_penalty(new, micro.ref_logprobs, "k3")[chosen])
+
+
+def add_gap(metrics: StepMetrics, micro: Batch, new: Tensor) -> None:
+    """Add the gap between the logprobs of sampling and of training [T], under the same weights."""
+    gap = (new - micro.sample_logprobs)[micro.loss_mask].abs()
+    metrics.add_values("policy/logp_gap_mean", gap)
+    metrics.add_max("policy/logp_gap_max", gap)
+    metrics.add_values("policy/logp_equal_frac", gap == 0)
 
 
 def with_rates(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -97,14 +136,38 @@ class Logger:
         if rank() != 0:
             return
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            finite = {
+                name: value if math.isfinite(value) else None for name, value in metrics.items()
+            }  # JSON has no NaN
+            file.write(json.dumps({"step": step, **finite}) + "\n")
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
 
-    def log_rollouts(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
+    def log_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        rows: Sequence[Row],
+        texts: Sequence[str],
+        rewards: Sequence[float],
+        advantages: Sequence[float],
+    ) -> None:
         """Write all ranks' rollouts of a step, in rank order, to rollouts/<step>.jsonl (collective)."""
+        lines = [
+            {
+                "id": [rollout.rollout_id.prompt, rollout.rollout_id.sample],
+                "row": row.place,
+                "prompt": row.prompt,
+                "completion": text,
+                "reward": reward,
+                "advantage": advantage,
+                "num_tokens": len(rollout.completion),
+                "finish_reason": rollout.finish_reason,
+            }
+            for rollout, row, text, reward, advantage in zip(rollouts, rows, texts, rewards, advantages, strict=True)
+        ]
         gathered: list[Any] = [None] * world_size()
-        dist.gather_object(list(lines), gathered if rank() == 0 else None)
+        dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
             text = "".join(json.dumps(line) + "\n" for part in gathered for line in part)
             (self.folder / "rollouts" / f"{step:06d}.jsonl").write_text(text)
@@ -122,22 +185,27 @@ class Logger:
             self._wandb = None
 
 
+def _max_or_nan(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """One line of at most 120 characters for a step."""
     m = defaultdict(float, metrics)
     parts = [
         f"step {step:>{len(str(num_steps))}}/{num_steps}",
         f"reward {m['reward/mean']:.3f}",
-        f"ent {m['policy/entropy']:.2f}",
+        f"eval {m['eval/reward']:.3f}" if "eval/reward" in metrics else "",
         f"kl {m['policy/kl_ref']:.3f}" if "policy/kl_ref" in metrics else "",
+        f"ent {m['policy/entropy']:.2f}",
         f"clip {m['policy/clip_frac']:.0%}",
         f"gap {m['policy/logp_gap_max']:.0e}",
-        f"len {m['len/mean']:.0f} (trunc {m['len/truncated']:.0%})",
+        f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}",
         f"gnorm {m['optim/grad_norm']:.2f}",
-        f"gen {m['time/generate']:.2f}s upd {m['time/update']:.2f}s",
-        f"{m['perf/tok_s_gen']:.0f} tok/s",
+        f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s",
+        f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s",
     ]
-    return "  ".join(part for part in parts if part)
+    return " ".join(part for part in parts if part)[:120]
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:

@@ -64,7 +64,7 @@ def compute_rewards(
         arguments[name] = [row.columns.get(name) for row in rows]
     rewards = function(**accepted_arguments(function, arguments))
     called = getattr(function, "__name__", str(function))
-    if not hasattr(rewards, "__len__"):
+    if not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0:
         raise ValueError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
     if len(rewards) != len(completions):
         raise ValueError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
@@ -74,7 +74,7 @@ def compute_rewards(
 def _number(function: str, value: Any, place: str, completion: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, str):
         raise ValueError(

@@ -11,14 +11,6 @@ SHAPES = [(8, 24), (64, 131), (131, 64), (172, 64), (515, 48), (768, 96)]
 ROWS = (1, 2, 4, 6, 10, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 

@@ -43,8 +43,9 @@ def read_gsm8k(path: str) -> list[Row]:
 
 def strict_answer(text: str) -> float | None:
     """The number after the last "####", if the text ends there."""
-    found = re.search(rf"####\s*({_NUMBER})\s*\.?\s*$", text)
-    return _to_number(found.group(1)) if found else None
+    _, marker, last = text.rpartition("####")
+    found = re.fullmatch(_NUMBER, last.strip().removesuffix(".").rstrip()) if marker else None
+    return _to_number(found.group()) if found else None
 
 
 def flexible_answer(text: str) -> float | None:

@@ -31,8 +31,12 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
     count = 0
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             if not line.strip():
                 continue
             try:

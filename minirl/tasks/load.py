@@ -18,6 +18,8 @@ def load_task(
 
     The whole of each file is checked. Raises ValueError or FileNotFoundError naming file, line, field or flag.
     """
+    if name not in TASKS:
+        raise ValueError(f"--task {name}: choose one of {', '.join(TASKS)}")
     name = ("jsonl" if data else "sorting") if name == "auto" else name
     if name == "sorting":
         if data or eval_data:

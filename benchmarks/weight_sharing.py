@@ -1,0 +1,130 @@
+"""Show that generate, score and update use one weight storage: switching between them moves no weights.
+
+    OMP_NUM_THREADS=1 python benchmarks/weight_sharing.py MODEL [--dtype bfloat16]
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/weight_sharing.py MODEL
+
+On every rank, for a few GRPO steps and the generation after them: generate, score and backward leave each compute
+weight at its address with its bits and its write counter (`Tensor._version`); the optimizer's step writes each exactly
+once, at its address, after which it is the fp32 master rounded to the compute dtype, bit for bit; and the module that
+decodes, scores and trains has these very tensors as its parameters. A failed check stops the program. Then the refresh,
+the only copy of weights in a step, is timed.
+"""
+
+import statistics
+import time
+
+import torch
+from grpo_step import GrpoLoop, make_parser
+from torch import Tensor
+from workload import peak_rss_mib, print_result
+
+from minirl import distributed
+from minirl.distributed import print0, rank, world_size
+from minirl.parallel import ShardedModel
+
+NUM_REFRESHES = 10
+
+
+class WeightWatch:
+    """The addresses, write counters and bits of the compute weights when it was made or last `accept`ed."""
+
+    def __init__(self, policy: ShardedModel):
+        self.policy = policy
+        self.addresses = {name: weight.data_ptr() for name, weight in policy.compute_weights.items()}
+        self.checks = self.bytes_written = 0
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the present writes and bits as the state to compare with; addresses stay those of the start."""
+        weights = self.policy.compute_weights
+        self.versions = {name: weight._version for name, weight in weights.items()}
+        self.bits = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def expect_untouched(self, phase: str) -> None:
+        """Nothing moved, nothing was written."""
+        for name, weight in self._in_place(phase):
+            is_untouched = weight._version == self.versions[name] and torch.equal(weight, self.bits[name])
+            self.bytes_written += 0 if is_untouched else weight.nbytes
+            self._require(is_untouched, f"{phase} wrote to {name}")
+
+    def expect_refreshed(self) -> float:
+        """Each weight was written once, in place, with its rounded master (collective); the share of changed values."""
+        changed = 0
+        for name, weight in self._in_place("refresh"):
+            writes = weight._version - self.versions[name]
+            self._require(writes == 1, f"refresh wrote {writes} times to {name}")
+            master = self.policy.masters[name].detach().to(weight.dtype).full_tensor()
+            self._require(torch.equal(weight, master), f"{name} is not its master")
+            changed += int((weight != self.bits[name]).sum())
+        self.accept()
+        return changed / sum(weight.numel() for weight in self.bits.values())
+
+    def _in_place(self, phase: str) -> list[tuple[str, Tensor]]:
+        module_weights = dict(self.policy.module.named_parameters())
+        self._require(module_weights.keys() == self.addresses.keys(), f"{phase}: the module has other parameters")
+        for name, weight in self.policy.compute_weights.items():
+            self._require(module_weights[name] is weight, f"{phase}: the module has another tensor for {name}")
+            self._require(weight.data_ptr() == self.addresses[name], f"{phase} moved {name}")
+        return list(self.policy.compute_weights.items())
+
+    def _require(self, holds: bool, failure: str) -> None:
+        self.checks += 1
+        if not holds:
+            raise AssertionError(f"rank {rank()}: {failure}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.set_defaults(lr=1e-3, max_new=32, steps=3)
+    args = parser.parse_args()
+    loop = GrpoLoop(args)
+    policy = loop.policy
+    watch = WeightWatch(policy)
+    for step in range(args.steps):
+        rollouts = loop.generate(step)
+        watch.expect_untouched("generate")
+        batch, microbatches = loop.score(rollouts, loop.reward(rollouts))
+        watch.expect_untouched("score")
+        loop.backward(batch, microbatches)
+        watch.expect_untouched("backward")
+        metrics = loop.step()
+        changed = watch.expect_refreshed()
+        print0(
+            f"step {step + 1}: weights written by generate, score, backward: {watch.bytes_written} bytes; "
+            f"changed by the refresh: {changed:.1%} of the values; "
+            f"sampled logprobs equal to training's: {metrics['policy/logp_equal_frac']:.1%}"
+        )
+    loop.generate(args.steps)
+    watch.expect_untouched("generate")
+
+    seconds = []
+    for _ in range(NUM_REFRESHES):
+        start = time.perf_counter()
+        policy.refresh()
+        if loop.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    refresh_s = statistics.median(seconds)
+    refreshed = sum(weight.nbytes for weight in policy.compute_weights.values())
+    print0(f"{watch.checks} checks passed on each of {world_size()} ranks")
+    print0(f"refresh: {refreshed} bytes per rank in {refresh_s:.4g} s, {refreshed / refresh_s / 1e9:.3g} GB/s")
+    if rank() == 0:
+        print_result(
+            what="minirl_weight_sharing",
+            world=world_size(),
+            dtype=args.dtype,
+            steps=args.steps,
+            tensors=len(watch.addresses),
+            checks=watch.checks,
+            bytes_written_outside_refresh=watch.bytes_written,
+            bytes_refreshed=refreshed,
+            refresh_s=refresh_s,
+            refresh_gb_s=refreshed / refresh_s / 1e9,
+            logp_equal_frac=metrics["policy/logp_equal_frac"],
+            peak_rss_mib=peak_rss_mib(),
+        )
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,603 @@
+"""The engine: a rollout depends on its request and the weights alone, and its logprobs are those of scoring."""
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from minirl import numerics
+from minirl.attention import PackedLayout
+from minirl.batch import Rollout, RolloutId
+from minirl.engine import Engine, Request
+from minirl.model import ModelConfig, Transformer
+from minirl.sampling import request_key
+from minirl.scoring import score
+
+CPU = torch.device("cpu")
+VOCAB = 48
+STOP_IDS = frozenset({3, 11, 29})
+WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
+ALL_VARIANTS = [(attention, dtype) for attention in WINDOWS for dtype in (torch.float32, torch.bfloat16)]
+SOME_VARIANTS = [
+    ("full", torch.float32),
+    ("full", torch.bfloat16),
+    ("windowed", torch.float32),
+    ("mixed", torch.bfloat16),
+]
+
+
+def variants(chosen: list[tuple[str, torch.dtype]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("attention", "dtype"), chosen, ids=lambda x: str(x).removeprefix("torch."))
+
+
+def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
+    """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=mlp_width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        layer_windows=WINDOWS[attention],
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+    )
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim == 2:
+                gain = 1.0 if "embed" in name else (1.3 if "lm_head" in name else 1.5) / param.shape[1] ** 0.5
+                param.copy_(torch.randn(param.shape, generator=generator) * gain)
+    return model.to(dtype)
+
+
+cached_model = functools.cache(make_model)
+
+
+def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int) -> Engine:
+    dtype = model.lm_head.weight.dtype
+    return Engine(model, max_rows=max_rows, cache_tokens=cache_tokens, dtype=dtype, device=CPU, **kwargs)
+
+
+def make_request(
+    prompt: Sequence[int],
+    *,
+    number: int = 0,
+    member: int = 0,
+    max_new_tokens: int = 32,
+    temperature: float = 1.0,
+    stop_ids: frozenset[int] = STOP_IDS,
+) -> Request:
+    key = request_key(7, purpose="train", prompt=number, sample=member)
+    return Request(tuple(prompt), RolloutId(number, member), key, max_new_tokens, temperature, stop_ids)
+
+
+def make_prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def mixed_requests() -> list[Request]:
+    """Pairs at two temperatures; prompts short, just under, at and over the border of a cache block."""
+    return [
+        make_request(make_prompt(length), number=number, member=member, temperature=(1.0, 0.7)[number % 2])
+        for number, length in enumerate((1, 5, 100, 117, 126, 127, 128, 129, 150))
+        for member in range(2)
+    ]
+
+
+@functools.cache
+def expected_rollouts(attention: str, dtype: torch.dtype) -> dict[RolloutId, tuple]:
+    rollouts = make_engine(cached_model(attention, dtype)).generate(mixed_requests())
+    assert len({len(r.tokens) - r.num_prompt_tokens for r in rollouts}) > 8, "lengths do not vary"
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    return contents(rollouts)
+
+
+def contents(rollouts: Sequence[Rollout]) -> dict[RolloutId, tuple]:
+    """What must not depend on scheduling."""
+    assert len({r.rollout_id for r in rollouts}) == len(rollouts)
+    return {
+        r.rollout_id: (r.tokens.tolist(), r.finish_reason, r.num_prompt_tokens, r.sample_logprobs.tolist())
+        for r in rollouts
+    }
+
+
+def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
+    """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
+    engine.submit(requests, weight_version=weight_version)
+    return finish(engine, len(requests))
+
+
+def finish(engine: Engine, count: int, *, max_steps: int = 4000) -> list[Rollout]:
+    rollouts: list[Rollout] = []
+    for _ in range(max_steps):
+        rollouts += engine.step()
+        if len(rollouts) == count:
+            return rollouts
+    raise AssertionError(f"{len(rollouts)} of {count} rollouts after {max_steps} steps")
+
+
+@functools.cache
+def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
+    is_exact = numerics.rows_are_invariant(config.product_shapes, dtype, CPU)
+    is_exact &= numerics.rows_are_invariant([(config.hidden_size, config.vocab_size)], torch.float32, CPU)  # the head
+    if is_exact:
+        return 0.0
+    print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
+    return 1e-5 if dtype == torch.float32 else 0.1
+
+
+def tolerance(model: Transformer) -> float:
+    """0 where every product of this model gives a row the same bits in any batch, else what rounding allows."""
+    return tolerance_for(model.config, model.lm_head.weight.dtype)
+
+
+def assert_same(got: dict[RolloutId, tuple], expected: dict[RolloutId, tuple], model: Transformer) -> None:
+    """The same rollouts: bit for bit, or (on a machine whose products are not row-invariant) up to rounding in fp32."""
+    allowed = tolerance(model)
+    if allowed > 1e-5:
+        pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
+    assert got.keys() == expected.keys()
+    for rollout_id, (*what, logprobs) in expected.items():
+        *got_what, got_logprobs = got[rollout_id]
+        assert got_what == what, rollout_id
+        assert got_logprobs == pytest.approx(logprobs, rel=0, abs=allowed), rollout_id
+
+
+def score_rollouts(model: Transformer, rollouts: Sequence[Rollout], temperature: float, **kwargs: int) -> Tensor:
+    """The scoring path's logprobs of the rollouts, packed end to end."""
+    layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
+    tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
+    return score(model, tokens, layout, select=select, temperature=temperature, **kwargs)[0]
+
+
+# Sampled logprobs equal scoring logprobs.
+
+
+@variants(ALL_VARIANTS)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype, temperature):
+    """What the engine recorded is what training recomputes, bit for bit, at any temperature, prompt and window."""
+    model = cached_model(attention, dtype)
+    requests = [replace(request, temperature=temperature) for request in mixed_requests()]
+    rollouts = make_engine(model).generate(requests)
+    scored = score_rollouts(model, rollouts, temperature)
+    sampled = torch.cat([r.sample_logprobs for r in rollouts])
+    assert scored.requires_grad
+    assert sampled.std() > 0.5, "the model is too certain, or too uncertain, for the comparison to mean much"
+    assert (scored - sampled).abs().max().item() <= tolerance(model)
+    with torch.no_grad():
+        assert torch.equal(score_rollouts(model, rollouts, temperature), scored)
+
+
+@pytest.mark.parametrize("mlp_width", [1, 31, 131, 172, 192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_logprobs_equal_scoring_logprobs_at_any_mlp_width(dtype, mlp_width):
+    """Widths that leave a tail for the vectorised activation, or none, are all exact."""
+    model = make_model("full", dtype, mlp_width=mlp_width)
+    rollouts = make_engine(model).generate(mixed_requests()[1:12:2])
+    for rollout, request in zip(rollouts, mixed_requests()[1:12:2], strict=True):
+        scored = score_rollouts(model, [rollout], request.temperature)
+        assert (scored - rollout.sample_logprobs).abs().max().item() <= tolerance(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_logprobs_equal_scoring_logprobs_at_any_chunk(dtype):
+    """The rows of the head's last chunk, 1, 2 or 3 of them, or one row at a time, do not matter."""
+    model = cached_model("full", dtype)
+    rollouts = make_engine(model).generate([r for r in mixed_requests() if r.temperature == 1.0])
+    sampled = torch.cat([r.sample_logprobs for r in rollouts])
+    count = int(sum(r.loss_mask.sum() for r in rollouts))
+    leaving = [next(chunk for chunk in range(20, count) if count % chunk == rest) for rest in (1, 2, 3)]
+    for chunk in (1, 2, 3, *leaving, count - 3, count - 1, count, count + 9):
+        scored = score_rollouts(model, rollouts, 1.0, chunk=chunk)
+        assert (scored - sampled).abs().max().item() <= tolerance(model), f"chunk {chunk} of {count}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scoring_does_not_depend_on_how_rollouts_are_packed(dtype):
+    """Alone, in reverse order or among others, a rollout is scored as it was sampled."""
+    model = cached_model("mixed", dtype)
+    rollouts = make_engine(model).generate([r for r in mixed_requests() if r.temperature == 1.0])
+    for packed in ([r] for r in rollouts):
+        gap = score_rollouts(model, packed, 1.0) - packed[0].sample_logprobs
+        assert gap.abs().max().item() <= tolerance(model)
+    gap = score_rollouts(model, rollouts[::-1], 1.0) - torch.cat([r.sample_logprobs for r in rollouts[::-1]])
+    assert gap.abs().max().item() <= tolerance(model)
+
+
+# Cached decode equals the full forward.
+
+
+@torch.no_grad()
+def greedy_uncached(model: Transformer, prompt: list[int], num_new: int) -> tuple[list[int], list[float]]:
+    """The slow twin: the whole sequence through the model again for every token."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(num_new):
+        layout = PackedLayout((len(tokens),), CPU)
+        hidden = model(torch.tensor(tokens), layout.positions, layout)[-1:]
+        logits = numerics.head_logits(hidden, model.lm_head.weight)[0]
+        tokens.append(int(logits.argmax()))
+        logprobs.append(torch.log_softmax(logits, -1)[tokens[-1]].item())
+    return tokens, logprobs
+
+
+@variants(ALL_VARIANTS)
+@pytest.mark.parametrize("prompt_length", [3, 120, 128])
+def test_greedy_cached_decode_equals_the_full_forward(attention, dtype, prompt_length):
+    """Token by token, over the borders of cache blocks and past the window, the cache changes nothing."""
+    model = cached_model(attention, dtype)
+    num_new = 140 if prompt_length == 120 else 24  # 120 + 140 tokens: two borders, and beyond the window of 150
+    prompt = make_prompt(prompt_length)
+    request = make_request(prompt, temperature=0.0, max_new_tokens=num_new, stop_ids=frozenset())
+    beside = [make_request(make_prompt(n), number=n, stop_ids=frozenset()) for n in (2, 40, 127)]
+    (rollout,) = (r for r in run(make_engine(model), [*beside, request]) if r.rollout_id == request.rollout_id)
+    tokens, logprobs = greedy_uncached(model, prompt, num_new)
+    assert rollout.tokens.tolist() == tokens
+    assert len(set(tokens[prompt_length:])) > 5
+    got = rollout.sample_logprobs[prompt_length:].tolist()
+    assert got == pytest.approx(logprobs, rel=0, abs=tolerance(model))
+
+
+# Rollouts do not depend on scheduling.
+
+
+@variants(SOME_VARIANTS)
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_rollouts_do_not_depend_on_max_rows(attention, dtype, max_rows):
+    """One row at a time, three, or (the expected ones) all at once: the same rollouts."""
+    model = cached_model(attention, dtype)
+    rollouts = run(make_engine(model, max_rows=max_rows), mixed_requests())
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+
+
+@variants(SOME_VARIANTS)
+@pytest.mark.parametrize("num_blocks", [2, 5])
+def test_rollouts_do_not_depend_on_preemption(attention, dtype, num_blocks):
+    """With a cache so small that rows are thrown out and recomputed, the rollouts are the same."""
+    model = cached_model(attention, dtype)
+    engine = make_engine(model, cache_tokens=128 * num_blocks)
+    rollouts = run(engine, mixed_requests())
+    assert engine.stats.preemptions > 0
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollouts_do_not_depend_on_the_order_of_submission(dtype):
+    """Shuffled requests, groups torn apart, give the same rollouts, returned in the order of the requests."""
+    model = cached_model("mixed", dtype)
+    for seed in range(3):
+        requests = mixed_requests()
+        random.Random(seed).shuffle(requests)
+        rollouts = make_engine(model, max_rows=7).generate(requests)
+        assert [r.rollout_id for r in rollouts] == [r.rollout_id for r in requests]
+        assert_same(contents(rollouts), expected_rollouts("mixed", dtype), model)
+
+
+@pytest.mark.parametrize("cache_tokens", [384, 8192])
+def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens):
+    """Requests that arrive while others decode, also under preemption, give the same rollouts."""
+    model = cached_model("mixed", torch.float32)
+    rng = random.Random(0)
+    engine, waiting, rollouts = make_engine(model, max_rows=10, cache_tokens=cache_tokens), mixed_requests(), []
+    while waiting:
+        count = rng.randint(1, 6)
+        engine.submit(waiting[:count])
+        waiting = waiting[count:]
+        for _ in range(rng.randint(0, 9)):
+            rollouts += engine.step()
+    rollouts += finish(engine, len(mixed_requests()) - len(rollouts))
+    assert (engine.stats.preemptions > 0) == (cache_tokens == 384)
+    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_prefill_tokens", [1, 130, 300])
+def test_rollouts_do_not_depend_on_the_prefill_budget(dtype, max_prefill_tokens):
+    """Prompts alone, by twos or threes in a prefill: the same rollouts, and never more tokens than the budget."""
+    model = cached_model("windowed", dtype)
+    engine = make_engine(model, max_prefill_tokens=max_prefill_tokens)
+    prefills = []
+    engine.submit(mixed_requests())
+    rollouts = []
+    while len(rollouts) < len(mixed_requests()):
+        before = engine.stats.prefill_tokens
+        rollouts += engine.step()
+        prefills.append(engine.stats.prefill_tokens - before)
+        assert len(prefills) < 1000
+    assert max(prefills) <= max(max_prefill_tokens, 150)
+    assert sum(count > 0 for count in prefills) > 2
+    assert_same(contents(rollouts), expected_rollouts("windowed", dtype), model)
+
+
+@variants(SOME_VARIANTS)
+@pytest.mark.parametrize("num_steps", [0, 1, 23])
+def test_a_drained_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, num_steps):
+    """Unfinished requests, submitted again to another engine at equal weights, give the same rollouts; each token
+    carries the version of the phase that sampled it."""
+    model = cached_model(attention, dtype)
+    first, second = make_engine(model, max_rows=20), make_engine(model, max_rows=9)
+    first.submit(mixed_requests(), weight_version=4)
+    rollouts = [rollout for _ in range(num_steps) for rollout in first.step()]
+    unfinished = first.drain()
+    assert first._cache is None
+    assert {r.rollout_id for r in rollouts}.isdisjoint(r.rollout_id for r in unfinished)
+    assert len(rollouts) + len(unfinished) == len(mixed_requests())
+    num_sampled = {r.rollout_id: len(r.sampled) for r in unfinished}
+    assert any(num_sampled.values()) == (num_steps > 0)
+    rollouts += run(second, unfinished, weight_version=5)
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+    for rollout in rollouts:
+        completion = len(rollout.tokens) - rollout.num_prompt_tokens
+        old = num_sampled.get(rollout.rollout_id, completion)
+        expected = [0] * rollout.num_prompt_tokens + [4] * old + [5] * (completion - old)
+        assert rollout.weight_version.tolist() == expected
+
+
+def test_an_engine_can_be_drained_again_and_again_under_preemption():
+    """A cache full of rows, drained every few steps into the same engine, loses and changes nothing."""
+    model = cached_model("mixed", torch.float32)
+    engine = make_engine(model, cache_tokens=384)
+    rollouts, unfinished, phase = [], mixed_requests(), 0
+    while unfinished:
+        engine.submit(unfinished, weight_version=phase)
+        for _ in range(5):
+            rollouts += engine.step()
+        unfinished, phase = engine.drain(), phase + 1
+        assert phase < 500
+    assert engine.stats.preemptions > 0
+    assert phase > 5
+    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
+    for rollout in rollouts:
+        versions = rollout.weight_version[rollout.loss_mask].tolist()
+        assert versions == sorted(versions)
+
+
+# Groups.
+
+
+@variants(SOME_VARIANTS)
+@pytest.mark.parametrize("length", [5, 128, 300])
+def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_requests(attention, dtype, length):
+    """Forks of one prefilled prompt, over several blocks or exactly at a border, equal prefills of their own."""
+    model = cached_model(attention, dtype)
+    group = [make_request(make_prompt(length), number=1, member=i, max_new_tokens=12) for i in range(5)]
+    engine = make_engine(model)
+    together = run(engine, group)
+    assert engine.stats.prefill_tokens == length
+    separate = [rollout for request in group for rollout in run(make_engine(model), [request])]
+    assert_same(contents(together), contents(separate), model)
+    assert len({tuple(r.completion) for r in together}) == 5, "members of a group drew the same noise"
+
+
+def test_groups_that_fill_the_cache_at_a_block_border_are_admitted():
+    """Prompts of exactly one block share it whole: their forks need no room, so a full cache does not stop them."""
+    model = cached_model("full", torch.float32)
+    requests = [
+        make_request(make_prompt(128)[::order], number=number, member=member, max_new_tokens=6)
+        for number, order in enumerate((1, -1))
+        for member in range(2)
+    ]
+    rollouts = run(make_engine(model, cache_tokens=256), requests)
+    assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2])
+def test_a_long_prompt_is_admitted_whatever_the_window_and_the_number_of_rows(max_rows):
+    """A windowed pool is small where few rows share it; it never keeps out a prompt whose window it can hold."""
+    model = cached_model("mixed", torch.float32)
+    requests = [make_request(make_prompt(n), number=n, max_new_tokens=6) for n in (300, 450)]
+    rollouts = run(make_engine(model, max_rows=max_rows), requests)
+    assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
+
+
+def test_requests_with_other_keys_draw_other_noise():
+    """The same prompt at another place of the run, or another sample of it, is another rollout; the same key is not."""
+    model = cached_model("full", torch.float32)
+    requests = [
+        make_request(make_prompt(9), number=number, member=member, max_new_tokens=16, stop_ids=frozenset())
+        for number in range(4)
+        for member in range(4)
+    ]
+    rollouts = run(make_engine(model), requests)
+    assert len({tuple(r.completion) for r in rollouts}) == 16
+    again = [replace(requests[5], rollout_id=RolloutId(99, i)) for i in range(2)]
+    assert [r.completion for r in run(make_engine(model), again)] == [
+        r.completion for r in rollouts if r.rollout_id == requests[5].rollout_id
+    ] * 2
+
+
+# Ends.
+
+
+@functools.cache
+def endless_rollouts(dtype: torch.dtype) -> dict[RolloutId, Rollout]:
+    requests = [replace(request, stop_ids=frozenset()) for request in mixed_requests()]
+    return {r.rollout_id: r for r in run(make_engine(cached_model("full", dtype)), requests)}
+
+
+def test_without_stop_ids_a_rollout_ends_exactly_at_its_limit():
+    """`max_new_tokens` counts sampled tokens, whatever the prompt's length, and the reason is "length"."""
+    rollouts = endless_rollouts(torch.float32).values()
+    assert {len(r.completion) for r in rollouts} == {32}
+    assert {r.finish_reason for r in rollouts} == {"length"}
+    assert {token for r in rollouts for token in r.completion} > STOP_IDS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [1, 2, 32])
+@pytest.mark.parametrize("stop_ids", [{3}, {11}, {29}, {3, 11, 29}, set(range(0, VOCAB, 2))], ids=str)
+def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_limit(dtype, limit, stop_ids):
+    """Each listed id stops; the stop token is kept as the last, sampled one; nothing follows it or the limit."""
+    endless = endless_rollouts(dtype)
+    requests = [replace(r, stop_ids=frozenset(stop_ids), max_new_tokens=limit) for r in mixed_requests()]
+    rollouts = run(make_engine(cached_model("full", dtype)), requests)
+    ends = set()
+    for rollout in rollouts:
+        whole = endless[rollout.rollout_id].completion
+        stop = next((i for i, token in enumerate(whole) if token in stop_ids), len(whole))
+        length = min(stop + 1, limit)
+        assert rollout.completion == whole[:length]
+        assert rollout.finish_reason == ("stop" if stop < limit else "length")
+        assert bool(rollout.loss_mask[-1])
+        if rollout.finish_reason == "stop":
+            ends.add(rollout.completion[-1])
+    if limit == 32:
+        assert ends == stop_ids or len(stop_ids) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_request_keeps_its_own_temperature_limit_stops_and_greediness(dtype):
+    """Members of one group that differ in everything but the prompt are each what they are alone."""
+    model = cached_model("full", dtype)
+    settings = [(1.0, 30, STOP_IDS), (0.0, 25, frozenset()), (0.5, 1, frozenset({7})), (1.7, 12, frozenset(range(20)))]
+    requests = [
+        make_request(make_prompt(n), number=n, member=i, temperature=t, max_new_tokens=limit, stop_ids=stops)
+        for n in (6, 128)
+        for i, (t, limit, stops) in enumerate(settings)
+    ]
+    together = contents(run(make_engine(model), requests))
+    alone = contents([rollout for request in requests for rollout in run(make_engine(model), [request])])
+    assert_same(together, alone, model)
+    for n in (6, 128):
+        tokens, _ = greedy_uncached(model, make_prompt(n), 25)
+        assert together[RolloutId(n, 1)][0] == tokens
+
+
+# The rollout.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_streams_of_a_rollout_are_aligned(dtype):
+    """All streams are as long as the tokens; the mask is true exactly where the policy sampled."""
+    requests = mixed_requests()
+    rollouts = make_engine(cached_model("full", dtype)).generate(requests, weight_version=3)
+    for rollout, request in zip(rollouts, requests, strict=True):
+        length, prompt = len(rollout.tokens), len(request.prompt)
+        assert rollout.num_prompt_tokens == prompt
+        assert rollout.tokens[:prompt].tolist() == list(request.prompt)
+        assert rollout.rollout_id == request.rollout_id
+        is_sampled = [False] * prompt + [True] * (length - prompt)
+        assert rollout.loss_mask.tolist() == is_sampled
+        assert rollout.weight_version.tolist() == [3 * sampled for sampled in is_sampled]
+        assert rollout.sample_logprobs.shape == (length,)
+        assert (rollout.sample_logprobs[:prompt] == 0).all()
+        assert (rollout.sample_logprobs[prompt:] < 0).all()
+        assert rollout.completion == rollout.tokens[rollout.loss_mask].tolist()
+        dtypes = [x.dtype for x in (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, rollout.weight_version)]
+        assert dtypes == [torch.int64, torch.bool, torch.float32, torch.int32]
+
+
+# Requests that cannot be served.
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request([]), "prompt"),
+        (make_request([1, 2], max_new_tokens=0), "max_new_tokens"),
+        (make_request([1] * 500, max_new_tokens=13), "513 tokens .* 512 positions"),
+        (make_request([1] * 200, max_new_tokens=57), "257 tokens .* --cache-tokens"),
+    ],
+    ids=["empty prompt", "no new tokens", "positions", "cache"],
+)
+def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
+    """ValueError with the number and the limit; its companions are not queued either, and no cache is kept."""
+    engine = make_engine(cached_model("full", torch.float32), cache_tokens=256 if "cache" in message else 8192)
+    with pytest.raises(ValueError, match=message):
+        engine.submit([make_request([5]), request_])
+    assert engine.drain() == []
+    with pytest.raises(ValueError, match=message):
+        engine.submit([request_])
+    assert engine.step() == []
+    assert engine._cache is None
+
+
+@pytest.mark.parametrize(("limit", "cache_tokens"), [(12, 8192), (56, 256)], ids=["positions", "cache"])
+def test_a_request_of_exactly_the_limit_is_served(limit, cache_tokens):
+    """The largest request that is not refused runs to its end."""
+    length = 512 - 12 if limit == 12 else 256 - 56
+    request = make_request(make_prompt(length), max_new_tokens=limit, stop_ids=frozenset())
+    engine = make_engine(cached_model("full", torch.float32), cache_tokens=cache_tokens)
+    (rollout,) = run(engine, [request])
+    assert len(rollout.tokens) == length + limit
+
+
+# Weights and cache.
+
+
+def change_weights(model: Transformer) -> None:
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):
+            if param.ndim == 2:
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
+                param.add_((noise * 0.5 * param.float().std()).to(param.dtype))
+
+
+@variants(SOME_VARIANTS)
+def test_new_weights_never_meet_an_old_cache(attention, dtype):
+    """After weights change in place, an engine that has served before gives what a fresh one does."""
+    model = make_model(attention, dtype)
+    requests = mixed_requests()
+    engine = make_engine(model)
+    before = contents(engine.generate(requests, weight_version=0))
+    change_weights(model)
+    after = contents(engine.generate(requests, weight_version=1))
+    assert_same(after, contents(make_engine(model).generate(requests)), model)
+    assert sum(after[i][0] != before[i][0] for i in after) > len(after) / 2
+
+
+@variants(SOME_VARIANTS)
+def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under_the_new_weights(attention, dtype):
+    """Tokens and logprobs of the old phase stay; the others are the new weights' over the whole prefix."""
+    model = make_model(attention, dtype)
+    requests = [replace(r, temperature=1.0, stop_ids=frozenset()) for r in mixed_requests()]
+    engine = make_engine(model)
+    engine.submit(requests, weight_version=0)
+    for _ in range(15):
+        assert engine.step() == []
+    unfinished = engine.drain()
+    old = {r.rollout_id: r.sampled for r in unfinished}
+    change_weights(model)
+    rollouts = run(engine, unfinished, weight_version=1)
+    scored = score_rollouts(model, rollouts, 1.0).split([len(r.tokens) for r in rollouts])
+    for rollout, logprobs in zip(rollouts, scored, strict=True):
+        cut = rollout.num_prompt_tokens + len(old[rollout.rollout_id])
+        assert [s.token for s in old[rollout.rollout_id]] == rollout.tokens[rollout.num_prompt_tokens : cut].tolist()
+        kept = rollout.sample_logprobs[rollout.num_prompt_tokens : cut]
+        assert kept.tolist() == [s.logprob for s in old[rollout.rollout_id]]
+        assert len(rollout.tokens) > cut > rollout.num_prompt_tokens + 10
+        assert (rollout.weight_version[rollout.num_prompt_tokens : cut] == 0).all()
+        assert (rollout.weight_version[cut:] == 1).all()
+        assert (logprobs[cut:] - rollout.sample_logprobs[cut:]).abs().max().item() <= tolerance(model)
+        assert (logprobs[rollout.num_prompt_tokens : cut] - kept).abs().max() > 1e-2
+
+
+def test_the_cache_is_gone_after_the_last_rollout():
+    """Training has the memory: a phase ends with its last rollout, its drain, or at once if it has no requests."""
+    engine = make_engine(cached_model("full", torch.float32))
+    engine.submit(mixed_requests())
+    assert engine._cache is not None
+    finish(engine, len(mixed_requests()))
+    assert engine._cache is None
+    engine.submit(mixed_requests())
+    engine.step()
+    engine.drain()
+    assert engine._cache is None
+    assert engine.generate([]) == []
+    assert engine._cache is None, "no requests, but a cache is kept"

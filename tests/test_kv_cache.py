@@ -1,0 +1,320 @@
+"""Accounting of the block pools: who holds which block, what a fork shares, what a window keeps."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from minirl.attention import BLOCK, DecodeLayout, PackedLayout
+from minirl.kv_cache import CachedSequence, KVCache
+
+FULL = (None, None)
+WINDOWED = (200, 200)
+MIXED = (None, 100, 300, 100)
+ALL_WINDOWS = pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (1,), (128, None), (129,)], ids=str)
+
+
+def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -> KVCache:
+    return KVCache(
+        windows,
+        num_kv_heads=1,
+        head_dim=1,
+        num_query_groups=2,
+        num_tokens=num_blocks * BLOCK,
+        max_sequences=max_sequences,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def first_visible_block(window: int | None, position: int) -> int:
+    return 0 if window is None else max(0, position - window + 1) // BLOCK
+
+
+def snapshot(cache: KVCache, sequences: list[CachedSequence]) -> tuple:
+    pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.free_lists]
+    return pools, [(s.length, [(t.first, list(t.blocks)) for t in s.tables]) for s in sequences]
+
+
+def check_accounting(cache: KVCache, sequences: list[CachedSequence]) -> None:
+    """Every property that must hold after any operation."""
+    for i, (pool, blocks) in enumerate(zip(cache.pools, cache.free_lists, strict=True)):
+        held = Counter(block for s in sequences for block in s.tables[i].blocks)
+        assert blocks.references == [held[b] for b in range(len(blocks.references))]
+        assert sorted(blocks.free) == [b for b in range(len(blocks.references)) if not held[b]]
+        places: dict[int, int] = {}
+        for sequence in sequences:
+            table, length = sequence.tables[i], sequence.length
+            assert len(set(table.blocks)) == len(table.blocks)
+            assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, "the last block is the last token's"
+            assert first_visible_block(pool.window, length - 1) <= table.first, "a block that nobody sees is held"
+            assert table.first <= first_visible_block(pool.window, length), "a block that the next token sees is gone"
+            for place, block in enumerate(table.blocks, table.first):
+                assert places.setdefault(block, place) == place, "one block stands at two places"
+                if held[block] > 1:
+                    assert (place + 1) * BLOCK <= length, "a shared block is not full: two sequences would write it"
+
+
+def check_empty(cache: KVCache) -> None:
+    check_accounting(cache, [])
+    for blocks in cache.free_lists:
+        assert len(blocks.free) == len(blocks.references)
+
+
+@ALL_WINDOWS
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_keep_the_books(windows, seed):
+    """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls."""
+    rng = random.Random(seed)
+    cache = make_cache(windows, num_blocks=rng.choice([5, 12]), max_sequences=rng.choice([4, 64]))
+    live: list[CachedSequence] = []
+    refused: Counter[str] = Counter()
+    done: Counter[str] = Counter()
+    for _ in range(250):
+        kind = rng.choice(["add", "fork", "fork", "extend", "extend", "free"])
+        if kind == "add":
+            made = cache.add(rng.choice([1, 127, 128, 129, 256, rng.randint(1, 500)]))
+            live += [made] if made else []
+            refused[kind] += made is None
+        elif kind == "fork" and live:
+            made = cache.fork(rng.choice(live))
+            live += [made] if made else []
+            refused[kind] += made is None
+        elif kind == "extend" and live:
+            sequence = rng.choice(live)
+            for _ in range(rng.choice([1, 1, 130])):
+                if not cache.extend(sequence):
+                    refused[kind] += 1
+                    break
+        elif kind == "free" and live and rng.random() < 0.7:
+            cache.free(live.pop(rng.randrange(len(live))))
+        done[kind] += 1
+        check_accounting(cache, live)
+    assert min(done.values()) > 20
+    assert refused["add"] + refused["fork"] + refused["extend"] > 10, "the pool was never full: nothing was tested"
+    rng.shuffle(live)
+    for sequence in live:
+        cache.free(sequence)
+    check_empty(cache)
+
+
+def test_blocks_are_handed_out_lowest_first():
+    """The live part of a pool stays dense: decoding reads the pool up to its highest live block."""
+    cache = make_cache(num_blocks=6)
+    a, b = cache.add(300), cache.add(200)
+    assert [t.blocks for s in (a, b) for t in s.tables] == [[0, 1, 2], [3, 4]]
+    cache.free(a)
+    assert cache.add(200).tables[0].blocks == [0, 1]
+    assert cache.add(200).tables[0].blocks == [2, 5]
+
+
+@pytest.mark.parametrize("length", [100, 129, 300, 511])
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length):
+    """The copy holds the same keys and values in a block of its own; the full ones are the same blocks, held twice."""
+    cache = make_cache()
+    parent = cache.add(length)
+    pool, blocks = cache.pools[0], cache.free_lists[0]
+    pool.keys.normal_()
+    pool.values.normal_()
+    full = length // BLOCK
+    num_free = len(blocks.free)
+    child = cache.fork(parent)
+    ours, theirs = parent.tables[0].blocks, child.tables[0].blocks
+    assert theirs[:full] == ours[:full]
+    assert len(theirs) == full + 1
+    assert theirs[full] != ours[full]
+    assert len(blocks.free) == num_free - 1
+    assert [blocks.references[b] for b in ours] == [2] * full + [1]
+    assert torch.equal(pool.keys[:, theirs[full]], pool.keys[:, ours[full]])
+    assert torch.equal(pool.values[:, theirs[full]], pool.values[:, ours[full]])
+    before = pool.keys[:, ours].clone()
+    assert cache.extend(child)
+    write_last(cache, [child], [1e6])
+    assert torch.equal(pool.keys[:, ours], before), "a fork's token landed in its parent's block"
+    cache.free(parent)
+    assert [blocks.references[b] for b in theirs] == [1] * (full + 1)
+
+
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
+def test_a_fork_at_a_block_border_shares_everything_and_needs_no_free_block(windows):
+    """With all blocks full there is nothing to copy, so a full pool is no reason to refuse."""
+    cache = make_cache(windows, num_blocks=2)
+    parent = cache.add(2 * BLOCK)
+    assert any(not blocks.free for blocks in cache.free_lists)
+    child = cache.fork(parent)
+    assert child is not None, "refused a fork that takes no block"
+    assert [t.blocks for t in child.tables] == [t.blocks for t in parent.tables]
+    check_accounting(cache, [parent, child])
+
+
+def test_a_fork_without_room_is_refused_and_takes_nothing():
+    """None, and the books as before."""
+    cache = make_cache(num_blocks=2)
+    parent = cache.add(BLOCK + 1)
+    before = snapshot(cache, [parent])
+    assert cache.fork(parent) is None
+    assert snapshot(cache, [parent]) == before
+
+
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (None, 100)], ids=str)
+@pytest.mark.parametrize("max_sequences", [2, 64])
+def test_add_is_refused_exactly_when_a_pool_lacks_blocks_and_takes_nothing(windows, max_sequences):
+    """If and only if each pool has room for what it would keep there is a sequence; a refusal leaves no trace."""
+    for occupied in (0, 1, 150, 400, 700):
+        for length in (1, 127, 128, 129, 250, 256, 300, 385, 640, 900, 1100):
+            cache = make_cache(windows, num_blocks=8, max_sequences=max_sequences)
+            live = [cache.add(occupied)] if occupied else []
+            assert None not in live, "a sequence alone in the cache was refused, although every pool has room for it"
+            room = [
+                len(blocks.free) - ((length - 1) // BLOCK + 1 - first_visible_block(pool.window, length))
+                for pool, blocks in zip(cache.pools, cache.free_lists, strict=True)
+            ]
+            before = snapshot(cache, live)
+            made = cache.add(length)
+            assert (made is not None) == (min(room) >= 0), f"{length} tokens beside {occupied}: spare blocks {room}"
+            if made is None:
+                assert snapshot(cache, live) == before
+            else:
+                assert [len(blocks.free) for blocks in cache.free_lists] == room
+
+
+@ALL_WINDOWS
+def test_extend_is_refused_exactly_when_a_needed_block_is_missing(windows):
+    """False only at a block border without a free block; then the length stays and a freed block lets it go on."""
+    cache = make_cache(windows, num_blocks=4, max_sequences=3)
+    growing, other = cache.add(1), cache.add(1)
+    blocker = []
+    while (made := cache.add(1)) is not None:
+        blocker.append(made)
+    for expected_length in range(2, 2 * BLOCK + 40):
+        kept = [
+            [
+                b
+                for place, b in enumerate(t.blocks, t.first)
+                if place >= first_visible_block(pool.window, growing.length)
+            ]
+            for t, pool in zip(growing.tables, cache.pools, strict=True)
+        ]
+        released = [len(t.blocks) - len(k) for t, k in zip(growing.tables, kept, strict=True)]
+        spare = [len(blocks.free) + n for blocks, n in zip(cache.free_lists, released, strict=True)]
+        possible = growing.length % BLOCK != 0 or min(spare) > 0
+        length = growing.length
+        assert cache.extend(growing) == possible
+        check_accounting(cache, [growing, other, *blocker])
+        assert [t.blocks[: len(k)] for t, k in zip(growing.tables, kept, strict=True)] == kept
+        if not possible:
+            assert growing.length == length
+            assert not cache.extend(growing), "refused once, granted without a block coming free"
+            cache.free(blocker.pop())
+            assert cache.extend(growing)
+        assert growing.length == expected_length
+    check_accounting(cache, [growing, other, *blocker])
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 130, 300])
+def test_a_windowed_pool_keeps_only_the_blocks_its_window_sees(window):
+    """However long a sequence grows, its table stays as long as the window needs, and holds all that it sees."""
+    cache = make_cache((window, None), num_blocks=20, max_sequences=2)
+    windowed, full = (next(i for i, p in enumerate(cache.pools) if p.window == w) for w in (window, None))
+    sequence = cache.add(1)
+    for length in range(2, 12 * BLOCK):
+        assert cache.extend(sequence)
+        assert sequence.length == length
+        table = sequence.tables[windowed]
+        oldest_seen = max(0, length - window)
+        assert table.first == oldest_seen // BLOCK
+        assert len(table.blocks) == (length - 1) // BLOCK - oldest_seen // BLOCK + 1
+        assert len(table.blocks) <= -(-(window - 1) // BLOCK) + 1
+        assert len(sequence.tables[full].blocks) == (length - 1) // BLOCK + 1
+    check_accounting(cache, [sequence])
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 129, 300])
+def test_a_windowed_pool_has_room_for_its_sequences_at_any_length(window):
+    """A pool far smaller than the tokens it serves never refuses `max_sequences` sequences, forks among them."""
+    cache = make_cache((window,), num_blocks=1000, max_sequences=3)
+    assert len(cache.free_lists[0].references) < 20
+    first = cache.add(1000)
+    live = [first, cache.fork(first), cache.add(3000)]
+    assert None not in live
+    for step in range(700):
+        for sequence in live:
+            assert cache.extend(sequence), f"refused at {sequence.length} tokens after {step} steps"
+    check_accounting(cache, live)
+
+
+def write_last(cache: KVCache, sequences: list[CachedSequence], values: list[float]) -> DecodeLayout:
+    """Store a value as the key, and its negative as the value, of each sequence's last token, in every layer."""
+    layout = cache.decode_layout(sequences)
+    store(layout, values)
+    return layout
+
+
+def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)[:, None, None]
+    for layer, (cached, index) in layout.caches.items():
+        write = cached.write
+        k = (x + layer)[write.token]
+        cached.pool.write(index, k, -k, write.block, write.offset)
+
+
+def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
+    """Each row reads its own history at every position that it sees, through both forms of the table."""
+    assert layout.positions.tolist() == [len(h) - 1 for h in histories]
+    for layer, (cached, index) in layout.caches.items():
+        read, window = cached.read, cached.pool.window
+        (num_live, num_users), n = read.users.shape, read.table.shape[1]
+        for b, history in enumerate(histories):
+            first = int(read.first[b])
+            assert first + int(read.lengths[b]) == len(history)
+            oldest = 0 if window is None else max(0, len(history) - window)
+            assert first <= oldest
+            for position in {oldest, len(history) - 1, *range(oldest, len(history), 37)}:
+                entry, offset = divmod(position - first, BLOCK)
+                assert entry < int(read.num_blocks[b])
+                block, slot = int(read.blocks[b, entry]), int(read.table[b, entry])
+                assert slot // num_users == block < num_live
+                assert int(read.users.flatten()[slot]) == b
+                assert int(read.source.flatten()[slot]) == b * n + entry
+                assert cached.pool.keys[index, block, 0, offset, 0].item() == history[position] + layer
+                assert cached.pool.values[index, block, 0, offset, 0].item() == -history[position] - layer
+
+
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_sequence_reads_back_its_own_tokens(windows, seed):
+    """After prefills, forks, frees and decodes in any order, block tables lead to what each sequence wrote itself."""
+    rng = random.Random(seed)
+    cache = make_cache(windows, num_blocks=14)
+    live: list[tuple[CachedSequence, list[float]]] = []
+    counter, decoded, forked = 0, 0, 0
+    for _ in range(40):
+        kind = rng.choice(["prefill", "fork", "decode", "decode", "free"])
+        if kind == "prefill":
+            lengths = [rng.choice([1, 128, 129, rng.randint(1, 400)]) for _ in range(rng.randint(1, 2))]
+            made = [s for s in map(cache.add, lengths) if s is not None]
+            if made:
+                histories = [[float(counter := counter + 1) for _ in range(s.length)] for s in made]
+                store(cache.prefill_layout(made), [x for h in histories for x in h])
+                live += list(zip(made, histories, strict=True))
+        elif kind == "fork" and live:
+            sequence, history = rng.choice(live)
+            child = cache.fork(sequence)
+            if child is not None:
+                live.append((child, list(history)))
+                forked += 1
+        elif kind == "free" and len(live) > 2:
+            cache.free(live.pop(rng.randrange(len(live)))[0])
+        elif kind == "decode" and live:
+            for _ in range(rng.choice([1, 20])):
+                rows = [pair for pair in rng.sample(live, rng.randint(1, len(live))) if cache.extend(pair[0])]
+                if rows:
+                    new = [float(counter := counter + 1) for _ in rows]
+                    layout = write_last(cache, [s for s, _ in rows], new)
+                    for (_, history), x in zip(rows, new, strict=True):
+                        history.append(x)
+                    check_readable(layout, [h for _, h in rows])
+                    decoded += len(rows)
+    assert decoded > 100
+    assert forked > 3

@@ -1,0 +1,313 @@
+"""The model against transformers on random checkpoints of every family, and what packing may not change."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from minirl import numerics
+from minirl.attention import PackedLayout
+from minirl.batch import RolloutId
+from minirl.engine import Engine, Request
+from minirl.model import Transformer
+from minirl.scoring import score
+from minirl.weights import load_weights, named_parameters, read_config
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 40, 129, 128, 7, 300)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+# name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
+CASES = {
+    "llama": ("Llama", {}, (None, None)),
+    "llama_tied_mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, (None, None)),
+    "llama_mqa": ("Llama", {"num_key_value_heads": 1, "intermediate_size": 131}, (None, None)),
+    "llama_head_dim": ("Llama", {"head_dim": 8, "rms_norm_eps": 0.1}, (None, None)),
+    "llama_rope_llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}, (None, None)),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, (None, None)),
+    "mistral": ("Mistral", {"sliding_window": None}, (None, None)),
+    "mistral_window": ("Mistral", {"sliding_window": 37, "intermediate_size": 131}, (37, 37)),
+    "mistral_window_one_block": ("Mistral", {"sliding_window": 128, "head_dim": 32}, (128, 128)),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}, (None, None)),
+    "qwen2_window_unused": ("Qwen2", {"use_sliding_window": False, "sliding_window": 33}, (None, None)),
+    "qwen2_window_above": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1, "num_hidden_layers": 3},
+        (None, 33, 33),
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, (None, None)),
+    "qwen3_mixed_windows": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 130, "layer_types": MIXED, "num_hidden_layers": 3},
+        (130, None, 130),
+    ),
+    "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}, (None, None)),
+}
+# One of each feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
+FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
+
+
+def make_checkpoint(family, overrides):
+    """A transformers model with weights at which every feature matters: norms off 1, biases off 0, sharp attention."""
+    keys = {
+        "vocab_size": 199,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 320,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "rms_norm_eps": 1e-5,
+    }
+    if family == "Qwen3":
+        keys["head_dim"] = 16
+    config = getattr(transformers, f"{family}Config")(**keys | overrides)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(len(str(overrides)))
+    for name, param in model.named_parameters():
+        noise = torch.randn(param.shape, generator=generator)
+        if param.ndim == 1:
+            param.data = 1 + 0.3 * noise if "norm" in name else 0.5 * noise
+        else:
+            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+            param.data = gain * noise / (1 if "embed" in name else param.shape[1] ** 0.5)
+    return model.eval()
+
+
+def load(folder, **options):
+    model = Transformer(read_config(folder), **options)
+    load_weights(model, folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Makes, once per name, the transformers model of a case and its folder."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            family, overrides, _ = CASES[name]
+            model, folder = make_checkpoint(family, overrides), tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder)
+            made[name] = (model, folder)
+        return made[name]
+
+    return get
+
+
+def random_tokens(model, lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
+
+
+def hidden_states(model, tokens, lengths):
+    layout = PackedLayout(tuple(lengths), CPU)
+    return model(tokens, layout.positions, layout)
+
+
+def logits(model, tokens, lengths):
+    return numerics.head_logits(hidden_states(model, tokens, lengths), model.lm_head.weight)
+
+
+def relative_error(got, expected):
+    assert got.shape == expected.shape
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_equal_transformers_packed_and_alone(name, checkpoints):
+    """Every feature of every family means what it means in transformers, whole streams or single sequences."""
+    oracle, folder = checkpoints(name)
+    model = load(folder)
+    assert model.config.layer_windows == CASES[name][2]
+    tokens = random_tokens(model, LENGTHS)
+    parts = tokens.split(LENGTHS)
+    expected = [oracle(part[None]).logits[0] for part in parts]
+    assert torch.cat(expected).std() >= 1
+    for part, logits_here in zip(parts, expected, strict=True):
+        assert relative_error(logits(model, part, [len(part)]), logits_here) <= 1e-5
+    packed = logits(model, tokens, LENGTHS)
+    assert packed.dtype == torch.float32
+    for got, logits_here in zip(packed.split(LENGTHS), expected, strict=True):
+        assert relative_error(got, logits_here) <= 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
+    """Packed logprobs of the next tokens, and the gradient of each parameter, are those of the padded-free oracle."""
+    oracle, folder = checkpoints(name)
+    model, lengths = load(folder), (1, 150, 30)
+    tokens = random_tokens(model, lengths, seed=1)
+    layout = PackedLayout(lengths, CPU)
+    got, _ = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+    expected = []
+    for part in tokens.split(lengths):
+        logprobs = (oracle(part[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        expected += [torch.zeros(1), logprobs.gather(1, part[1:, None])[:, 0]]
+    expected = torch.cat(expected)
+    assert relative_error(got, expected) <= 1e-5
+    oracle.zero_grad()
+    weights = torch.linspace(-1, 2, sum(lengths))
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    oracle_params = dict(oracle.named_parameters())
+    assert named_parameters(model).keys() == oracle_params.keys()
+    for key, param in named_parameters(model).items():
+        bound = 1e-4 * oracle_params[key].grad.norm()
+        if key.endswith("k_proj.bias") and not model.config.qk_norm:
+            bound += (
+                1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
+            )
+        assert (param.grad - oracle_params[key].grad).norm() <= bound, key
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@torch.no_grad()
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name, checkpoints):
+    """Norms, rope and softmax keep fp32 inside a bf16 model: its error is not above the bf16 oracle's."""
+    oracle, folder = checkpoints(name)
+    tokens = random_tokens(oracle, [300])
+    exact = oracle(tokens[None]).logits[0]
+    narrow = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.bfloat16)
+    expected_error = relative_error(narrow(tokens[None]).logits[0], exact)
+    model = load(folder).to(torch.bfloat16)
+    got = logits(model, tokens, [300])
+    assert got.dtype == torch.float32
+    assert 0 < relative_error(got, exact) <= 1.1 * expected_error
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@torch.no_grad()
+def test_a_sequence_does_not_see_its_neighbours(name, checkpoints):
+    """Changing one packed sequence leaves the hidden states of the others bitwise as they were."""
+    model = load(checkpoints(name)[1])
+    lengths = (140, 3, 131)
+    tokens = random_tokens(model, lengths)
+    expected = hidden_states(model, tokens, lengths).split(lengths)
+    for changed in range(len(lengths)):
+        parts = list(tokens.split(lengths))
+        parts[changed] = (parts[changed] + 1) % model.config.vocab_size
+        got = hidden_states(model, torch.cat(parts), lengths).split(lengths)
+        for i in range(len(lengths)):
+            assert torch.equal(got[i], expected[i]) == (i != changed)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
+    """The gradient of one position's logits is exactly zero in neighbours, later tokens and tokens past its windows."""
+    model = load(checkpoints(name)[1])
+    lengths, row = (40, 90, 60), 40 + 80
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randperm(model.config.vocab_size, generator=generator)[: sum(lengths)]  # each token once
+    embedded = []
+    model.model.embed_tokens.register_forward_hook(lambda _, __, output: embedded.append(output))
+    row_logits = logits(model, tokens, lengths)[row]
+    (grad,) = torch.autograd.grad(row_logits.square().sum(), embedded)
+    windows = model.config.layer_windows
+    reach = lengths[0] + lengths[1] if None in windows else sum(window - 1 for window in windows)
+    reached = torch.zeros(sum(lengths), dtype=torch.bool)
+    reached[max(lengths[0], row - reach) : row + 1] = True
+    assert torch.equal(grad.abs().sum(1) > 0, reached)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
+    """Bit for bit where this machine's products are row-invariant, whatever a sequence is packed with."""
+    model = load(checkpoints(name)[1]).to(dtype)
+    is_exact = numerics.rows_are_invariant(model.config.product_shapes, dtype, CPU)
+    if not is_exact and dtype == torch.bfloat16:
+        pytest.skip("this machine's bf16 products are not row-invariant")
+    tokens = random_tokens(model, LENGTHS)
+    packed = hidden_states(model, tokens, LENGTHS)
+    assert packed.dtype == dtype
+    for got, part in zip(packed.split(LENGTHS), tokens.split(LENGTHS), strict=True):
+        alone = hidden_states(model, part, [len(part)])
+        assert torch.equal(got, alone) if is_exact else relative_error(got, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", FEATURES)
+def test_an_empty_stream_gives_zero_gradients(name, recompute, checkpoints):
+    """A rank without tokens runs the same forward and backward: every parameter gets zeros, none gets None or NaN."""
+    model = load(checkpoints(name)[1], recompute_layers=recompute)
+    nothing = torch.empty(0, dtype=torch.int64)
+    layout = PackedLayout((), CPU)
+    assert model(nothing, layout.positions, layout).shape == (0, model.config.hidden_size)
+    logprobs, entropies = score(model, nothing, layout, select=nothing.bool(), temperature=1.0)
+    assert logprobs.shape == entropies.shape == (0,)
+    (logprobs.sum() + entropies.sum()).backward()
+    for key, param in named_parameters(model).items():
+        assert param.grad is not None, key
+        assert torch.equal(param.grad, torch.zeros_like(param)), key
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_recomputed_layers_give_bitwise_equal_gradients(name, checkpoints):
+    """`recompute_layers` runs each layer twice and changes no bit of any gradient."""
+    lengths, grads, calls = (1, 150, 30), [], []
+    for recompute in (False, True):
+        model = load(checkpoints(name)[1], recompute_layers=recompute)
+        num_calls = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, n=num_calls: n.append(1))
+        tokens = random_tokens(model, lengths)
+        layout = PackedLayout(lengths, CPU)
+        logprobs, entropies = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+        (logprobs.sum() + 0.1 * entropies.sum()).backward()
+        grads.append({key: param.grad for key, param in named_parameters(model).items()})
+        calls.append(len(num_calls))
+    assert calls == [1, 2]
+    for key, grad in grads[0].items():
+        assert grad.any(), key
+        assert torch.equal(grad, grads[1][key]), key
+
+
+@pytest.fixture(scope="module")
+def stories(data_folder):
+    """The real checkpoint: its folder, transformers' model, and three prompts as token ids."""
+    folder = data_folder / "stories260K"
+    oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ("Once upon a time, there was a", "Tim had a red ball. One day", "Lily and her mom went to the park")
+    return folder, oracle, [tokenizer(text)["input_ids"] for text in texts]
+
+
+@torch.no_grad()
+def test_logits_of_a_real_checkpoint_equal_transformers(stories):
+    """stories260K: logits on its own greedy text are transformers', packed and alone."""
+    folder, oracle, prompts = stories
+    model = load(folder)
+    sequences = [oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0] for prompt in prompts]
+    lengths = [len(sequence) for sequence in sequences]
+    packed = logits(model, torch.cat(sequences), lengths).split(lengths)
+    for got, sequence in zip(packed, sequences, strict=True):
+        expected = oracle(sequence[None]).logits[0]
+        assert relative_error(got, expected) <= 1e-5
+        assert relative_error(logits(model, sequence, [len(sequence)]), expected) <= 1e-5
+
+
+def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(stories):
+    """stories260K: 100 greedy tokens of three prompts, decoded together, are the oracle's, token for token."""
+    folder, oracle, prompts = stories
+    engine = Engine(load(folder), max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    requests = [
+        Request(tuple(prompt), RolloutId(i, 0), key=i, max_new_tokens=100, temperature=0.0, stop_ids=frozenset({1}))
+        for i, prompt in enumerate(prompts)
+    ]
+    for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):
+        expected = oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100)[0]
+        assert rollout.tokens.tolist() == expected.tolist()
+        assert len(rollout.completion) == 100 or rollout.completion[-1] == 1

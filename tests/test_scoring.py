@@ -1,0 +1,286 @@
+"""Logprobs and entropies by the chunked head: against full logits, against autograd, over any cut of the work."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from minirl import numerics
+from minirl.attention import PackedLayout
+from minirl.batch import Batch
+from minirl.model import ModelConfig, Transformer
+from minirl.scoring import ChunkedLogprobs, score, score_frozen
+
+CPU = torch.device("cpu")
+VOCAB = 37
+LENGTHS = (9, 2, 31, 140, 5)
+PROMPTS = (4, 1, 30, 100, 2)
+
+
+def make_model(dtype: torch.dtype = torch.float64, *, tied: bool = False) -> Transformer:
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        layer_windows=(None, 20),
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        tie_word_embeddings=tied,
+    )
+    model = Transformer(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim == 2 or "bias" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return model
+
+
+def make_batch(lengths: tuple[int, ...] = LENGTHS, prompts: tuple[int, ...] = PROMPTS) -> Batch:
+    """Sequences whose completions have a gap, as after a tool's answer; the first completion token is selected."""
+    generator = torch.Generator().manual_seed(1)
+    masks = [torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    for mask, prompt in zip(masks, prompts, strict=True):
+        mask[prompt + 2 : prompt + 4] = False
+    tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
+    mask = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), row=torch.arange(len(lengths)))
+
+
+def reference(model: Transformer, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence, position by position: log_softmax of full logits in the model's dtype."""
+    logprobs, entropies = [], []
+    for tokens, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+        layout = PackedLayout((len(tokens),), CPU)
+        logits = model(tokens, torch.arange(len(tokens)), layout) @ model.lm_head.weight.T
+        for t in range(len(tokens)):
+            if not mask[t]:
+                logprobs.append(logits.new_zeros(()))
+                entropies.append(logits.new_zeros(()))
+                continue
+            all_logprobs = torch.log_softmax(logits[t - 1] / temperature, -1)  # what t - 1 says of token t
+            logprobs.append(all_logprobs[tokens[t]])
+            entropies.append(-(all_logprobs.exp() * all_logprobs).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def score_batch(model: Transformer, batch: Batch, temperature: float = 1.0, **kwargs: int) -> tuple[Tensor, Tensor]:
+    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature, **kwargs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_equal_a_log_softmax_position_by_position(temperature):
+    """Token t is scored by the logits of t - 1, in several sequences, the first completion token included."""
+    model, batch = make_model(), make_batch()
+    logprobs, entropies = score_batch(model, batch, temperature)
+    expected_logprobs, expected_entropies = reference(model, batch, temperature)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-11, rtol=1e-10)
+    torch.testing.assert_close(entropies, expected_entropies, atol=1e-11, rtol=1e-10)
+    assert (logprobs[~batch.loss_mask] == 0).all()
+    assert (entropies[~batch.loss_mask] == 0).all()
+    assert (logprobs[batch.loss_mask] < 0).all()
+    firsts = torch.tensor([sum(LENGTHS[:i]) + prompt for i, prompt in enumerate(PROMPTS)])
+    assert batch.loss_mask[firsts].all()
+    assert (logprobs[firsts] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_fp32_and_close_to_fp64(dtype):
+    """The head, the softmax and the results are fp32 whatever the weights' dtype."""
+    model, batch = make_model(dtype), make_batch()
+    logprobs, entropies = score_batch(model, batch)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    wide = make_model(dtype).double()  # the same rounded weights
+    expected_logprobs, expected_entropies = reference(wide, batch, 1.0)
+    allowed = 1e-5 if dtype == torch.float32 else 0.15  # the layers' rounding; the head's own is tested below
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, atol=allowed, rtol=0)
+    torch.testing.assert_close(entropies.double(), expected_entropies, atol=allowed, rtol=0)
+
+
+def test_a_bf16_head_gives_fp32_logprobs():
+    """From bf16 hidden states and weights the logprobs are exact to fp32: no logit passes through bf16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 64, generator=generator).bfloat16() for n in (50, 300))
+    targets = torch.randint(0, 300, (50,), generator=generator)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 16)
+    exact = torch.log_softmax(hidden.double() @ head.double().T, -1)
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, targets[:, None])[:, 0], atol=5e-5, rtol=0)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), atol=5e-5, rtol=0)
+
+
+def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (rows, vocab))
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    return hidden.requires_grad_(), head.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 10, 11, 12, 1000])
+@pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_gradients_equal_autograd_through_full_logits(chunk, of, temperature):
+    """Values and gradients of the chunked head are those of the full one, for any chunk, border and last rest."""
+    hidden, head, targets = head_inputs()
+    weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights *= torch.tensor([[of != "entropies"], [of != "logprobs"]])
+    got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk)
+    all_logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
+    expected = all_logprobs.gather(1, targets[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    got_grads, expected_grads = (
+        torch.autograd.grad((torch.stack(pair) * weights).sum(), (hidden, head)) for pair in (got, expected)
+    )
+    for x, y in zip(got_grads, expected_grads, strict=True):
+        assert y.abs().max() > 1e-2
+        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_head_passes_gradcheck(chunk):
+    """Both outputs' analytic derivatives agree with finite differences."""
+    hidden, head, targets = head_inputs(rows=3, vocab=5)
+    assert torch.autograd.gradcheck(lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk), (hidden, head))
+
+
+def test_one_used_output_is_enough():
+    """A loss on logprobs alone, or on entropies alone, has the gradient it has when the other's weight is zero."""
+    hidden, head, targets = head_inputs()
+    for i in (0, 1):
+        outputs = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 4)
+        alone = torch.autograd.grad(outputs[i].sum(), (hidden, head))
+        outputs = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 4)
+        both = torch.autograd.grad(outputs[i].sum() + 0 * outputs[1 - i].sum(), (hidden, head))
+        assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+        assert alone[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(("temperature", "entropy"), [(1.0, 0.947537), (0.7, 0.702028)])
+def test_entropy_is_that_of_the_distribution_at_the_temperature(temperature, entropy):
+    """z = [2, 1, 0, -1]: the reference's entropies, of softmax(z / T), whatever the target."""
+    z = torch.tensor([[2.0], [1.0], [0.0], [-1.0]], dtype=torch.float64)
+    ones = torch.ones(4, 1, dtype=torch.float64)
+    logprobs, entropies = ChunkedLogprobs.apply(ones, z, torch.arange(4), temperature, 3)
+    assert entropies.tolist() == pytest.approx([entropy] * 4, abs=1e-6)
+    expected = {1.0: [-0.440190, -1.440190, -2.440190, -3.440190], 0.7: [-0.270674, -1.699245, -3.127817, -4.556388]}
+    assert logprobs.tolist() == pytest.approx(expected[temperature], abs=1e-6)
+
+
+def test_entropy_gradient_is_the_reference_one():
+    """dH/dz of z = [2, 1, 0, -1]: pushed down where the distribution is likeliest."""
+    z = torch.tensor([[2.0], [1.0], [0.0], [-1.0]], dtype=torch.float64, requires_grad=True)
+    _, entropies = ChunkedLogprobs.apply(torch.ones(1, 1, dtype=torch.float64), z, torch.tensor([2]), 1.0, 8)
+    (grad,) = torch.autograd.grad(entropies.sum(), z)
+    assert grad[:, 0].tolist() == pytest.approx([-0.326688, 0.116701, 0.130076, 0.079911], abs=1e-6)
+
+
+def test_tokens_of_no_probability_leave_entropy_and_gradients_finite():
+    """0 log 0 is 0: logits so far apart that probabilities underflow, or are -inf, make no NaN."""
+    head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
+    hidden = torch.ones(1, 1, requires_grad=True)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), 1.0, 8)
+    assert logprobs.item() == pytest.approx(-math.log(2))
+    assert entropies.item() == pytest.approx(math.log(2))
+    (grad,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), head)
+    assert grad[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0], abs=1e-6)
+
+
+def gradients(model: Transformer, batch: Batch, **kwargs: int) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    logprobs, entropies = score_batch(model, batch, 0.7, **kwargs)
+    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(5), dtype=logprobs.dtype)
+    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_gradients_equal_autograd_through_full_logits(tied):
+    """Every parameter, embedding and head (tied or not) included, gets the gradient of the unchunked twin."""
+    model, batch = make_model(tied=tied), make_batch()
+    got = gradients(model, batch, chunk=7)
+    model.zero_grad(set_to_none=True)
+    logprobs, entropies = reference(model, batch, 0.7)
+    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(5), dtype=logprobs.dtype)
+    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
+    for name, param in model.named_parameters():
+        assert param.grad.abs().max() > 1e-6, name
+        torch.testing.assert_close(got[name], param.grad, atol=1e-10, rtol=1e-8)
+
+
+def test_neither_scores_nor_gradients_depend_on_the_chunk():
+    """One row at a time, a rest of any size, more rows than there are: the same to fp64 rounding."""
+    model, batch = make_model(), make_batch()
+    count = int(batch.loss_mask.sum())
+    expected_scores, expected = score_batch(model, batch, 0.7), gradients(model, batch)
+    for chunk in (1, 2, 3, 5, count - 2, count - 1, count, count + 1):
+        for x, y in zip(score_batch(model, batch, 0.7, chunk=chunk), expected_scores, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-12, rtol=0)
+        for name, grad in gradients(model, batch, chunk=chunk).items():
+            torch.testing.assert_close(grad, expected[name], atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype):
+    """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
+    model = make_model(dtype)
+    batch = make_batch(lengths, (1,) * len(lengths))
+    batch = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
+    logprobs, entropies = score_batch(model, batch)
+    assert logprobs.shape == entropies.shape == (sum(lengths),)
+    (logprobs.sum() + entropies.sum()).backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        assert param.grad.dtype == dtype
+        assert (param.grad == 0).all(), name
+
+
+def test_the_chunked_head_of_no_rows_gives_zero_gradients():
+    """M = 0: an empty result that can be differentiated, with a gradient of zeros for the head."""
+    hidden, head, targets = head_inputs(rows=0)
+    outputs = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 4)
+    assert [x.shape for x in outputs] == [(0,), (0,)]
+    grad_hidden, grad_head = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (hidden, head))
+    assert grad_hidden.shape == hidden.shape
+    assert torch.equal(grad_head, torch.zeros_like(head))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cut", [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]], ids=str
+)
+def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
+    """Any cut of the batch, empty parts and any order included, puts the whole batch's logprobs back in place."""
+    model, batch = make_model(dtype), make_batch()
+    expected, _ = score_batch(model, batch, 0.7)
+    got = score_frozen(model, batch, cut, 0.7)
+    assert not got.requires_grad
+    assert got.dtype == torch.float32
+    exact = numerics.rows_are_invariant([*model.config.product_shapes, (32, VOCAB)], dtype, CPU)
+    exact &= numerics.rows_are_invariant([(32, VOCAB)], torch.float32, CPU)
+    if not exact:
+        print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
+    assert (got - expected).abs().max().item() <= (0 if exact else 1e-5 if dtype == torch.float32 else 0.1)
+    assert (got[batch.loss_mask] < 0).all()
+
+
+def test_frozen_scores_of_a_part_leave_the_rest_at_zero():
+    """Sequences in no microbatch are not scored; those in one are."""
+    model, batch = make_model(torch.float32), make_batch()
+    expected, _ = score_batch(model, batch, 1.0)
+    got = score_frozen(model, batch, [[3], [1]], 1.0)
+    chosen = torch.zeros_like(batch.loss_mask)
+    chosen[batch.token_index([1, 3])] = True
+    torch.testing.assert_close(got, torch.where(chosen, expected, 0.0), atol=1e-5, rtol=0)
+    assert (got[chosen & batch.loss_mask] < 0).all()

@@ -1,0 +1,298 @@
+"""Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
+
+import json
+import time
+
+import pytest
+
+from minirl.rewards import compute_rewards
+from minirl.tasks import Row
+from minirl.tasks.gsm8k import (
+    INSTRUCTION,
+    flexible_answer,
+    flexible_score,
+    load_gsm8k,
+    read_gsm8k,
+    strict_answer,
+    strict_score,
+)
+from minirl.tasks.jsonl import load_jsonl_task, read_rows
+from minirl.tasks.load import load_task
+from minirl.tasks.sorting import ALPHABET, load_sorting, score
+
+GOOD = '{"prompt": "hello", "answer": 3}'
+MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A file of these bytes or lines, by path."""
+
+    def write_file(content, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else "\n".join(content).encode())
+        return str(path)
+
+    return write_file
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a" "b": 1}', "not JSON: .* at column 16"),
+        ("{'prompt': 'a'}", "not JSON: .* at column 2"),
+        ('{"prompt": "a"', "not JSON"),
+        ("prompt", "not JSON: .* at column 1"),
+        ('["a"]', r"expected an object, got \[\"a\"\]"),
+        ("3", "expected an object, got 3"),
+        ("null", "expected an object, got null"),
+        ('{"question": "a", "answer": 1}', r"no field 'prompt', only \['answer', 'question'\]; see --prompt-field"),
+        ("{}", "no field 'prompt'"),
+        ('{"prompt": null}', "field 'prompt' is 'None'"),
+        ('{"prompt": 7}', "field 'prompt' is '7'"),
+        ('{"prompt": ""}', "field 'prompt' is ''"),
+        (r'{"prompt": " \n\t"}', "field 'prompt' is "),
+        ('{"prompt": {"role": "user", "content": "a"}}', "field 'prompt'"),
+        ('{"prompt": []}', "field 'prompt'"),
+        ('{"prompt": ["a"]}', "field 'prompt'"),
+        ('{"prompt": [{"role": "user"}]}', "field 'prompt'.*messages with role and content"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "field 'prompt'"),
+        ('{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}', "field 'prompt'"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_line_and_field(write, line, said):
+    """The first bad row stops the load, wherever it is, and the error leads there."""
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {said}"):
+        read_rows(write([GOOD, "", line, GOOD]), "prompt")
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_the_file(write):
+    """A Latin-1 file says which file it is, not only which byte."""
+    with pytest.raises(ValueError, match=r"rows\.jsonl"):
+        read_rows(write(GOOD.encode() + b'\n{"prompt": "caf\xe9"}\n'), "prompt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
+def test_a_file_without_rows_is_refused(write, content):
+    """Empty, blank and BOM-only files name themselves."""
+    with pytest.raises(ValueError, match=r"rows\.jsonl: no rows"):
+        read_rows(write(content), "prompt")
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    """A file that is not there, or is a folder."""
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(FileNotFoundError, match=f"there is no file {path}"):
+            read_rows(str(path), "prompt")
+
+
+def test_rows_keep_place_and_columns(write):
+    """Places count every line of the file; the prompt is not a column; another field may be the prompt."""
+    path = write(["", GOOD, " ", GOOD])
+    rows = read_rows(path, "prompt")
+    assert rows == [Row("hello", {"answer": 3}, f"{path}:2"), Row("hello", {"answer": 3}, f"{path}:4")]
+    questions = read_rows(write(['{"q": "a", "prompt": null}'], "q.jsonl"), "q")
+    assert [(row.prompt, dict(row.columns)) for row in questions] == [("a", {"prompt": None})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["na\u00efve \u65e5\u672c\u8a9e \U0001f600", "line\u2028separator\u0085next", "tab\tnew\nline\r", " spaces kept "],
+    ids=["unicode", "line_separators", "escapes", "spaces"],
+)
+@pytest.mark.parametrize("ensure_ascii", [True, False])
+def test_text_arrives_as_it_was_written(write, text, ensure_ascii):
+    """BOM, CRLF, blank lines, a missing last newline and every character survive."""
+    line = json.dumps({"prompt": text}, ensure_ascii=ensure_ascii).encode()
+    path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
+    assert [(row.prompt, row.place) for row in read_rows(path, "prompt")] == [(text, f"{path}:1"), (text, f"{path}:3")]
+
+
+def test_messages_are_a_prompt(write):
+    """Chat prompts are kept as they are, an empty system message too."""
+    path = write([json.dumps({"prompt": MESSAGES})])
+    assert read_rows(path, "prompt")[0].prompt == MESSAGES
+
+
+def test_jsonl_task_has_both_files_and_the_reward(write):
+    """The task is named after its file; without eval data nothing is held out."""
+    train, held_out = write([GOOD] * 3, "stories.jsonl"), write([GOOD], "held_out.jsonl")
+    task = load_jsonl_task(train, held_out, prompt_field="prompt", reward=max)
+    assert (task.name, len(task.train_rows), len(task.eval_rows), task.reward) == ("stories", 3, 1, max)
+    assert load_jsonl_task(train, None, prompt_field="prompt", reward=max).eval_rows == []
+
+
+STRICT_AND_FLEXIBLE = [
+    ("#### 18", 18, 18),
+    ("####18", 18, 18),
+    ("####\n18", 18, 18),
+    ("#### 18.", 18, 18),
+    ("#### 18 .\n", 18, 18),
+    ("#### 18 \n\n", 18, 18),
+    ("#### 18.0", 18, 18),
+    ("#### 1.0", 1, 1),
+    ("#### 007", 7, 7),
+    ("#### 0", 0, 0),
+    ("#### -0", 0, 0),
+    ("#### -7", -7, -7),
+    ("#### -$7", -7, -7),
+    ("#### $18", 18, 18),
+    ("#### $1,234.50", 1234.5, 1234.5),
+    ("#### 1,234,567", 1234567, 1234567),
+    ("#### 2.75.", 2.75, 2.75),
+    ("##### 5", 5, 5),
+    ("she has 3 left #### 4", 4, 4),
+    ("#### 5\n#### 6", 6, 6),
+    ("#### 5 or #### 7", 7, 7),
+    ("#### 5\nNo, wait.", None, 5),
+    ("#### 5 ####", None, 5),
+    ("#### 5 and then 6", None, 6),
+    ("a #### in the middle, then 5", None, 5),
+    ("#### 18 dollars", None, 18),
+    ("#### 18 apples.", None, 18),
+    ("#### 50%", None, 50),
+    ("#### **5**", None, 5),
+    ("#### x = 5", None, 5),
+    ("#### 3/4", None, 4),
+    ("#### 5 + 2 = 7", None, 7),
+    ("### 5", None, 5),
+    ("# # # # 5", None, 5),
+    ("the answer is 42", None, 42),
+    ("$5 + $6 = $11", None, 11),
+    ("it costs 3,000, then 4,", None, 4),
+    ("about 0.5 of it", None, 0.5),
+    ("it fell to -3 degrees", None, -3),
+    ("1. one\n2. two", None, 2),
+    ("#### five", None, None),
+    ("####", None, None),
+    ("no digits at all, $ , . - ####", None, None),
+    ("", None, None),
+]
+
+
+@pytest.mark.parametrize(("text", "strict", "flexible"), STRICT_AND_FLEXIBLE)
+def test_answers_are_extracted_by_the_table(text, strict, flexible):
+    """Strict: the number after the last #### that ends the text. Flexible: the last number."""
+    assert (strict_answer(text), flexible_answer(text)) == (strict, flexible)
+
+
+def test_extraction_of_a_hostile_completion_takes_no_time():
+    """Long runs of spaces, digits, commas or hashes, as an untrained model writes them, do not stall a step."""
+    start = time.perf_counter()
+    for filler in ("\n", " ", "#", "9", "9,", "#### ", "#### 5 ", "-$"):
+        text = "#### 5" + filler * 20_000 + "x"
+        strict_answer(text)
+        flexible_answer(text)
+    assert time.perf_counter() - start < 1
+
+
+def test_scores_take_text_and_chat_completions():
+    """Right is 1 and wrong is 0; a missing answer is never equal; 18 is 18.0."""
+    completions = ["#### 18", "so 18", "#### 17", "none", [{"role": "assistant", "content": "#### 18.0"}]]
+    assert strict_score(completions, [18.0] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert flexible_score(completions, [18.0] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_number_in_the_prompt_does_not_score():
+    """Only the completion is judged, though the prompt holds the answer in the right format."""
+    rows = [Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")] * 2
+    for function in (strict_score, flexible_score):
+        arguments = {"completions": ["I do not know", "#### 5"], "completion_ids": [[1], [2]]}
+        assert compute_rewards(function, rows, **arguments) == [0.0, 1.0]
+
+
+def test_gsm8k_rows_have_question_instruction_and_number(write):
+    """The reference's number is parsed once, at load."""
+    path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
+    assert read_gsm8k(path) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
+    task = load_gsm8k(path, None)
+    assert (task.reward, dict(task.extra_scores), task.eval_rows) == (strict_score, {"flexible": flexible_score}, [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"answer": "#### 3"}, "field 'question' is None"),
+        ({"question": " ", "answer": "#### 3"}, "field 'question' is ' '"),
+        ({"question": "q"}, "field 'answer' is None"),
+        ({"question": "q", "answer": 3}, "field 'answer' is 3"),
+        ({"question": "q", "answer": "three"}, "field 'answer' has no number after '####'"),
+    ],
+)
+def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(write, fields, said):
+    """Also a reference answer that could never be matched."""
+    good = json.dumps({"question": "q", "answer": "#### 3"})
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {said}"):
+        read_gsm8k(write([good, json.dumps(fields)]))
+
+
+def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
+    """7473 and 1319 rows; each reference solution scores 1, strictly and flexibly, and another row's does not."""
+    for name, count in (("train", 7473), ("test", 1319)):
+        path = data_folder / "gsm8k" / f"{name}.jsonl"
+        rows = read_gsm8k(str(path))
+        assert len(rows) == count
+        solutions = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines() if line]
+        answers = [row.columns["answer"] for row in rows]
+        assert strict_score(solutions, answers) == [1.0] * count
+        assert flexible_score(solutions, answers) == [1.0] * count
+        assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
+
+
+def test_sorting_holds_out_what_it_does_not_train_on():
+    """Distinct strings of 4 to 8 digits, none in both parts, the same for each call, others for another seed."""
+    task = load_sorting(num_train=2000, num_eval=100)
+    prompts = [row.prompt for row in (*task.train_rows, *task.eval_rows)]
+    assert (len(task.train_rows), len(task.eval_rows), len(set(prompts))) == (2000, 100, 2100)
+    assert {len(prompt) - 1 for prompt in prompts} == {4, 5, 6, 7, 8}
+    assert set("".join(prompts)) == set(ALPHABET)
+    assert load_sorting(num_train=2000, num_eval=100) == task
+    other = load_sorting(num_train=2000, num_eval=100, seed=1)
+    assert [row.prompt for row in other.eval_rows] != [row.prompt for row in task.eval_rows]
+
+
+def test_sorting_scores_the_sorted_string_and_nothing_else():
+    """Repeated digits count, and so does every character before and after."""
+    task = load_sorting(num_train=50, num_eval=1)
+    answers = [row.columns["answer"] for row in task.train_rows]
+    assert all(answer == "".join(sorted(row.prompt[:-1])) for row, answer in zip(task.train_rows, answers, strict=True))
+    assert score(answers, answers) == [1.0] * 50
+    assert max(len(answer) for answer in answers) < task.max_new_tokens
+    wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
+    assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
+
+
+def test_auto_is_sorting_without_data_and_jsonl_with_it(write, tmp_path):
+    """The default needs no flags; --data alone asks for a reward."""
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [3.0 for _ in completions]\n")
+    mine = f"{tmp_path}/mine.py:score"
+    assert load_task("auto", data=None, eval_data=None).name == "sorting"
+    task = load_task("auto", data=write([GOOD]), eval_data=None, reward=mine)
+    assert (task.name, task.reward(["a"])) == ("rows", [3.0])
+    assert load_task("sorting", data=None, eval_data=None, reward=mine).reward(["a"]) == [3.0]
+
+
+def test_a_reward_replaces_only_the_reward(write, tmp_path):
+    """GSM8K with one's own reward still logs the flexible score."""
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [3.0 for _ in completions]\n")
+    path = write([json.dumps({"question": "q", "answer": "#### 3"})])
+    task = load_task("gsm8k", data=path, eval_data=path, reward=f"{tmp_path}/mine.py:score")
+    assert (task.reward(["a"]), list(task.extra_scores), len(task.eval_rows)) == ([3.0], ["flexible"], 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "gsm8k", "data": None}, "--task gsm8k needs --data"),
+        ({"name": "jsonl", "data": None}, "--task jsonl needs --data"),
+        ({"name": "auto", "data": "a.jsonl"}, "needs --reward"),
+        ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
+        ({"name": "auto", "data": None, "eval_data": "a.jsonl"}, "leave out --data and --eval-data"),
+        ({"name": "auto", "data": "a.jsonl", "reward": "score"}, "--reward score: expected"),
+        ({"name": "sort", "data": "a.jsonl", "reward": "mine.py:score"}, "--task sort: .*sorting"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
+    """The error names the flag to add, to leave out or to correct."""
+    with pytest.raises(ValueError, match=said):
+        load_task(**{"eval_data": None, **arguments})

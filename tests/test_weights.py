@@ -1,0 +1,453 @@
+"""Hugging Face folders: what a config.json means, what is refused, and round trips that keep every bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+
+from minirl.model import ModelConfig, RopeScaling, Transformer
+from minirl.weights import (
+    config_from_dict,
+    load_replica,
+    load_weights,
+    named_parameters,
+    read_config,
+    resolve_folder,
+    save_folder,
+)
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_EVERYWHERE = ["num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "head_dim", "rope_theta"]
+OPTIONAL_KEYS = {
+    "llama": [*_EVERYWHERE, "attention_bias", "mlp_bias"],
+    "mistral": [*_EVERYWHERE, "sliding_window"],
+    "qwen2": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
+    "qwen3": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
+}
+QWEN = {"model_type": "qwen2", "num_hidden_layers": 3}
+
+
+def random_model(dtype=torch.float32, **overrides):
+    model = Transformer(config_from_dict(TINY | overrides))
+    generator = torch.Generator().manual_seed(0)
+    for param in named_parameters(model).values():
+        param.data = torch.randn(param.shape, generator=generator)
+    return model.to(dtype)
+
+
+def save(model, folder, tokenizer_from=None, **overrides):
+    save_folder(folder, named_parameters(model), config=TINY | overrides, tokenizer_from=tokenizer_from)
+    return folder
+
+
+def assert_equal_parameters(model, expected):
+    expected = expected if isinstance(expected, dict) else named_parameters(expected)
+    assert named_parameters(model).keys() == expected.keys()
+    for name, param in named_parameters(model).items():
+        assert param.dtype == expected[name].dtype, name
+        assert torch.equal(param, expected[name]), name
+
+
+def edit_tensors(folder, edit):
+    """Rewrite the folder's safetensors after `edit` has changed the dictionary of its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_config_keys_keep_their_meaning_and_defaults():
+    """Shape keys pass through under their own names; what Llama's file may leave out has Llama's default."""
+    assert config_from_dict(TINY) == ModelConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        layer_windows=(None, None),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+    )
+    bare = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+    default = LlamaConfig(num_attention_heads=4)
+    assert config_from_dict(bare).num_key_value_heads == default.num_key_value_heads == 4
+    assert config_from_dict(bare).rms_norm_eps == default.rms_norm_eps
+    assert config_from_dict(TINY | {"head_dim": 8}).head_dim == 8
+    assert config_from_dict(TINY | {"tie_word_embeddings": True}).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("llama", {}, (False, False, False, False)),
+        ("llama", {"attention_bias": True}, (True, True, False, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True, False)),
+        ("mistral", {}, (False, False, False, False)),
+        ("qwen2", {}, (True, False, False, False)),
+        ("qwen3", {"head_dim": 8}, (False, False, False, True)),
+        ("qwen3", {"head_dim": 8, "attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_features_follow_from_family_and_keys(family, keys, expected):
+    """(q/k/v bias, o bias, MLP bias, q/k norm) of each family."""
+    config = config_from_dict(TINY | {"model_type": family} | keys)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "is_scaled"),
+    [
+        ({}, 10000.0, False),
+        ({"rope_theta": 500.0}, 500.0, False),
+        ({"rope_theta": 500.0, "rope_scaling": None}, 500.0, False),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}}, 500.0, False),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, 500.0, False),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 500.0, True),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | LLAMA3}, 500.0, True),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3}, 500.0, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, 500.0, False),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3}, 500.0, True),
+        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}, 500.0, True),
+    ],
+    ids=str,
+)
+def test_rope_is_read_from_both_places(keys, theta, is_scaled):
+    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
+    config = config_from_dict(TINY | keys)
+    assert config.rope_theta == theta
+    assert config.rope_scaling == (RopeScaling(**LLAMA3) if is_scaled else None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"model_type": "llama", "sliding_window": 5}, (None, None)),
+        ({"model_type": "llama", "layer_types": ["full_attention", "full_attention"]}, (None, None)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "mistral", "sliding_window": 5}, (5, 5)),
+        (QWEN | {"sliding_window": 5, "max_window_layers": 0}, (None, None, None)),
+        (QWEN | {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}, (None, None, None)),
+        (QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, (None, 5, 5)),
+        (QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None)),
+        (
+            QWEN
+            | {
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (5, None, 5),
+        ),
+    ],
+    ids=str,
+)
+def test_windows_follow_the_family_rules(keys, windows):
+    """A window that is named but not used is none; `layer_types` goes before `max_window_layers`."""
+    assert config_from_dict(TINY | keys).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
+        ({"use_layer_scale": True}, "use_layer_scale=True"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "llama3", "attention_factor": 2.0} | LLAMA3}, "attention_factor"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        (
+            {"model_type": "mistral", "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",  # transformers warns and gives every layer the window
+        ),
+        (QWEN | {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["chunked_attention"] * 3},
+            "chunked_attention",
+        ),
+    ],
+    ids=str,
+)
+def test_what_changes_the_numbers_and_is_not_supported_is_refused_by_name(keys, named):
+    """No config key is silently ignored when it may mean another model."""
+    with pytest.raises(ValueError, match=named):
+        config_from_dict(TINY | keys)
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_unknown_keys_that_are_off_are_accepted(value):
+    """A feature that this library has never heard of does no harm where it is switched off."""
+    assert config_from_dict(TINY | {"some_new_feature": value}) == config_from_dict(TINY)
+
+
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"]
+)
+def test_optional_keys_may_be_null(key):
+    """`null` means the default, as it does in transformers."""
+    base = {k: v for k, v in TINY.items() if k != key}
+    assert config_from_dict(base | {key: None}) == config_from_dict(base)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [(family, key) for family, keys in OPTIONAL_KEYS.items() for key in keys],
+)
+def test_a_key_left_out_means_what_transformers_fills_in_or_is_refused(tmp_path, family, key):
+    """A config.json that leaves a key to its class is the same model here as there, or an error that names the key."""
+    window = {} if family == "llama" else {"sliding_window": 5}
+    layers = {"use_sliding_window": True, "max_window_layers": 1} if family.startswith("qwen") else {}
+    raw = TINY | {"model_type": family, "head_dim": 8} | window | layers
+    raw.pop(key, None)
+    CONFIG_MAPPING[family].from_dict(raw).save_pretrained(tmp_path)
+    try:
+        got = config_from_dict(raw)
+    except ValueError as error:
+        assert key in str(error)  # noqa: PT017 - refusing is one of two right answers
+    else:
+        assert got == read_config(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["5GB", "2KB"])
+def test_files_of_transformers_load_equal_whole_and_sharded(tmp_path, tied, max_shard_size):
+    """One safetensors file or an index with many: the parameters are the oracle's, bit for bit."""
+    keys = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures")}
+    oracle = AutoModelForCausalLM.from_config(LlamaConfig(**keys, tie_word_embeddings=tied))
+    oracle.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    is_sharded = max_shard_size == "2KB"
+    assert (tmp_path / "model.safetensors.index.json").exists() == is_sharded
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == is_sharded
+    model = Transformer(read_config(tmp_path))
+    load_weights(model, tmp_path)
+    assert_equal_parameters(model, dict(oracle.named_parameters()))
+    assert ("lm_head.weight" in named_parameters(model)) != tied
+
+
+def test_loading_converts_to_the_dtype_of_the_parameters(tmp_path):
+    """A bf16 file fills fp32 masters with the same numbers."""
+    source = random_model(torch.bfloat16)
+    model = Transformer(source.config)
+    load_weights(model, save(source, tmp_path / "saved"))
+    assert_equal_parameters(model, {name: param.float() for name, param in named_parameters(source).items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_replica_is_frozen_and_in_the_dtype_asked_for(tmp_path, dtype):
+    """A reference model has the folder's weights and no gradients."""
+    source = random_model()
+    replica = load_replica(save(source, tmp_path / "saved"), dtype=dtype)
+    assert_equal_parameters(replica, named_parameters(source.to(dtype)))
+    assert not any(param.requires_grad for param in replica.parameters())
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing.*model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.pop("lm_head.weight"), "missing.*lm_head.weight"),
+        (lambda t: t.update({"model.layers.2.extra": torch.ones(3)}), "unexpected.*model.layers.2.extra"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+            "unexpected.*model.layers.0.self_attn.q_proj.bias",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(17)}), r"model.norm.weight.*\[17\].*\[16\]"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(16, 20)}),
+            r"model.layers.0.mlp.up_proj.weight.*\[16, 20\].*\[20, 16\]",
+        ),
+    ],
+    ids=["missing", "missing_head", "unexpected", "unexpected_bias", "misshapen_vector", "transposed_matrix"],
+)
+def test_tensors_that_do_not_fit_the_config_are_refused_by_name(tmp_path, edit, named):
+    """A checkpoint that is not this model is an error that names the tensor, never a half-loaded model."""
+    folder = save(random_model(), tmp_path / "saved")
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=named):
+        load_weights(random_model(), folder)
+
+
+def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
+    """Old checkpoints store rope's frequencies, and the tied head a second time."""
+    source = random_model(tie_word_embeddings=True)
+    folder = save(source, tmp_path / "saved", tie_word_embeddings=True)
+
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+
+    edit_tensors(folder, edit)
+    model = Transformer(source.config)
+    load_weights(model, folder)
+    assert_equal_parameters(model, source)
+
+
+def shard_with_index(folder, tensors, index):
+    """Write `tensors` as one shard, and an index that says where the tensors are."""
+    save_file(tensors, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_an_index_that_promises_a_tensor_its_file_lacks_is_refused(tmp_path):
+    """No parameter keeps its random start because a shard was cut short."""
+    source = random_model()
+    tensors = {name: param.detach() for name, param in named_parameters(source).items()}
+    index = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+    shard_with_index(tmp_path, {k: v for k, v in tensors.items() if k != "model.norm.weight"}, index)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load_weights(random_model(), tmp_path)
+
+
+def test_a_folder_without_safetensors_is_not_found(tmp_path):
+    """Other formats are not guessed at: the error says what is missing and where."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*safetensors"):
+        load_weights(random_model(), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, tied, dtype):
+    """The folder is a Hugging Face checkpoint in the weights' dtype, whatever dtype the source's config.json had."""
+    source = random_model(dtype, tie_word_embeddings=tied)
+    folder = save(source, tmp_path / "deep" / "saved", tie_word_embeddings=tied, torch_dtype="float16")
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_equal_parameters(source, dict(loaded.named_parameters()))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    again = Transformer(read_config(folder)).to(dtype)
+    load_weights(again, folder)
+    assert_equal_parameters(again, source)
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+def test_weights_that_are_views_are_saved_as_they_look(tmp_path):
+    """A transposed or sliced tensor is written in its own order, without its neighbours in memory."""
+    source = random_model()
+    tensors = {name: param.detach() for name, param in named_parameters(source).items()}
+    padded = {name: torch.cat([x, x])[: len(x)] for name, x in tensors.items()}
+    transposed = {name: x.t().contiguous().t() if x.ndim == 2 else x for name, x in padded.items()}
+    save_folder(tmp_path / "saved", transposed, config=TINY, tokenizer_from=None)
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+
+
+def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
+    """A saved folder can be served by itself; weights and config of the source stay behind."""
+    copied = (
+        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+        "vocab.json merges.txt added_tokens.json chat_template.jinja"
+    ).split()
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (*copied, "config.json", "pytorch_model.bin", "model.safetensors", "README.md"):
+        (source / name).write_text(f"{name} of the source")
+    folder = save(random_model(), tmp_path / "saved", tokenizer_from=source)
+    assert {path.name for path in folder.iterdir()} == {*copied, "config.json", "model.safetensors"}
+    assert all((folder / name).read_text() == f"{name} of the source" for name in copied)
+    assert json.loads((folder / "config.json").read_text()) == TINY | {"dtype": "float32"}
+
+
+def test_a_failure_while_writing_leaves_no_folder_under_the_final_name(tmp_path):
+    """A folder appears whole or not at all, and what a failure left behind does not stop the next attempt."""
+    source = random_model()
+    broken = dict(named_parameters(source))
+    broken["model.norm.weight"] = torch.empty(16, device="meta")  # has a shape for the header, but no data to write
+    with pytest.raises(NotImplementedError):
+        save_folder(tmp_path / "saved", broken, config=TINY, tokenizer_from=None)
+    assert not (tmp_path / "saved").exists()
+    (half_made,) = tmp_path.iterdir()
+    assert (half_made / "model.safetensors").exists(), "it failed before it wrote anything"
+    (half_made / "left_behind").touch()
+    save(source, tmp_path / "saved")
+    assert_equal_parameters(load_replica(tmp_path / "saved", dtype=torch.float32), source)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert not (tmp_path / "saved" / "left_behind").exists()
+
+
+def test_an_existing_folder_is_never_overwritten(tmp_path):
+    """Saving under a name that is taken is an error, and the old weights stay."""
+    first, second = random_model(), random_model()
+    second.model.norm.weight.data.zero_()
+    folder = save(first, tmp_path / "saved")
+    with pytest.raises(OSError, match="saved"):
+        save(second, folder)
+    assert_equal_parameters(load_replica(folder, dtype=torch.float32), first)
+
+
+def test_a_local_folder_resolves_to_itself(tmp_path):
+    """Whatever has a config.json is taken as it is."""
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", [".", "./nowhere", "{tmp}", "{tmp}/nowhere"])
+def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypatch, name):
+    """What looks like a path never becomes a request to the hub; the error names it and the flag."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    name = name.format(tmp=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"--model .*config\.json") as raised:
+        resolve_folder(name)
+    assert name in str(raised.value)
+
+
+def test_other_names_are_hub_ids(tmp_path, monkeypatch):
+    """An id is fetched without pickles; a failure names the id, the folder that is not there and the hub's reason."""
+    patterns = []
+
+    def download(name, allow_patterns):
+        patterns.extend(allow_patterns)
+        if name == "owner/missing":
+            raise OSError("no such repository")
+        return str(tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_folder("owner/model") == tmp_path
+    assert {"*.json", "*.safetensors"} <= set(patterns)
+    assert not any(Path(name).match(pattern) for name in ("pytorch_model.bin", "a.pt", "a.py") for pattern in patterns)
+    with pytest.raises(FileNotFoundError, match=r"owner/missing.*no such repository"):
+        resolve_folder("owner/missing")
