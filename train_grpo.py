@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from minirl import distributed, numerics
+from minirl import distributed
 from minirl.advantages import group_advantages, loss_weights
 from minirl.batch import Rollout, RolloutId, exchange, gather_table, plan_updates
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
@@ -59,16 +59,16 @@ class Config:
     chat: bool = False  # wrap text prompts in the model's chat template
     run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: grpo-<time>
     # Generate
-    num_steps: int = 150  # steps, each with fresh rollouts
-    prompts_per_step: int = 32  # prompts per step, over all ranks
+    num_steps: int = 300  # steps, each with fresh rollouts
+    prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
     max_new_tokens: int | None = None  # limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     max_rows: int = 256  # sequences that a rank decodes at a time
     cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
     # Update
-    lr: float | None = None  # peak learning rate; none: 1e-6, and 3e-4 for the embedded model
-    lr_schedule: Literal["constant", "linear"] = "constant"  # after the warm-up
+    lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
+    lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
     warmup_updates: int = 5  # optimizer steps of linear warm-up
     num_epochs: int = 1  # passes over a step's rollouts
     num_minibatches: int = 1  # optimizer steps per pass
@@ -82,7 +82,7 @@ class Config:
     max_grad_norm: float = 1.0  # gradient clipping; 0: none
     weight_decay: float = 0.0  # AdamW's
     # Report
-    eval_every: int = 25  # steps between greedy evaluations on the held-out rows; 0: only before and after
+    eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
     eval_rows: int = 256  # held-out rows used, at most
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
@@ -134,8 +134,8 @@ def main(config: Config) -> None:
     engine = Engine(
         policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, dtype=dtype, device=device
     )
-    is_exact = config.threads == 1 and numerics.rows_are_invariant(shape.product_shapes, dtype, device)
-    peak_lr = config.lr or (1e-6 if config.model else 3e-4)
+    is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
+    peak_lr = config.lr or (1e-6 if config.model else 2e-4)
     updates_per_step = config.num_epochs * config.num_minibatches
     clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
 

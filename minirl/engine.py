@@ -82,15 +82,12 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row] = []  # oldest first
         self._cache: KVCache | None = None
-        self._is_admitting = True
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Those of a group, side by side, share one prefill. Not collective.
 
         Raises ValueError for a request that the model's positions or the whole cache could not hold.
         """
-        if self._cache is None:
-            self._cache = self._new_cache()
         for request in requests:
             longest = len(request.prompt) + request.max_new_tokens
             if not request.prompt or request.max_new_tokens < 1:
@@ -100,6 +97,8 @@ class Engine:
                 raise ValueError(f"prompt + max_new_tokens = {longest} tokens exceed the model's {limit} positions")
             if longest > self.cache_tokens:
                 raise ValueError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
+        if requests and self._cache is None:
+            self._cache = self._new_cache()
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
@@ -152,12 +151,12 @@ class Engine:
         groups: list[tuple[CachedSequence, list[Request]]] = []
         num_rows, num_tokens = len(self._rows), 0
         reserved = 0  # blocks that the forks to come will take
-        while self._is_admitting and self._waiting and num_rows < self.max_rows:
+        while self._waiting and num_rows < self.max_rows:
             group = self._next_group(self.max_rows - num_rows)
             length = len(group[0].prompt) + len(group[0].sampled)
             if groups and num_tokens + length > self.max_prefill_tokens:
                 break
-            room = self._live_cache.num_free_blocks - reserved - self._live_cache.blocks_for(length)
+            room = self._live_cache.spare_blocks(length) - reserved
             if room < 0:
                 break
             forks = length % self._live_cache.block_size != 0  # else a fork shares all its blocks
@@ -191,8 +190,8 @@ class Engine:
         self.stats.prefill_tokens += len(tokens)
         rows, last = [], []
         for i, (cached, group) in enumerate(groups):
-            for request in group:
-                own = cached if request is group[0] else self._live_cache.fork(cached)
+            for member, request in enumerate(group):
+                own = cached if member == 0 else self._live_cache.fork(cached)
                 assert own is not None, "admission left no room for a fork"
                 rows.append(_Row(request, own, list(request.sampled)))
                 last.append(i)
@@ -211,7 +210,6 @@ class Engine:
             self._live_cache.free(youngest.cached)
             self._waiting.appendleft(replace(youngest.request, sampled=tuple(youngest.sampled)))
             self.stats.preemptions += 1
-            self._is_admitting = False  # until a row finishes: else it would be back at once, and out again
         return bool(self._rows)
 
     def _decode(self) -> None:
@@ -246,7 +244,6 @@ class Engine:
             else:
                 running.append(row)
         self._rows = running
-        self._is_admitting = self._is_admitting or bool(finished) or not running
         return finished
 
 

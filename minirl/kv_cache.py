@@ -100,9 +100,13 @@ class KVCache:
         """The block of the first key that a token at `position` sees."""
         return 0 if pool.window is None else max(0, position - pool.window + 1) // self.block_size
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this length takes in the fullest pool."""
-        return max((num_tokens - 1) // self.block_size + 1 - self._first_block(pool, num_tokens) for pool in self.pools)
+    def spare_blocks(self, num_tokens: int) -> int:
+        """Blocks that would stay free, in the pool with the fewest, beside a new sequence of this length."""
+        end = (num_tokens - 1) // self.block_size + 1
+        return min(
+            len(blocks.free) - (end - self._first_block(pool, num_tokens))
+            for pool, blocks in zip(self.pools, self.free_lists, strict=True)
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,7 +115,7 @@ class KVCache:
 
     def add(self, num_tokens: int) -> CachedSequence | None:
         """Reserve room for a sequence of `num_tokens`; None when there is not enough."""
-        if self.blocks_for(num_tokens) > self.num_free_blocks:
+        if self.spare_blocks(num_tokens) < 0:
             return None
         tables = []
         for pool, blocks in zip(self.pools, self.free_lists, strict=True):
@@ -122,7 +126,7 @@ class KVCache:
 
     def fork(self, parent: CachedSequence) -> CachedSequence | None:
         """A second sequence with the same tokens; None when there is no room for its last block."""
-        if self.num_free_blocks < 1:
+        if parent.length % self.block_size and self.num_free_blocks < 1:
             return None
         tables = []
         for pool, blocks, table in zip(self.pools, self.free_lists, parent.tables, strict=True):

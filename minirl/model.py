@@ -49,12 +49,14 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
 
-    @property
-    def product_shapes(self) -> list[tuple[int, int]]:
-        """(in, out) of every matrix product in a forward, for `numerics.rows_are_invariant`."""
+    def is_row_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether this machine gives a token the same bits in any batch, by `numerics.rows_are_invariant`."""
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return [(hidden, heads), (hidden, kv), (heads, hidden), (hidden, inner), (inner, hidden)]
+        layers = [(hidden, heads), (hidden, kv), (heads, hidden), (hidden, inner), (inner, hidden)]
+        head, head_dtype = [(hidden, self.vocab_size)], numerics.at_least_fp32(dtype)
+        probe = numerics.rows_are_invariant
+        return probe(layers, dtype, device) and probe(head, head_dtype, device)
 
 
 class RMSNorm(nn.Module):

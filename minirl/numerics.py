@@ -14,6 +14,7 @@ from torch import Tensor
 MIN_ROWS = 16  # below this MKL and oneDNN take other kernels (seen at 1-3 rows on AMD, 1-15 on Intel)
 TILE_ROWS = 64
 MAX_UNTILED_BF16 = 512  # oneDNN splits longer bf16 reductions by a rule that depends on the number of rows
+MAX_PROBED = 4096
 SILU_WIDTH = 32  # the vectorised silu and its scalar tail differ in the last bit
 
 
@@ -56,12 +57,13 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def rows_are_invariant(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products x [T, in] @ W [in, out] give each row the same bits at every T tried, for all (in, out).
 
-    A probe, run once: it tries the row counts at which known CPU libraries change kernels. False on CUDA, unmeasured.
+    A probe, run once: it tries the row counts at which known CPU libraries change kernels, with at most MAX_PROBED
+    columns. False on CUDA, unmeasured.
     """
     if device.type != "cpu":
         return False
     generator = torch.Generator().manual_seed(0)
-    for num_in, num_out in sorted(set(shapes)):
+    for num_in, num_out in sorted({(num_in, min(num_out, MAX_PROBED)) for num_in, num_out in shapes}):
         weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
         x = torch.randn(600, num_in, generator=generator).to(dtype)
         expected = linear(x, weight)

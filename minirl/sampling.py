@@ -68,7 +68,7 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     probs = torch.nn.functional.pad(logprobs.double().exp(), (0, -vocab % CDF_BLOCK)).view(rows, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # [B, V / CDF_BLOCK]
     total = block_ends[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = uniform[:, None] * total  # below total, since a uniform is at most 1 - 2^-53
     block = (block_ends <= target).sum(-1, keepdim=True)
     before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), torch.zeros_like(total))
     within = probs.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK))[:, 0]

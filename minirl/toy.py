@@ -42,7 +42,7 @@ RECIPE: dict[str, Any] = {
         "eos_token_id": 0,
     },
     "init_std": 0.05,
-    "warm_start_steps": 60,
+    "warm_start_steps": 54,
     "batch_size": 64,
     "lr": 1e-3,
     "warmup_steps": 20,

@@ -71,6 +71,35 @@ def test_narrow_attention_is_within_rounding_of_dense_softmax(window, dtype, tol
     assert_near(out, torch.cat([dense_attention(*part, window) for part in parts]), tolerance)
 
 
+def test_bf16_attention_rounds_where_it_says_and_nowhere_else():
+    """Scores, probabilities and block products are bf16; scaling, softmax and the sum over blocks are fp32."""
+    length, dim = 500, 32  # a scale that is no power of two, and four blocks
+    q, k, v = random_qkv(length, 1, 1, dim, torch.bfloat16)
+    out = attend_packed(q, k, v, [length], None)[:, 0].float()
+    q, k, v = (x[:, 0].float() for x in (q, k, v))
+    scores = (q @ k.t()).bfloat16().float() / math.sqrt(dim)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    probs = scores.masked_fill(future, -torch.inf).softmax(-1).bfloat16().float()
+    parts = [(p @ x).bfloat16().float() for p, x in zip(probs.split(BLOCK, 1), v.split(BLOCK), strict=True)]
+    expected = sum(parts).bfloat16().float()
+    assert (out == expected).float().mean() > 0.97  # a product's own order of summing may turn a rounding over
+
+
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_values_stay_in_their_sequence(window, bad):
+    """A broken sequence is not multiplied by zero into its neighbours: their results keep every bit."""
+    q, k, v = random_qkv(sum(RAGGED), 4, 2, 8)
+    expected = attend_packed(q, k, v, RAGGED, window).split(RAGGED)
+    for broken in range(len(RAGGED)):
+        k_bad, v_bad = k.clone(), v.clone()
+        k_bad.split(RAGGED)[broken].fill_(bad)
+        v_bad.split(RAGGED)[broken].fill_(bad)
+        got = attend_packed(q, k_bad, v_bad, RAGGED, window).split(RAGGED)
+        assert not got[broken].isfinite().any()
+        assert all(torch.equal(got[i], expected[i]) for i in range(len(RAGGED)) if i != broken)
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 3, 0)], ids=str)
 def test_empty_streams_and_sequences_attend_to_nothing(lengths):
     """A rank without rollouts still runs forward and backward: shapes hold and gradients exist."""

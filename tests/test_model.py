@@ -9,7 +9,7 @@ from minirl import numerics
 from minirl.attention import PackedLayout
 from minirl.batch import RolloutId
 from minirl.engine import Engine, Request
-from minirl.model import Transformer
+from minirl.model import Transformer, rotate
 from minirl.scoring import score
 from minirl.weights import load_weights, named_parameters, read_config
 
@@ -188,6 +188,18 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name, checkpoi
     assert 0 < relative_error(got, exact) <= 1.1 * expected_error
 
 
+def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
+    """A head is C / 2 complex numbers, halves paired; the turn is in fp32 whatever the dtype of the heads."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, 16, generator=generator).bfloat16()
+    angle = 100 * torch.rand(50, 1, 8, generator=generator)
+    a, b = x.double().chunk(2, -1)
+    turned = torch.complex(a, b) * torch.polar(torch.ones(50, 1, 8, dtype=torch.float64), angle.double())
+    got = rotate(x.float(), angle.cos(), angle.sin())
+    torch.testing.assert_close(got.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-6)
+    assert torch.equal(rotate(x, angle.cos(), angle.sin()), got.bfloat16())
+
+
 @pytest.mark.parametrize("name", FEATURES)
 @torch.no_grad()
 def test_a_sequence_does_not_see_its_neighbours(name, checkpoints):
@@ -228,7 +240,7 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
 def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
     """Bit for bit where this machine's products are row-invariant, whatever a sequence is packed with."""
     model = load(checkpoints(name)[1]).to(dtype)
-    is_exact = numerics.rows_are_invariant(model.config.product_shapes, dtype, CPU)
+    is_exact = model.config.is_row_invariant(dtype, CPU)
     if not is_exact and dtype == torch.bfloat16:
         pytest.skip("this machine's bf16 products are not row-invariant")
     tokens = random_tokens(model, LENGTHS)

@@ -297,8 +297,12 @@ def test_a_replica_is_frozen_and_in_the_dtype_asked_for(tmp_path, dtype):
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(16, 20)}),
             r"model.layers.0.mlp.up_proj.weight.*\[16, 20\].*\[20, 16\]",
         ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(20, 1)}),
+            r"model.layers.0.mlp.up_proj.weight.*\[20, 1\].*\[20, 16\]",
+        ),
     ],
-    ids=["missing", "missing_head", "unexpected", "unexpected_bias", "misshapen_vector", "transposed_matrix"],
+    ids=["missing", "missing_head", "unexpected", "unexpected_bias", "long_vector", "transposed_matrix", "one_column"],
 )
 def test_tensors_that_do_not_fit_the_config_are_refused_by_name(tmp_path, edit, named):
     """A checkpoint that is not this model is an error that names the tensor, never a half-loaded model."""
