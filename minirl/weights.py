@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from minirl.model import ModelConfig, RopeScaling, Transformer
 
-# What a family implies beyond its config.json.
-FAMILIES: dict[str, dict[str, bool]] = {
+# What a family implies: features that config.json does not name, and its defaults for keys that may be left out.
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"qkv_bias": True, **_QWEN},
+    "qwen3": {"qk_norm": True, "head_dim": 128, **_QWEN},
 }
 _SHAPE_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
@@ -79,7 +80,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"config.json: {key}={value!r} is not supported (only {_NEUTRAL_VALUES[key]!r})")
         if key not in _SHAPE_KEYS | _HARMLESS_KEYS | _NEUTRAL_VALUES.keys() and value not in (None, False):
             raise ValueError(f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it")
-    features = FAMILIES[family]
+    raw = {**FAMILIES[family], **raw}
     theta, scaling = _rope(raw)
     heads = raw["num_attention_heads"]
     return ModelConfig(
@@ -95,10 +96,10 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         layer_windows=_windows(raw),
-        qkv_bias=features.get("qkv_bias", bool(raw.get("attention_bias"))),
-        o_bias=bool(raw.get("attention_bias")) and "qkv_bias" not in features,
+        qkv_bias=raw.get("qkv_bias", bool(raw.get("attention_bias"))),
+        o_bias=bool(raw.get("attention_bias")) and "qkv_bias" not in raw,
         mlp_bias=bool(raw.get("mlp_bias")),
-        qk_norm=features.get("qk_norm", False),
+        qk_norm=raw.get("qk_norm", False),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
     )
 
@@ -123,7 +124,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     if raw["model_type"] in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
         window = None
     if raw["model_type"] == "llama" or window is None:
-        if "sliding_attention" in raw.get("layer_types", []):
+        if "sliding_attention" in (raw.get("layer_types") or []):
             raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding window is in use")
         return (None,) * num_layers
     default = ["sliding_attention"] * num_layers
@@ -132,6 +133,10 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types") or default
     if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != num_layers:
         raise ValueError(f"config.json: layer_types={kinds} is not supported (full_attention, sliding_attention)")
+    if raw["model_type"] == "mistral" and kinds != default:
+        raise ValueError(
+            f"config.json: layer_types={kinds} is not supported for mistral, where transformers ignores it"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -155,7 +160,10 @@ def load_weights(model: Transformer, folder: Path) -> None:
         raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
-            for name in sorted(params.keys() & set(file.keys())):
+            names = {name for name in params if files[name] == path}
+            if lacking := sorted(names - set(file.keys())):
+                raise ValueError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
+            for name in sorted(names):
                 _fill(params[name], file.get_slice(name), f"{path}: {name}")
 
 
