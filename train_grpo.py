@@ -71,7 +71,7 @@ class Config:
     lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
     warmup_updates: int = 5  # optimizer steps of linear warm-up
     num_epochs: int = 1  # passes over a step's rollouts
-    num_minibatches: int = 1  # optimizer steps per pass
+    num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
     advantage_norm: Literal["mean", "mean_std"] = "mean_std"  # mean: R - mean (Dr.GRPO); mean_std: also / std (GRPO)
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
@@ -96,13 +96,15 @@ class Config:
 
 def check(config: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded."""
-    positive = ("num_steps", "prompts_per_step", "max_rows", "cache_tokens", "num_epochs", "num_minibatches", "threads")
-    for name in (*positive, "max_tokens_per_microbatch", "temperature"):
-        if getattr(config, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be greater than 0")
+    positive = (
+        "num_steps prompts_per_step max_new_tokens temperature max_rows cache_tokens lr num_epochs num_minibatches"
+    )
+    for name in (*positive.split(), "max_tokens_per_microbatch", "threads"):
+        if (value := getattr(config, name)) is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be greater than 0")
     if config.group_size < 2:
         raise ValueError(f"--group-size {config.group_size}: must be at least 2, the group's mean is the baseline")
-    if config.num_minibatches > config.prompts_per_step * config.group_size:
+    if (config.num_minibatches or 1) > config.prompts_per_step * config.group_size:
         raise ValueError(f"--num-minibatches {config.num_minibatches}: there are fewer rollouts in a step")
     if config.model and not config.data:
         raise ValueError("--model needs --data FILE.jsonl, with --reward FILE.py:FUNCTION or --task gsm8k")
@@ -136,11 +138,13 @@ def main(config: Config) -> None:
     )
     is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
     peak_lr = config.lr or (1e-6 if config.model else 2e-4)
-    updates_per_step = config.num_epochs * config.num_minibatches
+    num_minibatches = config.num_minibatches or (1 if config.model else 2)
+    updates_per_step = config.num_epochs * num_minibatches
     clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
 
     run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
-    logger = Logger(run, {**dataclasses.asdict(config), "command": sys.argv}, wandb_mode=config.wandb)
+    chosen = {"lr": peak_lr, "num_minibatches": num_minibatches, "max_new_tokens": max_new_tokens, "model": str(source)}
+    logger = Logger(run, {**dataclasses.asdict(config), **chosen, "command": sys.argv}, wandb_mode=config.wandb)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
     print0(f"task {task.name}: {len(prompts.rows)} prompts ({prompts.num_skipped} too long, left out), run {run}")
 
@@ -195,7 +199,7 @@ def main(config: Config) -> None:
         with metrics.timer("score"):
             plan = plan_updates(
                 table.num_tokens.tolist(),
-                num_minibatches=config.num_minibatches,
+                num_minibatches=num_minibatches,
                 num_ranks=world_size(),
                 max_tokens=config.max_tokens_per_microbatch,
             )
