@@ -182,8 +182,8 @@ def main() -> None:
             useful_tok_cpu_s=useful / world_size() / sum(row["step_cpu_s"] for row in steps),
             **medians(steps),
         )
-    distributed.stop()
 
 
 if __name__ == "__main__":
     main()
+    distributed.stop()

@@ -53,7 +53,7 @@ class WeightWatch:
         for name, weight in self._in_place("refresh"):
             writes = weight._version - self.versions[name]
             self._require(writes == 1, f"refresh wrote {writes} times to {name}")
-            master = self.policy.masters[name].detach().to(weight.dtype).full_tensor()
+            master = self.policy.masters[name].detach().to(weight.dtype).full_tensor()  # type: ignore[attr-defined]
             self._require(torch.equal(weight, master), f"{name} is not its master")
             changed += int((weight != self.bits[name]).sum())
         self.accept()
@@ -123,8 +123,8 @@ def main() -> None:
             logp_equal_frac=metrics["policy/logp_equal_frac"],
             peak_rss_mib=peak_rss_mib(),
         )
-    distributed.stop()
 
 
 if __name__ == "__main__":
     main()
+    distributed.stop()
