@@ -64,7 +64,6 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     rewards = [line["reward/mean"] for line in metrics]
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25
     assert len(re.findall(r"^step ", output, re.MULTILINE)) == 30
-    assert all(line["policy/ratio_max"] == 1 for line in metrics)
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000020", "000030"]
     rollouts = [json.loads(line) for line in (runs / "a" / "rollouts" / "000030.jsonl").read_text().splitlines()]
@@ -74,8 +73,22 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
 
 
 def test_two_runs_of_one_seed_are_bitwise_equal(runs):
-    """Every number but the times, and every rollout, is the same again; another seed differs."""
-    flags = ("--num-steps", "3", "--prompts-per-step", "5", "--group-size", "3", "--eval-every", "2")
+    """Every number but the times, and every rollout, is the same again; another seed differs.
+
+    With one update per step the ratio is exactly 1.
+    """
+    flags = (
+        "--num-minibatches",
+        "1",
+        "--num-steps",
+        "3",
+        "--prompts-per-step",
+        "5",
+        "--group-size",
+        "3",
+        "--eval-every",
+        "2",
+    )
     for name, seed in (("b1", "1"), ("b2", "1"), ("b3", "2")):
         run_script(ROOT / "train_grpo.py", "--run-name", name, "--seed", seed, *flags, runs=runs)
 
@@ -87,6 +100,7 @@ def test_two_runs_of_one_seed_are_bitwise_equal(runs):
         return (runs / name / "rollouts" / "000003.jsonl").read_text()
 
     assert numbers("b1") == numbers("b2") != numbers("b3")
+    assert all(line["policy/ratio_max"] == 1 for line in numbers("b1"))
     assert rollouts("b1") == rollouts("b2") != rollouts("b3")
 
 
@@ -156,7 +170,6 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
         (("--model", "/no/such/folder", "--data", "x.jsonl", "--task", "gsm8k"), "x.jsonl"),
         (("--task", "jsonl"), "--data"),
         (("--model", "x"), "--data"),
-        (("--learning-rate", "1"), "--lr"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
 )
