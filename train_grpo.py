@@ -129,6 +129,7 @@ def main(config: Config) -> None:
     max_prompt_tokens = longest - max_new_tokens  # longer prompts are left out
     prompts = Prompts(task.train_rows, tokenizer, max_prompt_tokens=max_prompt_tokens, seed=config.seed)
     held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, max_prompt_tokens=max_prompt_tokens)
+    run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
 
     policy = ShardedModel(shape, source, dtype=dtype, device=device, recompute_layers=config.recompute_layers)
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
@@ -142,7 +143,6 @@ def main(config: Config) -> None:
     updates_per_step = config.num_epochs * num_minibatches
     clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
 
-    run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
     chosen = {"lr": peak_lr, "num_minibatches": num_minibatches, "max_new_tokens": max_new_tokens, "model": str(source)}
     logger = Logger(run, {**dataclasses.asdict(config), **chosen, "command": sys.argv}, wandb_mode=config.wandb)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
