@@ -6,6 +6,7 @@ no collectives: ranks decode on their own. A rollout depends on its request and 
 in the batch. The cache lives from the first `submit` of a phase to its end, so new weights never meet an old cache.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -173,7 +174,7 @@ class Engine:
     def _next_group(self, limit: int) -> list[Request]:
         """The first waiting request and those right behind it that have the same prompt and nothing sampled."""
         group = [self._waiting[0]]
-        for request in list(self._waiting)[1:limit] if not group[0].sampled else []:
+        for request in itertools.islice(self._waiting, 1, limit if not group[0].sampled else 1):
             if request.prompt != group[0].prompt or request.sampled:
                 break
             group.append(request)
