@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_scripts import ROOT, read_metrics, run_script
+from test_scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
 from minirl.attention import PackedLayout, attend, kernel_for
 
@@ -26,9 +26,8 @@ def test_cuda_attention_equals_the_portable_kernel(window):
 
 def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):
     """bf16 sampling and training differ by rounding only, and the reward rises."""
-    flags = ("--run-name", "cuda", "--device", "cuda", "--num-steps", "40", "--eval-every", "0")
-    run_script(ROOT / "train_grpo.py", *flags, runs=tmp_path, ranks=1)
+    run_script(ROOT / "train_grpo.py", "--run-name", "cuda", "--device", "cuda", *FAST_LEARNING, runs=tmp_path, ranks=1)
     metrics = read_metrics(tmp_path / "cuda")
     assert all(line["policy/logp_gap_mean"] <= 0.05 for line in metrics)
     rewards = [line["reward/mean"] for line in metrics]
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3

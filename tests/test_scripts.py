@@ -12,6 +12,7 @@ import pytest
 from minirl.data import Tokenizer
 
 ROOT = Path(__file__).parent.parent
+FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4", "--lr-schedule", "constant")
 KEYWORD_REWARD = (
     "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
 )
@@ -58,18 +59,21 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
 
 
 def test_default_run_learns_and_leaves_what_the_readme_says(runs):
-    """A short default run on two ranks: reward rises, every file is there, the checkpoint is transformers'."""
-    output = run_script(ROOT / "train_grpo.py", "--run-name", "a", "--num-steps", "30", "--save-every", "20", runs=runs)
+    """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
+    output = run_script(ROOT / "train_grpo.py", "--run-name", "a", "--save-every", "30", *FAST_LEARNING, runs=runs)
     metrics = read_metrics(runs / "a")
     rewards = [line["reward/mean"] for line in metrics]
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25
-    assert len(re.findall(r"^step ", output, re.MULTILINE)) == 30
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
+    (scores,) = re.findall(r"held-out eval/reward: ([\d.]+) before, ([\d.]+) after", output)
+    assert float(scores[0]) < 0.5
+    assert float(scores[1]) > float(scores[0]) + 0.03
+    assert len(re.findall(r"^step ", output, re.MULTILINE)) == 40
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
-    assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000020", "000030"]
+    assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000030", "000040"]
     rollouts = [json.loads(line) for line in (runs / "a" / "rollouts" / "000030.jsonl").read_text().splitlines()]
     assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
-    assert_same_greedy_text(runs / "a" / "checkpoints" / "000030", "73152=", 10)
+    assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
 
 
 def test_two_runs_of_one_seed_are_bitwise_equal(runs):
