@@ -160,18 +160,19 @@ def main(config: Config) -> None:
             )
         return engine.generate(requests, weight_version=update)
 
-    def judge(function: RewardFunction, rows: list[Row], rollouts: list[Rollout]) -> list[float]:
-        """Rewards of this rank's rollouts of these rows' prompts."""
+    def judge(function: RewardFunction, rows: list[Row], rollouts: list[Rollout], texts: list[str]) -> list[float]:
+        """Rewards of this rank's rollouts of these rows' prompts, whose completions read `texts`."""
         ids = [rollout.completion for rollout in rollouts]
-        return compute_rewards(function, rows, completions=[tokenizer.decode(i) for i in ids], completion_ids=ids)
+        return compute_rewards(function, rows, completions=texts, completion_ids=ids)
 
     def evaluate() -> dict[str, float]:
         """Mean greedy scores over the held-out rows, sharded over ranks (collective)."""
         mine = [(i, RolloutId(i, 0)) for i in range(rank(), len(held_out.rows), world_size())]
         rollouts = generate(held_out, mine, purpose="eval", temperature=0.0)
+        texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
         scores = StepMetrics()
         for name, function in {"reward": task.reward, **task.extra_scores}.items():
-            rewards = judge(function, [held_out.rows[i] for i, _ in mine], rollouts)
+            rewards = judge(function, [held_out.rows[i] for i, _ in mine], rollouts, texts)
             scores.add(f"eval/{name}", sum(rewards), len(rewards))
         return scores.reduce()
 
@@ -191,7 +192,8 @@ def main(config: Config) -> None:
 
         with metrics.timer("reward"):
             rows = [prompts.rows[row] for row, _ in wanted[share]]
-            rewards = judge(task.reward, rows, rollouts)
+            texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
+            rewards = judge(task.reward, rows, rollouts, texts)
             table = gather_table(rollouts, rewards)
             grouped = table.reward.view(config.prompts_per_step, config.group_size)
             advantages = group_advantages(grouped, norm=config.advantage_norm).flatten()
@@ -257,12 +259,11 @@ def main(config: Config) -> None:
         with metrics.timer("report"):
             add_rollouts(metrics, rollouts, grouped_rewards=grouped)
             for name, function in task.extra_scores.items():
-                metrics.add_values(f"reward/{name}", torch.tensor(judge(function, rows, rollouts)))
+                metrics.add_values(f"reward/{name}", torch.tensor(judge(function, rows, rollouts, texts)))
             metrics.add("count/epoch", prompts.epoch(first))
             evaluated = evaluate() if is_due(config.eval_every, step, config.num_steps) else {}
             if is_due(config.save_every, step, config.num_steps):
                 saved = save_checkpoint(run, step, policy, source=source)
-            texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
             logger.log_rollouts(step, rollouts, rows, texts, rewards, advantages[share].tolist())
         values = with_rates(metrics.reduce()) | evaluated
         logger.log(step, values)

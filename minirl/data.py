@@ -26,6 +26,7 @@ class Prompts:
             )
         self.rows, self.tokens = [row for row, _ in kept], [tuple(tokens) for _, tokens in kept]
         self.num_skipped, self.seed = len(rows) - len(kept), seed
+        self._shuffled: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
 
     def batch(self, first: int, count: int) -> list[int]:
         """Which rows are the `count` prompts of the run from the `first` on."""
@@ -34,9 +35,11 @@ class Prompts:
         return [orders[epoch][place] for epoch, place in places]
 
     def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        random.Random(f"{self.seed} {epoch}").shuffle(order)
-        return order
+        if epoch != self._shuffled[0]:
+            order = list(range(len(self.rows)))
+            random.Random(f"{self.seed} {epoch}").shuffle(order)
+            self._shuffled = (epoch, order)
+        return self._shuffled[1]
 
     def epoch(self, ordinal: int) -> float:
         """Epochs served before the `ordinal`-th prompt."""

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minirl.attention import Layout
 from minirl.batch import Rollout, RolloutId
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.model import Transformer
@@ -187,7 +186,7 @@ class Engine:
         layout = self._live_cache.prefill_layout([cached for cached, _ in groups])
         prompts = [(*group[0].prompt, *(s.token for s in group[0].sampled)) for _, group in groups]
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
-        hidden = self._forward(tokens, layout.positions, layout)
+        hidden = self.model(tokens, layout.positions, layout)
         self.stats.prefill_tokens += len(tokens)
         rows, last = [], []
         for i, (cached, group) in enumerate(groups):
@@ -216,12 +215,9 @@ class Engine:
     def _decode(self) -> None:
         layout = self._live_cache.decode_layout([row.cached for row in self._rows])
         tokens = torch.tensor([row.sampled[-1].token for row in self._rows], device=self.device)
-        self._sample(self._rows, self._forward(tokens, layout.positions, layout))
+        self._sample(self._rows, self.model(tokens, layout.positions, layout))
         self.stats.decode_tokens += len(tokens)
         self.stats.decode_steps += 1
-
-    def _forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        return self.model(tokens, positions, layout)
 
     def _sample(self, rows: list[_Row], hidden: Tensor) -> None:
         requests = [row.request for row in rows]

@@ -126,7 +126,7 @@ class Attention(nn.Module):
         num_tokens = len(cos)  # rows beyond are padding for the products and take no part in attention
         q, k, v = rotate(q[:num_tokens], cos, sin), rotate(k[:num_tokens], cos, sin), v[:num_tokens]
         out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
-        return self.o_proj(_restore_rows(out, len(x)))
+        return self.o_proj(numerics.pad_rows(out))
 
 
 class MLP(nn.Module):
@@ -185,16 +185,10 @@ class Transformer(nn.Module):
         if self.rope is None:  # no buffer: it must survive the meta device and never be cast
             self.rope = rope_table(self.config, tokens.device)
         cos, sin = (table[positions][:, None] for table in self.rope)  # [T, 1, C / 2]
-        x = self.model.embed_tokens(tokens)
-        if x.device.type == "cpu":
-            x = numerics.pad_rows(x)
+        x = numerics.pad_rows(self.model.embed_tokens(tokens))
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, layout)
         return self.model.norm(x[: len(tokens)])
-
-
-def _restore_rows(x: Tensor, rows: int) -> Tensor:
-    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])

@@ -19,7 +19,9 @@ SILU_WIDTH = 32  # the vectorised silu and its scalar tail differ in the last bi
 
 
 def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """Append zero rows to `x` [T, ...] until it has at least MIN_ROWS rows and a multiple of `multiple`."""
+    """On the CPU, append zero rows to `x` [T, ...] up to at least MIN_ROWS rows and a multiple of `multiple`."""
+    if x.device.type != "cpu":
+        return x
     rows = max(MIN_ROWS, x.shape[0])
     missing = rows + -rows % multiple - x.shape[0]
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
@@ -50,8 +52,7 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     wide = at_least_fp32(hidden.dtype)
     rows = hidden.shape[0]
-    padded = pad_rows(hidden.to(wide)) if hidden.device.type == "cpu" else hidden.to(wide)
-    return linear(padded, weight.to(wide))[:rows]
+    return linear(pad_rows(hidden.to(wide)), weight.to(wide))[:rows]
 
 
 def rows_are_invariant(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:

@@ -75,12 +75,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, head, targets, entropies = ctx.saved_tensors
         wide = entropies.dtype
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
+        is_entropy_used = bool(grad_entropies.any())
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             all_logprobs = _all_logprobs(hidden[rows], head, ctx.temperature)
             probs = all_logprobs.exp()
             grad = -grad_logprobs[rows, None] * probs
-            if grad_entropies.any():
+            if is_entropy_used:
                 weighted = (probs * (all_logprobs + entropies[rows, None])).nan_to_num(0.0)
                 grad -= grad_entropies[rows, None] * weighted
             grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])

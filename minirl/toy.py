@@ -50,6 +50,8 @@ RECIPE: dict[str, Any] = {
     "version": 1,
 }
 
+VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET))}
+
 
 def toy_folder(root: Path) -> Path:
     """The folder of the tiny model, made on first use (collective)."""
@@ -70,8 +72,7 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET))}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
@@ -100,9 +101,8 @@ def warm_start(task: Task) -> Transformer:
 
 def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
     """Mean cross entropy of the answers' tokens, end of sequence included."""
-    ids = {token: i + 2 for i, token in enumerate(ALPHABET)}
-    prompts = [[ids[c] for c in str(row.prompt)] for row in rows]
-    answers = [[*(ids[c] for c in row.columns["answer"]), 0] for row in rows]
+    prompts = [[VOCABULARY[c] for c in str(row.prompt)] for row in rows]
+    answers = [[VOCABULARY[c] for c in (*row.columns["answer"], "<eos>")] for row in rows]
     pairs = list(zip(prompts, answers, strict=True))
     tokens = torch.tensor([token for prompt, answer in pairs for token in (*prompt, *answer)])
     is_answer = torch.tensor([i >= len(p) for p, a in pairs for i in range(len(p) + len(a))])

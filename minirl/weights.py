@@ -28,11 +28,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _SHAPE_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings attention_bias "
-    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types hidden_act model_type".split()
+    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types model_type".split()
 )
 _HARMLESS_KEYS = frozenset(
     "architectures dtype torch_dtype transformers_version bos_token_id eos_token_id pad_token_id use_cache "
-    "initializer_range attention_dropout _name_or_path _attn_implementation output_attentions output_hidden_states "
+    "initializer_range _name_or_path _attn_implementation output_attentions output_hidden_states "
     "return_dict chunk_size_feed_forward id2label label2id problem_type is_encoder_decoder use_return_dict "
     "base_model_tp_plan base_model_pp_plan keys_to_ignore_at_inference unsloth_fixed unsloth_version".split()
 )

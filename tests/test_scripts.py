@@ -124,7 +124,7 @@ def test_fork_and_hack(runs, tmp_path):
     """A copy elsewhere, with another reward and another loss in a few lines, runs on two ranks."""
     source = (ROOT / "train_grpo.py").read_text()
     hacks = {
-        "rewards = judge(task.reward, rows, rollouts)": "rewards = [float(r.completion.count(3)) for r in rollouts]",
+        "judge(task.reward, rows, rollouts, texts)": "[float(r.completion.count(3)) for r in rollouts]",
         "loss = clipped_policy_loss(new, old, micro.advantages, **clip)": "loss = -micro.advantages * new",
     }
     for original, hacked in hacks.items():
