@@ -1,44 +1,41 @@
-"""GRPO: group-relative policy optimization of a language model, arXiv:2402.03300.
+"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
 
     torchrun --standalone --nproc-per-node 2 train_grpo.py              # embedded model and task, on CPU or GPU
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
         --task gsm8k --data train.jsonl --eval-data test.jsonl
-    python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score
+    python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
 Each step: generate group_size completions of each prompt, reward them, score them under the reference (if there is a
 KL term), update on sum over tokens of
 
     loss_weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * KL),   r = exp(new - old)
 
-Where this departs from the paper: (1) the token mean over the whole step replaces the mean of sequence means (DAPO);
-(2) no KL term by default; (3) clip_high > clip_low.
-`--loss-norm sequence_mean --kl-coef 0.04 --clip-high 0.2` is the paper.
+Where this departs from the paper (`--algorithm grpo`): (1) the token mean over the whole step replaces the mean of
+sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 """
 
+import argparse
 import dataclasses
 import random
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
-from minirl import distributed
-from minirl.advantages import group_advantages, loss_weights
-from minirl.batch import Rollout, RolloutId, exchange, gather_table, plan_updates
+from minirl import distributed, losses
+from minirl.advantages import group_advantages, loss_weights, returns_to_go, select_groups, separate_advantages, whiten
+from minirl.batch import exchange, gather_by_row, gather_table, plan_updates
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
-from minirl.engine import Engine, Request
-from minirl.losses import clipped_policy_loss, kl_penalty
-from minirl.metrics import Logger, StepMetrics, add_gap, add_rollouts, add_tokens, console_line, with_rates
+from minirl.engine import Engine
+from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, console_line, derived
 from minirl.parallel import ShardedModel, learning_rate
-from minirl.rewards import compute_rewards
-from minirl.sampling import request_key
-from minirl.scoring import score, score_frozen
-from minirl.tasks import RewardFunction, Row
+from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
+from minirl.scoring import score, score_frozen, unparked
 from minirl.tasks.load import load_task
 from minirl.toy import toy_folder
 from minirl.weights import load_replica, read_config, resolve_folder
@@ -46,26 +43,56 @@ from minirl.weights import load_replica, read_config, resolve_folder
 # torchrun refuses --run, which it takes for an abbreviation of its own --run-path: there --run-name is the one to use.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 
+ALGORITHMS: dict[str, dict[str, Any]] = {  # what each sets of Config
+    "default": {},
+    "grpo": dict(loss_norm="sequence_mean", clip_high=0.2, kl_coef=0.04),
+    "dr_grpo": dict(advantage_norm="none", loss_norm="constant", clip_high=0.2),
+    "dapo": dict(dynamic_sampling=True, overlong_buffer=0.2, drop_truncated=True),
+    "rloo": dict(baseline="leave_one_out", advantage_norm="none", clip_high=0.2, kl_reward_coef=0.05)
+    | dict(ratio_level="sequence_sum", loss_norm="sequence_mean"),
+    "reinforce++": dict(baseline="none", advantage_norm="none", whiten=True, clip_high=0.2)
+    | dict(kl_reward_coef=0.01, kl_reward_level="token"),
+    "reinforce++_baseline": dict(advantage_norm="none", whiten=True, clip_high=0.2),
+    "remax": dict(baseline="greedy", advantage_norm="none", group_size=1),
+    "gspo": dict(ratio_level="sequence_mean", loss_norm="sequence_mean", num_minibatches=4)
+    | dict(clip_low=3e-4, clip_high=4e-4),
+    "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+}
+Algorithm = Literal[tuple(ALGORITHMS)]
+
 
 @dataclass(frozen=True)
 class Config:
+    algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags that are given win
     # What to train
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
     task: Literal["auto", "sorting", "gsm8k", "jsonl"] = "auto"  # auto: jsonl with --data, else sorting
     data: str | None = None  # JSONL file of training prompts
     eval_data: str | None = None  # JSONL file of held-out prompts
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
-    reward: str | None = None  # file.py:function, called as f(prompts, completions, **columns) -> list of numbers
+    reward: tuple[str, ...] = ()  # file.py:function ..., called as f(prompts, completions, **columns) -> numbers
+    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     chat: bool = False  # wrap text prompts in the model's chat template
     run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: grpo-<time>
     # Generate
     num_steps: int = 300  # steps, each with fresh rollouts
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
+    dynamic_sampling: bool = False  # replace groups whose first rewards are all equal by groups of new prompts
+    max_refills: int = 10  # rounds of new prompts, at most; then groups of equal rewards fill the step
     max_new_tokens: int | None = None  # limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     max_rows: int = 256  # sequences that a rank decodes at a time
     cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
+    # Reward
+    overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
+    baseline: Literal["mean", "leave_one_out", "greedy", "none"] = "mean"  # of a group; greedy: of one more rollout
+    advantage_norm: Literal["group_std", "batch_std", "none"] = "group_std"  # std that advantages are divided by
+    whiten: bool = False  # then shift and scale them to mean 0 and variance 1 over the step's tokens
+    separate_rewards: bool = False  # normalise each of several rewards before they are summed, not their sum
+    kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward
+    kl_reward_level: Literal["sequence", "token"] = "sequence"  # summed before the baseline; per token, after it
     # Update
     lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
     lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
@@ -73,12 +100,21 @@ class Config:
     num_epochs: int = 1  # passes over a step's rollouts
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
-    advantage_norm: Literal["mean", "mean_std"] = "mean_std"  # mean: R - mean (Dr.GRPO); mean_std: also / std (GRPO)
-    loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
+    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate; clipped weights, all tokens learn
+    ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # PPO; GSPO; RLOO
     clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
     clip_high: float = 0.28  # ratios above 1 + clip_high lose their gradient if the advantage is positive
-    kl_coef: float = 0.0  # weight of the KL term in the loss; 0: no reference model is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k1 has no gradient in expectation: only to be watched
+    dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
+    loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
+    drop_truncated: bool = False  # no loss for completions that --max-new-tokens cut off; the baseline counts them
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms no reference model is loaded
+    kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
+    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; scored: by a forward pass
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
+    correction_low: float = 0.0  # lower bound of importance weights
+    correction_high: float = 2.0  # upper bound of importance weights
     max_grad_norm: float = 1.0  # gradient clipping; 0: none
     weight_decay: float = 0.0  # AdamW's
     # Report
@@ -91,138 +127,167 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; masters are fp32; auto: bfloat16 on cuda
     threads: int = 1  # CPU threads per rank; with more than one, sampled and training logprobs may differ by a rounding
+    park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
     recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
 
 
-def check(config: Config) -> None:
+def check(c: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded."""
-    positive = (
-        "num_steps prompts_per_step max_new_tokens temperature max_rows cache_tokens lr num_epochs num_minibatches"
-    )
-    for name in (*positive.split(), "max_tokens_per_microbatch", "threads"):
-        if (value := getattr(config, name)) is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be greater than 0")
-    if config.group_size < 2:
-        raise ValueError(f"--group-size {config.group_size}: must be at least 2, the group's mean is the baseline")
-    if (config.num_minibatches or 1) > config.prompts_per_step * config.group_size:
-        raise ValueError(f"--num-minibatches {config.num_minibatches}: there are fewer rollouts in a step")
-    if config.model and not config.data:
-        raise ValueError("--model needs --data FILE.jsonl, with --reward FILE.py:FUNCTION or --task gsm8k")
 
+    def refuse(is_wrong: object, message: str) -> None:
+        if is_wrong:
+            raise ValueError(message)
 
-def is_due(every: int, step: int, num_steps: int) -> bool:
-    """Whether something that happens every `every` steps (0: only at the end) happens after this step."""
-    return step == num_steps or (every > 0 and step % every == 0)
+    positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr num_epochs"
+    for name in f"{positive} num_minibatches max_tokens_per_microbatch threads".split():
+        value = getattr(c, name)
+        refuse(value is not None and value <= 0, f"--{name.replace('_', '-')} {value}: must be greater than 0")
+    too_small = f"--group-size {c.group_size}: must be at least 2 for"
+    refuse(c.group_size < 2 and c.baseline in ("mean", "leave_one_out"), f"{too_small} --baseline {c.baseline}")
+    refuse(c.group_size < 2 and c.advantage_norm == "group_std", f"{too_small} --advantage-norm group_std")
+    refuse(c.group_size < 2 and c.dynamic_sampling, f"{too_small} --dynamic-sampling")
+    too_many = (c.num_minibatches or 1) > c.prompts_per_step * c.group_size
+    refuse(too_many, f"--num-minibatches {c.num_minibatches}: there are fewer rollouts in a step")
+    num_rewards = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
+    refuse(len(c.reward_weights) not in (0, num_rewards), f"--reward-weights: there are {num_rewards} rewards")
+    refuse(c.model and not c.data, "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k")
+    refuse(c.kl_coef and c.kl_reward_coef, "--kl-coef with --kl-reward-coef: have the KL term in one of the two")
+    refuse(not 0 <= c.overlong_buffer <= 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
+    refuse(c.dual_clip and c.dual_clip <= 1, f"--dual-clip {c.dual_clip}: must be greater than 1, or 0 for none")
+    refuse(c.dual_clip and c.policy_loss == "cispo", "--dual-clip with --policy-loss cispo, where every token learns")
+    is_twice = c.correction != "none" and c.old_logprobs == "sampled"
+    refuse(is_twice, "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy")
+    own_norm = c.separate_rewards and (c.baseline, c.advantage_norm) != ("mean", "group_std")
+    refuse(own_norm, "--separate-rewards divides each reward by its group's std: keep --baseline and --advantage-norm")
+    no_scale = c.separate_rewards and c.kl_reward_coef and c.kl_reward_level == "sequence"
+    refuse(no_scale, "--separate-rewards has no common scale for --kl-reward-coef; use --kl-reward-level token")
 
 
 def main(config: Config) -> None:
     check(config)
-    files = {"data": config.data, "eval_data": config.eval_data, "reward": config.reward}
-    task = load_task(config.task, prompt_field=config.prompt_field, **files)
+    files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
+    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
     device = distributed.start(device=config.device, threads=config.threads)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    where = dict(dtype=dtype, device=device)
     source = resolve_folder(config.model) if config.model else toy_folder(runs_root())
-    shape, tokenizer = read_config(source), Tokenizer(source, chat=config.chat)
+    shape, tokenizer = read_config(source, scalar_head=False), Tokenizer(source, chat=config.chat)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     longest = min(shape.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch)
-    max_prompt_tokens = longest - max_new_tokens  # longer prompts are left out
-    prompts = Prompts(task.train_rows, tokenizer, max_prompt_tokens=max_prompt_tokens, seed=config.seed)
-    held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, max_prompt_tokens=max_prompt_tokens)
+    room = dict(max_tokens=longest, max_new_tokens=max_new_tokens)  # longer prompts are left out
+    prompts = Prompts(task.train_rows, tokenizer, purpose="train", seed=config.seed, **room)
+    held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, purpose="eval", **room)
+    rewards = dict(task.rewards)
+    if config.reward_model:
+        folder, limit = resolve_folder(config.reward_model, flag="--reward-model"), config.max_tokens_per_microbatch
+        how = dict(chat=config.chat, max_tokens=limit, park=config.park_frozen)
+        rewards["reward_model"] = load_reward_model(folder, **how, **where)
+    if config.overlong_buffer:
+        buffer = config.overlong_buffer * max_new_tokens
+        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=buffer)
+    functions, reward_weights = weighted(rewards, config.reward_weights, logged=task.extra_scores)
     run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
 
-    policy = ShardedModel(shape, source, dtype=dtype, device=device, recompute_layers=config.recompute_layers)
+    policy = ShardedModel(shape, source, **where, recompute_layers=config.recompute_layers)
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    reference = load_replica(source, dtype=dtype) if config.kl_coef else None
-    engine = Engine(
-        policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, dtype=dtype, device=device
-    )
+    reference = load_replica(source, dtype=dtype) if config.kl_coef or config.kl_reward_coef else None
+    engine = Engine(policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
     is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
-    peak_lr = config.lr or (1e-6 if config.model else 2e-4)
     num_minibatches = config.num_minibatches or (1 if config.model else 2)
     updates_per_step = config.num_epochs * num_minibatches
-    clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    old_logprobs = config.old_logprobs
+    if old_logprobs == "auto" and updates_per_step > 1:  # with one update, the old policy is the new one: ratio 1
+        old_logprobs = "sampled" if is_exact and config.correction == "none" else "scored"
+    peak_lr, num_updates = config.lr or (1e-6 if config.model else 2e-4), config.num_steps * updates_per_step
+    schedule = dict(warmup_updates=config.warmup_updates, schedule=config.lr_schedule)
+    clip, dual_clip = dict(clip_low=config.clip_low, clip_high=config.clip_high), config.dual_clip
+    correction = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
+    level = dict(level=config.ratio_level)
+    num_greedy = int(config.baseline == "greedy")
 
-    chosen = {"lr": peak_lr, "num_minibatches": num_minibatches, "max_new_tokens": max_new_tokens, "model": str(source)}
-    logger = Logger(run, {**dataclasses.asdict(config), **chosen, "command": sys.argv}, wandb_mode=config.wandb)
+    chosen = dict(lr=peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
+    args = {**dataclasses.asdict(config), **chosen, "model": str(source), "command": sys.argv}
+    logger = Logger(run, args, wandb_mode=config.wandb)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
     print0(f"task {task.name}: {len(prompts.rows)} prompts ({prompts.num_skipped} too long, left out), run {run}")
 
-    def generate(
-        source: Prompts, chosen: list[tuple[int, RolloutId]], *, purpose: str, temperature: float
-    ) -> list[Rollout]:
-        """Rollouts of this rank's (row of `source`, id) pairs, in their order."""
-        requests = []
-        for row, rollout_id in chosen:
-            key = request_key(config.seed, purpose=purpose, prompt=rollout_id.prompt, sample=rollout_id.sample)
-            requests.append(
-                Request(source.tokens[row], rollout_id, key, max_new_tokens, temperature, tokenizer.stop_ids)
-            )
-        return engine.generate(requests, weight_version=update)
-
-    def judge(function: RewardFunction, rows: list[Row], rollouts: list[Rollout], texts: list[str]) -> list[float]:
-        """Rewards of this rank's rollouts of these rows' prompts, whose completions read `texts`."""
-        ids = [rollout.completion for rollout in rollouts]
-        return compute_rewards(function, rows, completions=texts, completion_ids=ids)
-
     def evaluate() -> dict[str, float]:
-        """Mean greedy scores over the held-out rows, sharded over ranks (collective)."""
-        mine = [(i, RolloutId(i, 0)) for i in range(rank(), len(held_out.rows), world_size())]
-        rollouts = generate(held_out, mine, purpose="eval", temperature=0.0)
-        texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
-        scores = StepMetrics()
-        for name, function in {"reward": task.reward, **task.extra_scores}.items():
-            rewards = judge(function, [held_out.rows[i] for i, _ in mine], rollouts, texts)
-            scores.add(f"eval/{name}", sum(rewards), len(rewards))
-        return scores.reduce()
+        """Mean scores of greedy completions of the held-out rows (collective)."""
+        requests = held_out.requests(0, len(held_out.rows), group_size=0, num_greedy=1)
+        judged = judge(functions, held_out, engine.generate(requests, weight_version=update))
+        metrics = StepMetrics()
+        metrics.add_values("eval/reward", judged.rewards @ reward_weights)
+        add_rewards(metrics, "eval", functions, judged.rewards)
+        return metrics.reduce()
 
-    update = 0  # optimizer steps taken: the version of the weights
+    update, num_served = 0, 0  # optimizer steps taken: the version of the weights; prompts served
     before = evaluate()
     print0("held-out before training:", before or "no held-out rows; see --eval-data")
 
     for step in range(1, config.num_steps + 1):
         metrics = StepMetrics()
 
-        with metrics.timer("generate"):
-            first = (step - 1) * config.prompts_per_step
-            served = prompts.batch(first, config.prompts_per_step)
-            wanted = [(row, RolloutId(first + p, s)) for p, row in enumerate(served) for s in range(config.group_size)]
-            share = slice(len(wanted) * rank() // world_size(), len(wanted) * (rank() + 1) // world_size())
-            rollouts = generate(prompts, wanted[share], purpose="train", temperature=config.temperature)
-
-        with metrics.timer("reward"):
-            rows = [prompts.rows[row] for row, _ in wanted[share]]
-            texts = [tokenizer.decode(rollout.completion) for rollout in rollouts]
-            rewards = judge(task.reward, rows, rollouts, texts)
-            table = gather_table(rollouts, rewards)
-            grouped = table.reward.view(config.prompts_per_step, config.group_size)
-            advantages = group_advantages(grouped, norm=config.advantage_norm).flatten()
+        judged, missing = judge(functions, prompts, []), config.prompts_per_step
+        for _ in range(1 + config.dynamic_sampling * config.max_refills):
+            with metrics.timer("generate"):
+                group = dict(group_size=config.group_size, num_greedy=num_greedy)
+                requests = prompts.requests(num_served, missing, temperature=config.temperature, **group)
+                rollouts = engine.generate(requests, weight_version=update)
+                num_served += missing
+            with metrics.timer("reward"):
+                judged += judge(functions, prompts, rollouts)
+                table = gather_table(judged.rollouts, judged.rewards)
+                groups = table.rewards.view(-1, config.group_size + num_greedy, len(functions))
+                kept, missing = select_groups(groups[:, : config.group_size, 0], config.prompts_per_step)
+            if not missing:
+                break
 
         with metrics.timer("score"):
-            plan = plan_updates(
-                table.num_tokens.tolist(),
-                num_minibatches=num_minibatches,
-                num_ranks=world_size(),
-                max_tokens=config.max_tokens_per_microbatch,
-            )
-            weights = [
-                loss_weights(table.num_loss_tokens[part], norm=config.loss_norm, constant=max_new_tokens)
-                for part in plan.minibatches
-            ]
-            batch = exchange(rollouts, table, plan.rank_of)
-            batch = batch.replace(
-                advantages=batch.spread(advantages[batch.row].float()),
-                loss_weights=batch.spread(torch.cat(weights)[batch.row].float()),
-            ).to(device)
+            trained = [p * groups.shape[1] + s for p in kept for s in range(config.group_size)]  # rows of the table
+            judged = judged.select([i for i, row in enumerate(table.rows_of(judged.rollouts)) if row in trained])
+            table, groups = table.select(trained), groups[kept]
+            num_tokens = table.num_tokens.tolist()
+            limit = config.max_tokens_per_microbatch
+            plan = plan_updates(num_tokens, num_minibatches=num_minibatches, num_ranks=world_size(), max_tokens=limit)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
-            if updates_per_step > 1:  # with one update, the old policy is the new one and the ratio exactly 1
-                scored = None if is_exact else score_frozen(policy.module, batch, microbatches, config.temperature)
-                batch = batch.replace(old_logprobs=batch.sample_logprobs if scored is None else scored)
+            batch = exchange(judged.rollouts, table, plan.rank_of).to(device)
+            if old_logprobs == "sampled":
+                batch = batch.replace(old_logprobs=batch.sample_logprobs)
+            elif old_logprobs == "scored":
+                scored = score_frozen(policy.module, batch, microbatches, config.temperature)
+                batch = batch.replace(old_logprobs=scored)
             if reference is not None:
-                reference.to(device)
-                batch = batch.replace(ref_logprobs=score_frozen(reference, batch, microbatches, config.temperature))
-                reference.to("cpu")  # parked until the next step
+                with unparked(reference, device, park=config.park_frozen):
+                    scored = score_frozen(reference, batch, microbatches, config.temperature)
+                batch = batch.replace(ref_logprobs=scored)
+
+            batch = batch.to(torch.device("cpu"))
+            logprobs, mask = batch.old_logprobs if old_logprobs == "scored" else batch.sample_logprobs, batch.loss_mask
+            totals = groups @ reward_weights  # [P, group_size + num_greedy]
+            scores = shaped = totals[:, : config.group_size]
+            if config.kl_reward_coef:
+                kl = losses.kl_penalty(logprobs, batch.ref_logprobs, "k1")
+            if config.kl_reward_coef and config.kl_reward_level == "sequence":
+                sums = gather_by_row(batch, losses.sequence_sums(kl, batch.lengths), scores.numel())
+                shaped = scores - config.kl_reward_coef * sums.view_as(scores)
+            if config.separate_rewards:
+                advantages = separate_advantages(groups, reward_weights)
+            else:
+                baseline = totals[:, -1] if config.baseline == "greedy" else config.baseline
+                advantages = group_advantages(shaped, baseline=baseline, norm=config.advantage_norm)
+            stream = batch.spread(advantages.flatten()[batch.row])
+            if config.kl_reward_coef and config.kl_reward_level == "token":
+                to_go = returns_to_go(kl[mask], table.num_loss_tokens[batch.row])
+                stream[mask] -= config.kl_reward_coef * to_go
+            if config.whiten:
+                stream[mask] = whiten(stream[mask])
+            keep = ~(table.is_truncated & config.drop_truncated)
+            norm = dict(norm=config.loss_norm, constant=max_new_tokens)
+            parts = [loss_weights(table.num_loss_tokens[i], keep=keep[i], **norm) for i in plan.minibatches]
+            weights = batch.spread(torch.cat(parts)[batch.row])
+            batch = batch.replace(advantages=stream.float(), loss_weights=weights.float()).to(device)
 
         with metrics.timer("update"):
             for epoch in range(config.num_epochs):
@@ -230,44 +295,45 @@ def main(config: Config) -> None:
                 for minibatch in order.sample(minibatches, len(minibatches)):
                     for i, sequences in enumerate(minibatch):
                         micro = batch.select(sequences)
-                        new, entropy = score(
-                            policy.module,
-                            micro.tokens,
-                            micro.layout(),
-                            select=micro.loss_mask,
-                            temperature=config.temperature,
-                        )
+                        lengths, mask = micro.lengths, micro.loss_mask
+                        layout, select = micro.layout(), dict(select=mask, temperature=config.temperature)
+                        new, entropy = score(policy.module, micro.tokens, layout, **select)
                         old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
-                        loss = clipped_policy_loss(new, old, micro.advantages, **clip)
-                        if reference is not None:
-                            loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
-                        policy.backward((micro.loss_weights * loss).sum(), is_last=i == len(minibatch) - 1)
-                        add_tokens(metrics, micro, new.detach(), old, entropy.detach(), **clip)
+                        ratio = losses.importance_ratio(new, old, **level, lengths=lengths, loss_mask=mask)
+                        if config.policy_loss == "clip":
+                            loss = losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)
+                        else:
+                            loss = losses.cispo_loss(new, ratio, micro.advantages, **clip)
+                        if config.correction != "none":
+                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=lengths, **correction)
+                            loss = loss * rho
+                        if config.kl_coef:
+                            kl = losses.kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
+                            loss = loss + config.kl_coef * kl
+                        objective = (micro.loss_weights * (loss - config.entropy_coef * entropy)).sum()
+                        policy.backward(objective, is_last=i == len(minibatch) - 1)
+                        metrics.add_total("policy/loss", objective.detach() / updates_per_step)
+                        add_tokens(metrics, micro, new, old, ratio, entropy, **clip)
                         if update % updates_per_step == 0:  # no update yet since these were sampled
-                            add_gap(metrics, micro, new.detach())
-                    lr = learning_rate(
-                        update,
-                        config.num_steps * updates_per_step,
-                        peak=peak_lr,
-                        warmup_updates=config.warmup_updates,
-                        schedule=config.lr_schedule,
-                    )
+                            add_gap(metrics, micro, new)
+                    lr = learning_rate(update, num_updates, peak=peak_lr, **schedule)
                     metrics.add("optim/lr", lr)
                     metrics.add("optim/grad_norm", policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
                     update += 1
 
         with metrics.timer("report"):
-            add_rollouts(metrics, rollouts, grouped_rewards=grouped)
-            for name, function in task.extra_scores.items():
-                metrics.add_values(f"reward/{name}", torch.tensor(judge(function, rows, rollouts, texts)))
-            metrics.add("count/epoch", prompts.epoch(first))
-            evaluated = evaluate() if is_due(config.eval_every, step, config.num_steps) else {}
-            if is_due(config.save_every, step, config.num_steps):
+            add_rollouts(metrics, judged.rollouts, grouped_rewards=scores)
+            add_rewards(metrics, "reward", functions, judged.rewards)
+            metrics.add("count/epoch", prompts.epoch(num_served))
+            is_last = step == config.num_steps
+            evaluated = evaluate() if is_last or (config.eval_every and step % config.eval_every == 0) else {}
+            if is_last or (config.save_every and step % config.save_every == 0):
                 saved = save_checkpoint(run, step, policy, source=source)
-            logger.log_rollouts(step, rollouts, rows, texts, rewards, advantages[share].tolist())
-        values = with_rates(metrics.reduce()) | evaluated
-        logger.log(step, values)
-        print0(console_line(step, config.num_steps, values))
+            mine = advantages.flatten()[table.rows_of(judged.rollouts)]
+            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
+        report = derived(metrics.reduce()) | evaluated
+        logger.log(step, report)
+        print0(console_line(step, config.num_steps, report))
 
     logger.finish()
     for name, score_before in before.items():
@@ -277,4 +343,7 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--algorithm", default="default")
+    preset = ALGORITHMS.get(early.parse_known_args()[0].algorithm, {})
+    main(tyro.cli(Config, description=__doc__, default=Config(**preset)))

@@ -31,7 +31,7 @@ from minirl.batch import Batch, Rollout, exchange, gather_table, plan_updates
 from minirl.data import Tokenizer
 from minirl.distributed import all_reduce_sum, rank, world_size
 from minirl.engine import Engine
-from minirl.losses import clipped_policy_loss, kl_penalty
+from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty
 from minirl.metrics import StepMetrics, add_gap, add_tokens
 from minirl.parallel import ShardedModel
 from minirl.scoring import score, score_frozen
@@ -78,9 +78,9 @@ class GrpoLoop:
 
     def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[list[int]]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
-        table = gather_table(rollouts, rewards)
-        grouped = table.reward.view(self.args.prompts, self.args.samples)
-        advantages = group_advantages(grouped, norm="mean_std").flatten()
+        table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
+        grouped = table.rewards.view(self.args.prompts, self.args.samples)
+        advantages = group_advantages(grouped, baseline="mean", norm="group_std").flatten()
         plan = plan_updates(
             table.num_tokens.tolist(),
             num_minibatches=1,
@@ -104,16 +104,16 @@ class GrpoLoop:
         """Forward and backward of every microbatch (collective)."""
         for i, sequences in enumerate(microbatches):
             micro = batch.select(sequences)
-            new, entropy = score(
-                self.policy.module, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=1.0
-            )
+            lengths, mask = micro.lengths, micro.loss_mask
+            new, entropy = score(self.policy.module, micro.tokens, micro.layout(), select=mask, temperature=1.0)
             old = new.detach()
-            loss: Tensor = clipped_policy_loss(new, old, micro.advantages, **CLIP)
+            ratio = importance_ratio(new, old, level="token", lengths=lengths, loss_mask=mask)
+            loss: Tensor = clipped_policy_loss(ratio, micro.advantages, **CLIP)
             if self.reference is not None:
                 loss = loss + self.args.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
             self.policy.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new.detach(), old, entropy.detach(), **CLIP)
-            add_gap(self.metrics, micro, new.detach())
+            add_tokens(self.metrics, micro, new, old, ratio, entropy, **CLIP)
+            add_gap(self.metrics, micro, new)
 
     def step(self) -> dict[str, float]:
         """The optimizer's step and the refresh; returns the metrics of the update (collective)."""

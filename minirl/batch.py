@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.attention import PackedLayout
-from minirl.distributed import all_gather_rows, world_size
+from minirl.distributed import all_gather_rows, all_reduce_sum, world_size
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,17 @@ class RolloutTable:
     sample: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    reward: Tensor  # fp64
+    is_truncated: Tensor  # bool: the length limit ended it
+    rewards: Tensor  # fp64 [N, K], one column per reward
+
+    def select(self, rows: Sequence[int]) -> "RolloutTable":
+        """The table of these rows."""
+        return RolloutTable(**{f.name: getattr(self, f.name)[list(rows)] for f in dataclasses.fields(self)})
+
+    def rows_of(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """The rows of these rollouts; KeyError for one that is not in the table."""
+        row_of = {key: row for row, key in enumerate(zip(self.prompt.tolist(), self.sample.tolist(), strict=True))}
+        return [row_of[r.rollout_id.prompt, r.rollout_id.sample] for r in rollouts]
 
 
 def _later(*, per_sequence: bool = False) -> Tensor:
@@ -76,6 +86,8 @@ class Batch:
     loss_weights: Tensor = _later()  # noqa: RUF009
     old_logprobs: Tensor = _later()  # noqa: RUF009
     ref_logprobs: Tensor = _later()  # noqa: RUF009
+    values: Tensor = _later()  # noqa: RUF009
+    returns: Tensor = _later()  # noqa: RUF009
     row: Tensor = _later(per_sequence=True)  # noqa: RUF009 - int64 [N], the rollout's row in the table
 
     def layout(self) -> PackedLayout:
@@ -182,17 +194,25 @@ def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) 
     return bins
 
 
-def gather_table(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> RolloutTable:
-    """Lengths, rewards and ids of all ranks' rollouts, in order of their ids (collective)."""
-    rows = [
-        (r.rollout_id.prompt, r.rollout_id.sample, len(r.tokens), int(r.loss_mask.sum()), reward)
-        for r, reward in zip(rollouts, rewards, strict=True)
+def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
+    """Lengths, ends, rewards [n_r, K] and ids of all ranks' rollouts, in order of their ids (collective)."""
+    facts = [
+        (r.rollout_id.prompt, r.rollout_id.sample, len(r.tokens), int(r.loss_mask.sum()), r.finish_reason == "length")
+        for r in rollouts
     ]
-    table = all_gather_rows(torch.tensor(rows, dtype=torch.float64).view(-1, 5))
+    own = torch.cat([torch.tensor(facts, dtype=torch.float64).view(-1, 5), rewards.double()], 1)
+    table = all_gather_rows(own)
     keys = list(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
-    columns = table[sorted(range(len(keys)), key=keys.__getitem__)].T
-    prompt, sample, num_tokens, num_loss_tokens = columns[:4].long()
-    return RolloutTable(prompt, sample, num_tokens, num_loss_tokens, reward=columns[4])
+    table = table[sorted(range(len(keys)), key=keys.__getitem__)]
+    prompt, sample, num_tokens, num_loss_tokens = table[:, :4].long().T
+    return RolloutTable(prompt, sample, num_tokens, num_loss_tokens, table[:, 4].bool(), rewards=table[:, 5:])
+
+
+def gather_by_row(batch: Batch, values: Tensor, num_rows: int) -> Tensor:
+    """A number per sequence of each rank's batch [n_r], as [num_rows] in table order on every rank (collective)."""
+    return all_reduce_sum(
+        torch.zeros(num_rows, dtype=torch.float64).index_put((batch.row.cpu(),), values.double().cpu())
+    )
 
 
 def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
@@ -200,8 +220,7 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
 
     Collective.
     """
-    row_of = {key: i for i, key in enumerate(zip(table.prompt.tolist(), table.sample.tolist(), strict=True))}
-    mine = [(row_of[r.rollout_id.prompt, r.rollout_id.sample], r) for r in rollouts]
+    mine = list(zip(table.rows_of(rollouts), rollouts, strict=True))
     sent = {rank: [pair for pair in mine if rank_of[pair[0]] == rank] for rank in range(world_size())}
     rows = _all_to_all([torch.tensor([row for row, _ in sent[r]], dtype=torch.int64) for r in sent])
     streams = {

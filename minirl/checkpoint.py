@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minirl.distributed import barrier, rank
 from minirl.parallel import ShardedModel
-from minirl.weights import save_folder
+from minirl.weights import save_folder, scalar_config
 
 
 def runs_root() -> Path:
@@ -32,14 +32,16 @@ def new_run_folder(name: str) -> Path:
     return folder
 
 
-def save_checkpoint(run: Path, step: int, model: ShardedModel, *, source: Path) -> Path:
-    """Save the weights after `step` steps as `run/checkpoints/<step>`, config and tokenizer from `source` (collective).
+def save_checkpoint(run: Path, step: int, model: ShardedModel, *, source: Path, kind: str = "checkpoints") -> Path:
+    """Save the weights after `step` steps as `run/<kind>/<step>`, config and tokenizer from `source` (collective).
 
     Rank 0 writes the compute weights that it holds; the folder appears whole or not at all.
     """
-    folder = run / "checkpoints" / f"{step:06d}"
+    folder = run / kind / f"{step:06d}"
     if rank() == 0 and not folder.exists():
         config = json.loads((source / "config.json").read_text())
+        if model.module.config.scalar_head:
+            config = scalar_config(config)
         save_folder(folder, model.compute_weights, config=config, tokenizer_from=source)
     barrier()
     return folder

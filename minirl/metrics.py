@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from minirl.batch import Batch, Rollout
 from minirl.distributed import print0, rank, world_size
 from minirl.losses import is_clipped, kl_penalty
-from minirl.tasks import Row
+from minirl.rewards import Judged
 
 
 class StepMetrics:
@@ -51,10 +51,11 @@ class StepMetrics:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `time/<phase>`, a mean over ranks."""
-        start = time.perf_counter()
+        """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks."""
+        start, name = time.perf_counter(), f"time/{phase}"
         yield
-        self.add(f"time/{phase}", time.perf_counter() - start)
+        before, _ = self._sums.get(name, (0.0, 1.0))
+        self._sums[name] = (before + time.perf_counter() - start, 1.0)
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks, the same on each (collective)."""
@@ -84,41 +85,97 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
     metrics.add_total("count/rollouts", len(rollouts))
     metrics.add("reward/mean", grouped_rewards.mean())
     metrics.add("reward/std", grouped_rewards.std())
-    metrics.add("reward/frac_equal_groups", (grouped_rewards == grouped_rewards[:, :1]).all(1).double().mean())
+    if grouped_rewards.shape[1] > 1:
+        metrics.add("reward/frac_equal_groups", (grouped_rewards == grouped_rewards[:, :1]).all(1).double().mean())
 
 
+def add_rewards(metrics: StepMetrics, prefix: str, functions: Iterable[str], rewards: Tensor) -> None:
+    """Add each function's rewards [N, K] under its name, where there are several."""
+    for name, values in zip(functions, rewards.T, strict=True):
+        if rewards.shape[1] > 1:
+            metrics.add_values(f"{prefix}/{name}", values)
+
+
+@torch.no_grad()
 def add_tokens(
-    metrics: StepMetrics, micro: Batch, new: Tensor, old: Tensor, entropy: Tensor, *, clip_low: float, clip_high: float
+    metrics: StepMetrics,
+    micro: Batch,
+    new: Tensor,
+    old: Tensor,
+    ratio: Tensor,
+    entropy: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> None:
-    """Add what one forward of an update says of a microbatch's tokens; new, old and entropy [T]."""
+    """Add what one forward of an update says of a microbatch's tokens; new, old, ratio and entropy [T]."""
     chosen = micro.loss_mask
-    low, high = is_clipped(new, old, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+    low, high = is_clipped(ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
     metrics.add_values("policy/entropy", entropy[chosen])
-    metrics.add_values("policy/clip_frac", (low | high)[chosen])
-    metrics.add_values("policy/kl_old", kl_penalty(old, new, "k3")[chosen])
-    metrics.add_max("policy/ratio_max", (new - old)[chosen].exp())
+    metrics.add_values("policy/clip_frac_low", low[chosen])
+    metrics.add_values("policy/clip_frac_high", high[chosen])
+    metrics.add_values("policy/kl_old_k3", kl_penalty(old, new, "k3")[chosen])
+    metrics.add_max("policy/ratio_max", ratio[chosen])
     if micro.ref_logprobs is not None:
-        metrics.add_values("policy/kl_ref", kl_penalty(new, micro.ref_logprobs, "k3")[chosen])
+        metrics.add_values("policy/kl_ref_k1", kl_penalty(new, micro.ref_logprobs, "k1")[chosen])
+        metrics.add_values("policy/kl_ref_k3", kl_penalty(new, micro.ref_logprobs, "k3")[chosen])
 
 
+@torch.no_grad()
 def add_gap(metrics: StepMetrics, micro: Batch, new: Tensor) -> None:
-    """Add the gap between the logprobs of sampling and of training [T], under the same weights."""
-    gap = (new - micro.sample_logprobs)[micro.loss_mask].abs()
-    metrics.add_values("policy/logp_gap_mean", gap)
-    metrics.add_max("policy/logp_gap_max", gap)
-    metrics.add_values("policy/logp_equal_frac", gap == 0)
+    """Add the gap between the logprobs of sampling and of training [T], under the same weights.
+
+    And of the importance weights rho = exp(training - sampling): KL(sampling || training), the moments, the maximum.
+    """
+    log_rho = (new - micro.sample_logprobs)[micro.loss_mask]
+    metrics.add_values("policy/logp_gap_mean", log_rho.abs())
+    metrics.add_max("policy/logp_gap_max", log_rho.abs())
+    metrics.add_values("policy/logp_equal_frac", log_rho == 0)
+    metrics.add_values("importance/mean", log_rho.exp())
+    metrics.add_values("importance/square", log_rho.double().exp().square())
+    metrics.add_values("importance/kl_k1", -log_rho)
+    metrics.add_values("importance/kl_k3", kl_penalty(torch.zeros_like(log_rho), log_rho, "k3"))
+    metrics.add_max("importance/max", log_rho.exp())
 
 
-def with_rates(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics with the step's seconds and its completion tokens per second of generating and of updating."""
+def derived(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Reduced metrics and what follows from them.
+
+    The step's seconds, completion tokens per second, and of the importance weights chi2 = E[rho^2] - 1 and the
+    effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    """
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
     tokens = metrics["count/tokens"]
-    rates = {
+    out = {
+        **metrics,
         "time/step": sum(seconds.values()),
         "perf/tok_s_gen": tokens / metrics["time/generate"],
         "perf/tok_s_train": tokens / metrics["time/update"],
     }
-    return {**metrics, **rates}
+    if "importance/square" in out:
+        mean, square = out.pop("importance/mean"), out.pop("importance/square")
+        out |= {"importance/chi2": square - 1, "importance/ess": mean**2 / square}
+    return out
+
+
+def troubles(metrics: Mapping[str, float], first: Mapping[str, float]) -> Iterator[str]:
+    """What is typical trouble in a step's metrics, given those of the run's first step, each with the flag to try."""
+    m, begin = defaultdict(float, metrics), defaultdict(float, first)
+    if m["reward/frac_equal_groups"] == 1:
+        yield "the rewards of each prompt are all equal, nothing to learn: try easier prompts or a larger --group-size"
+    if m["len/truncated"] > 0.95:
+        yield "nearly every completion was cut off before it ended: raise --max-new-tokens"
+    if m["policy/entropy"] < 0.1 * begin["policy/entropy"] and m["reward/mean"] <= begin["reward/mean"]:
+        yield "entropy is collapsing and the reward does not rise: lower --lr, raise --clip-high or set --entropy-coef"
+    if m["policy/kl_old_k3"] > 0.2 or m["policy/kl_ref_k3"] > 2:
+        yield "the KL divergence is exploding: lower --lr, take fewer --num-minibatches or raise the KL coefficient"
+    if m["policy/logp_gap_mean"] > 0.05:
+        yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
+    if "policy/loss" in metrics and abs(m["policy/loss"]) < 1e-6 and m["reward/frac_equal_groups"] < 1:
+        yield (
+            "policy/loss is 0, and that is as it should be: with one update per step the ratio is 1 and advantages sum "
+            "to 0; the gradient (gnorm) is not 0. Watch the reward"
+        )
 
 
 class Logger:
@@ -126,15 +183,22 @@ class Logger:
 
     def __init__(self, folder: Path, args: Mapping[str, Any], *, wandb_mode: str):
         self.folder, self._wandb = folder, None
+        self._first: Mapping[str, float] = {}
+        self._told: set[str] = set()
         if rank() == 0:
             (folder / "rollouts").mkdir()
             (folder / "args.json").write_text(json.dumps(args, indent=2, default=str) + "\n")
             self._wandb = _start_wandb(folder, args, wandb_mode) if wandb_mode != "off" else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl, and the same to wandb."""
+        """Append one line to metrics.jsonl, and the same to wandb; say once what looks like trouble."""
         if rank() != 0:
             return
+        self._first = {**metrics, **self._first}
+        for sentence in troubles(metrics, self._first):
+            if sentence not in self._told:
+                self._told.add(sentence)
+                print0(f"note: {sentence}")
         with (self.folder / "metrics.jsonl").open("a") as file:
             finite = {
                 name: value if math.isfinite(value) else None for name, value in metrics.items()
@@ -143,33 +207,31 @@ class Logger:
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
 
-    def log_rollouts(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        rows: Sequence[Row],
-        texts: Sequence[str],
-        rewards: Sequence[float],
-        advantages: Sequence[float],
-    ) -> None:
-        """Write all ranks' rollouts of a step, in rank order, to rollouts/<step>.jsonl (collective)."""
+    def log_rollouts(self, step: int, judged: Judged, functions: Iterable[str], **columns: Tensor) -> None:
+        """Write all ranks' rollouts of a step, in order of ids, to rollouts/<step>.jsonl (collective).
+
+        `columns` are further numbers [N] of this rank's.
+        """
+        numbers = [dict(zip(columns, x, strict=True)) for x in torch.stack([*columns.values()], 1).tolist()]
+        scores = [dict(zip(functions, x, strict=True)) for x in judged.rewards.tolist()]
         lines = [
             {
                 "id": [rollout.rollout_id.prompt, rollout.rollout_id.sample],
-                "row": row.place,
-                "prompt": row.prompt,
-                "completion": text,
-                "reward": reward,
-                "advantage": advantage,
+                "row": judged.rows[i].place,
+                "prompt": judged.rows[i].prompt,
+                "completion": judged.texts[i],
+                **numbers[i],
+                "rewards": scores[i],
                 "num_tokens": len(rollout.completion),
                 "finish_reason": rollout.finish_reason,
             }
-            for rollout, row, text, reward, advantage in zip(rollouts, rows, texts, rewards, advantages, strict=True)
+            for i, rollout in enumerate(judged.rollouts)
         ]
         gathered: list[Any] = [None] * world_size()
         dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
-            text = "".join(json.dumps(line) + "\n" for part in gathered for line in part)
+            ordered = sorted((line for part in gathered for line in part), key=lambda line: line["id"])
+            text = "".join(json.dumps(line) + "\n" for line in ordered)
             (self.folder / "rollouts" / f"{step:06d}.jsonl").write_text(text)
 
     def finish(self) -> None:
@@ -196,9 +258,10 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str
         f"step {step:>{len(str(num_steps))}}/{num_steps}",
         f"reward {m['reward/mean']:.3f}",
         f"eval {m['eval/reward']:.3f}" if "eval/reward" in metrics else "",
-        f"kl {m['policy/kl_ref']:.3f}" if "policy/kl_ref" in metrics else "",
+        f"kl {m['policy/kl_ref_k3']:.3f}" if "policy/kl_ref_k3" in metrics else "",
         f"ent {m['policy/entropy']:.2f}",
-        f"clip {m['policy/clip_frac']:.0%}",
+        f"ev {m['value/explained_var']:.2f}" if "value/explained_var" in metrics else "",
+        f"clip {m['policy/clip_frac_low'] + m['policy/clip_frac_high']:.0%}",
         f"gap {m['policy/logp_gap_max']:.0e}",
         f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}",
         f"gnorm {m['optim/grad_norm']:.2f}",

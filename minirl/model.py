@@ -48,6 +48,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
+    scalar_head: bool = False  # one number per state instead of logits: a value or reward model
 
     def is_row_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this machine gives a token the same bits in any batch, by `numerics.rows_are_invariant`."""
@@ -168,16 +169,22 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model. `recompute_layers` trades a second forward for the layers' activations in backward."""
+    """A causal language model (`lm_head`), or with `config.scalar_head` a value or reward model (`score`).
+
+    `recompute_layers` trades a second forward for the layers' activations in backward.
+    """
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()
         self.config = config
         self.recompute_layers = recompute_layers
         self.model = Decoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        if config.scalar_head:
+            self.score = Linear(config.hidden_size, 1, bias=False)
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = self.model.embed_tokens.weight
         self.rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:

@@ -74,11 +74,15 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the global gradient norm (0: do not), update the masters, refresh; returns the norm before clipping.
 
+        A gradient of exactly 0 takes no step: there is nothing to learn, and momentum would still move the weights.
         Collective. Raises FloatingPointError before any update when the norm is not finite.
         """
         norm = float(torch.nn.utils.get_total_norm(self._gradients()).full_tensor())  # type: ignore[attr-defined]
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
+        if norm == 0:
+            optimizer.zero_grad(set_to_none=True)
+            return norm
         if max_grad_norm and norm > max_grad_norm:
             for gradient in self._gradients():
                 gradient.mul_(max_grad_norm / norm)

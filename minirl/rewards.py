@@ -1,5 +1,7 @@
 """Rewards: functions from texts to numbers, in TRL's shape, and the check that what they return can be trained on.
 
+A reward model is such a function too: texts go through its own tokenizer and template.
+
 A reward function is called with keyword arguments `prompts`, `completions`, `completion_ids` and one list per other
 column of the data, as far as it names them (or takes `**kwargs`), and returns one finite number per completion. Text
 prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
@@ -7,12 +9,22 @@ prompts come with text completions, chat prompts with `[{"role": "assistant", "c
 
 import importlib.util
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minirl.tasks import RewardFunction, Row
+import torch
+from torch import Tensor
+
+from minirl.attention import PackedLayout
+from minirl.batch import Rollout, plan_microbatches
+from minirl.data import Prompts, Tokenizer
+from minirl.scoring import predict, unparked
+from minirl.tasks import Messages, RewardFunction, Row
+from minirl.weights import load_replica
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -33,12 +45,105 @@ def load_reward(spec: str) -> RewardFunction:
     return function
 
 
+def load_reward_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, chat: bool, max_tokens: int, park: bool
+) -> RewardFunction:
+    """The scalar that a sequence classifier gives prompt and completion at their last token, as a reward function.
+
+    A whole replica on this rank, run packed in microbatches of `max_tokens` tokens; `park` keeps it in host memory
+    between calls, `chat` wraps text prompts as for the policy. Not collective. Raises ValueError for another model.
+    """
+    model, tokenizer = load_replica(folder, dtype=dtype, scalar_head=True), Tokenizer(folder, chat=chat)
+    if chat and tokenizer.backend.chat_template is None:
+        raise ValueError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
+    longest = min(model.config.max_position_embeddings, max_tokens)
+    unread = json.loads((folder / "config.json").read_text()).get("pad_token_id")
+
+    @torch.no_grad()
+    def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        ids = [tokenizer.encode_answered(p, text) for p, text in zip(prompts, texts, strict=True)]
+        for x in ids:
+            while len(x) > 1 and x[-1] == unread:  # transformers scores at the last token that is not this one
+                x.pop()
+        if (worst := max(map(len, ids))) > longest:
+            raise ValueError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
+        scores = torch.zeros(len(ids))
+        ((*microbatches,),) = plan_microbatches([len(x) for x in ids], num_ranks=1, max_tokens=max_tokens)
+        with unparked(model, device, park=park):
+            for members in microbatches:
+                tokens = torch.tensor([t for i in members for t in ids[i]], device=device)
+                layout = PackedLayout(tuple(len(ids[i]) for i in members), device)
+                none = torch.zeros_like(tokens, dtype=torch.bool)
+                scores[members] = predict(model, tokens, layout, select=none)[1].float().cpu()
+        return scores.tolist()
+
+    return reward_model
+
+
+def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
+    """A reward of 0 up to limit - buffer tokens, then linearly down to -1 at `limit` and beyond.
+
+    Soft overlong punishment, DAPO, arXiv:2503.14476 eq. 13.
+    """
+
+    def overlong(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [min(0.0, max(-1.0, (limit - buffer - len(ids)) / buffer)) for ids in completion_ids]
+
+    return overlong
+
+
+def weighted(
+    functions: Mapping[str, RewardFunction], weights: Sequence[float], *, logged: Mapping[str, RewardFunction]
+) -> tuple[dict[str, RewardFunction], Tensor]:
+    """All functions, rewards first, and their weights fp64 [K]: 1 each unless given, 0 for those only `logged`.
+
+    Raises ValueError when the number of weights is not that of the rewards.
+    """
+    if weights and len(weights) != len(functions):
+        raise ValueError(f"--reward-weights {' '.join(map(str, weights))}: the rewards are {', '.join(functions)}")
+    all_weights = [*(weights or [1.0] * len(functions)), *[0.0] * len(logged)]
+    return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
+
+
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that the function can take."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned."""
+
+    rollouts: list[Rollout]
+    rows: list[Row]
+    texts: list[str]
+    rewards: Tensor
+
+    def __add__(self, other: "Judged") -> "Judged":
+        rewards = torch.cat([self.rewards, other.rewards])
+        return Judged(self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards)
+
+    def select(self, places: Sequence[int]) -> "Judged":
+        """Those at these places."""
+        rollouts, rows, texts = [self.rollouts[i] for i in places], [self.rows[i] for i in places], self.texts
+        return Judged(rollouts, rows, [texts[i] for i in places], self.rewards[list(places)])
+
+
+def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: Sequence[Rollout]) -> Judged:
+    """This rank's rollouts of these prompts with the rewards of K functions. Not collective.
+
+    Raises as `compute_rewards`.
+    """
+    rows = [prompts.row(rollout.rollout_id.prompt) for rollout in rollouts]
+    ids = [rollout.completion for rollout in rollouts]
+    texts = [prompts.tokenizer.decode(completion) for completion in ids]
+    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids) for f in functions.values()]
+    rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
+    return Judged(list(rollouts), rows, texts, rewards)
 
 
 def compute_rewards(

@@ -1,10 +1,12 @@
-"""Logprobs and entropy of the tokens of a stream, under gradient or not, without ever holding logits [T, V].
+"""Logprobs, entropies and values of the tokens of a stream, under gradient or not, never holding logits [T, V].
 
-Element t of every stream is about token t: its logprob comes from the hidden state at t - 1. That shift happens here,
-in `score`, and nowhere else. Only selected tokens (those the policy sampled) pass the head.
+Element t of every stream is about token t: its logprob, and the value of the state it was sampled in, come from the
+hidden state at t - 1. That shift happens in `_states_before` and nowhere else. Only selected tokens (those the policy
+sampled) pass the head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +31,39 @@ def score(
     hidden = model(tokens, layout.positions, layout)
     chosen = select.nonzero()[:, 0]
     logprobs, entropies = ChunkedLogprobs.apply(
-        hidden.index_select(0, chosen - 1), model.lm_head.weight, tokens[chosen], temperature, chunk
+        _states_before(hidden, chosen), model.lm_head.weight, tokens[chosen], temperature, chunk
     )
     zeros = logprobs.new_zeros(len(tokens))
     return zeros.index_put((chosen,), logprobs), zeros.index_put((chosen,), entropies)
+
+
+def predict(model: Transformer, tokens: Tensor, layout: PackedLayout, *, select: Tensor) -> tuple[Tensor, Tensor]:
+    """What a model with a scalar head says, in fp32: of the state before each selected token [T], 0 elsewhere, and of
+    the state after the last token of each sequence [N].
+
+    The first are a value model's values (`select` as in `score`), the second a reward model's scores. Differentiable in
+    the parameters. Not collective.
+    """
+    hidden = model(tokens, layout.positions, layout)
+    chosen, last = select.nonzero()[:, 0], layout.cu_seqlens[1:].long() - 1
+    states = torch.cat([_states_before(hidden, chosen), hidden.index_select(0, last)])
+    wide = numerics.at_least_fp32(states.dtype)  # row by row: a product with one column is not row-invariant
+    values, after = (states.to(wide) * model.score.weight.to(wide)).sum(-1).split([len(chosen), len(last)])
+    return values.new_zeros(len(tokens)).index_put((chosen,), values), after
+
+
+def _states_before(hidden: Tensor, chosen: Tensor) -> Tensor:
+    """Hidden states [M, D] that the tokens at `chosen` [M] were sampled from: the one next-token shift."""
+    return hidden.index_select(0, chosen - 1)
+
+
+@contextmanager
+def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterator[None]:
+    """Have a frozen model on `device` for the block; `park` sends it back to host memory afterwards."""
+    model.to(device)
+    yield
+    if park:
+        model.to("cpu")
 
 
 @torch.no_grad()
@@ -44,6 +75,21 @@ def score_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequen
         scored, _ = score(model, part.tokens, part.layout(), select=part.loss_mask, temperature=temperature)
         logprobs[batch.token_index(sequences)] = scored.to(logprobs.dtype)
     return logprobs
+
+
+@torch.no_grad()
+def predict_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """`predict` for a batch, without gradient, by microbatch: values [T] and what comes after the end [N].
+
+    Not collective.
+    """
+    values = torch.zeros_like(batch.sample_logprobs)
+    after = values.new_zeros(len(batch.lengths))
+    for sequences in microbatches:
+        part = batch.select(sequences)
+        before, last = predict(model, part.tokens, part.layout(), select=part.loss_mask)
+        values[batch.token_index(sequences)], after[list(sequences)] = before.to(values), last.to(values)
+    return values, after
 
 
 class ChunkedLogprobs(torch.autograd.Function):

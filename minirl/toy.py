@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from minirl.attention import PackedLayout
 from minirl.distributed import barrier, print0, rank
+from minirl.losses import sft_loss
 from minirl.model import Transformer
 from minirl.scoring import score
 from minirl.tasks import Row, Task
@@ -67,12 +69,12 @@ def toy_folder(root: Path) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, vocabulary: Mapping[str, int] = VOCABULARY) -> None:
     """Write a Hugging Face tokenizer with one token per character of the task."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
@@ -108,4 +110,4 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
     is_answer = torch.tensor([i >= len(p) for p, a in pairs for i in range(len(p) + len(a))])
     layout = PackedLayout(tuple(len(p) + len(a) for p, a in pairs), tokens.device)
     logprobs, _ = score(model, tokens, layout, select=is_answer, temperature=1.0)
-    return -logprobs.sum() / is_answer.sum()
+    return sft_loss(logprobs).sum() / is_answer.sum()

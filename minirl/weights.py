@@ -49,25 +49,35 @@ _TOKENIZER_FILES = (
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
-def resolve_folder(model: str) -> Path:
+def resolve_folder(model: str, *, flag: str = "--model") -> Path:
     """The local folder of a model: itself, or the hub's snapshot of that id. Raises FileNotFoundError with both."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/")):
-        raise FileNotFoundError(f"--model {model}: no config.json there; give a Hugging Face folder or hub id")
+        raise FileNotFoundError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "merges.txt"]))
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"--model {model}: neither a folder here nor to be had from the hub ({error})"
-        ) from None
+        raise FileNotFoundError(f"{flag} {model}: neither a folder here nor to be had from the hub ({error})") from None
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The model's shape and features; ValueError names the key of config.json that is not supported."""
-    return config_from_dict(json.loads((folder / "config.json").read_text()))
+def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig:
+    """The model's shape and features; ValueError names the key of config.json that is not supported.
+
+    scalar_head: refuse a language model (True) or a sequence classifier (False).
+    """
+    try:
+        config = config_from_dict(json.loads((folder / "config.json").read_text()))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    if scalar_head not in (None, config.scalar_head):
+        kinds = {True: "a sequence classifier (reward model)", False: "a language model"}
+        raise ValueError(
+            f"{folder}: config.json says {kinds[config.scalar_head]}; this must be {kinds[not config.scalar_head]}"
+        )
+    return config
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
@@ -80,6 +90,9 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"config.json: {key}={value!r} is not supported (only {_NEUTRAL_VALUES[key]!r})")
         if key not in _SHAPE_KEYS | _HARMLESS_KEYS | _NEUTRAL_VALUES.keys() and value not in (None, False):
             raise ValueError(f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it")
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in raw.get("architectures") or [])
+    if is_classifier and len(raw.get("id2label") or (0, 1)) != 1:
+        raise ValueError("config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this")
     raw = {**FAMILIES[family], **raw}
     theta, scaling = _rope(raw)
     heads = raw["num_attention_heads"]
@@ -101,7 +114,19 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias")),
         qk_norm=raw.get("qk_norm", False),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+        scalar_head=is_classifier,
     )
+
+
+def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a sequence classifier with one label on the trunk of this config.json's model."""
+    family = (raw.get("architectures") or [str(raw["model_type"]).capitalize()])[0].split("For")[0]
+    return {
+        **raw,
+        "architectures": [f"{family}ForSequenceClassification"],
+        "id2label": {"0": "score"},
+        "label2id": {"score": 0},
+    }
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -148,13 +173,17 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters (plain, or this rank's shards of DTensors) from the folder's safetensors. Not collective.
 
+    A scalar head that a language model's folder does not have is set to 0.
+
     Raises FileNotFoundError without safetensors files, and ValueError naming missing, unexpected or misshapen tensors.
     """
     files = _file_of_each_tensor(folder)
     params = named_parameters(model)
     redundant = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings or model.config.scalar_head:
         redundant.add("lm_head.weight")
+    if model.config.scalar_head and not read_config(folder).scalar_head:
+        torch.nn.init.zeros_(params.pop("score.weight"))
     missing, unexpected = sorted(params.keys() - files.keys()), sorted(files.keys() - params.keys() - redundant)
     if missing or unexpected:
         raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
@@ -167,9 +196,12 @@ def load_weights(model: Transformer, folder: Path) -> None:
                 _fill(params[name], file.get_slice(name), f"{path}: {name}")
 
 
-def load_replica(folder: Path, *, dtype: torch.dtype) -> Transformer:
-    """A frozen, unsharded model on the host, in `dtype`: a reference. It needs no collectives. Not collective."""
-    model = Transformer(read_config(folder)).to(dtype).requires_grad_(False)
+def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False) -> Transformer:
+    """A frozen, unsharded model on the host, in `dtype`: a reference, or with a scalar head a reward model.
+
+    It needs no collectives. Not collective.
+    """
+    model = Transformer(read_config(folder, scalar_head=scalar_head)).to(dtype).requires_grad_(False)
     load_weights(model, folder)
     return model
 

@@ -1,36 +1,81 @@
-"""Group advantages and loss weights against worked numbers and counts."""
+"""Advantages, returns and loss weights against worked numbers and counts."""
+
+import itertools
 
 import pytest
 import torch
 
-from minirl.advantages import group_advantages, loss_weights
+from minirl.advantages import (
+    ADVANTAGE_NORMS,
+    adapted_kl_coef,
+    explained_variance,
+    gae,
+    group_advantages,
+    loss_weights,
+    mean_and_variance,
+    returns_to_go,
+    select_groups,
+    separate_advantages,
+    token_rewards,
+    whiten,
+)
 
 
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+REWARDS = double([[1.0, 0.0, 0.5, 1.0]])
+LENGTHS = torch.tensor([3, 5, 2, 4])
+# k1 = old - ref of the four worked sequences, and its sums to the end of each
+K1 = [[0.1, -0.2, 0.1], [0.1, 0.2, -0.2, 0.3, 0.1], [-0.05, 0.05], [-0.1, -0.1, 0.1, -0.4]]
+K1_TO_GO = [[0, -0.1, 0.1], [0.5, 0.4, 0.2, 0.4, 0.1], [0, 0.05], [-0.5, -0.4, -0.3, -0.4]]
+
+GRPO = {"baseline": "mean", "norm": "group_std"}
+TRL = {"baseline": "mean", "norm": "group_std", "eps": 1e-4}
+DR_GRPO = {"baseline": "mean", "norm": "none"}
+RLOO = {"baseline": "leave_one_out", "norm": "none"}
+BATCH = {"baseline": "mean", "norm": "batch_std", "eps": 1e-4}
+ESTIMATORS = [{"baseline": b, "norm": n} for b in ("mean", "leave_one_out") for n in ADVANTAGE_NORMS]
+PER_GROUP = [e for e in ESTIMATORS if e["norm"] != "batch_std"]
+
+
+def names(options):
+    return "-".join(str(x) for x in options.values())
+
+
+def flat(per_sequence):
+    return double([x for values in per_sequence for x in values])
+
+
 def assert_six_decimals(actual, expected):
-    torch.testing.assert_close(actual, double(expected), rtol=0, atol=6e-7)
+    torch.testing.assert_close(torch.as_tensor(actual, dtype=torch.float64), double(expected), rtol=0, atol=6e-7)
 
 
 @pytest.mark.parametrize(
-    ("norm", "eps", "expected"),
+    ("options", "rewards", "expected"),
     [
-        ("mean_std", 1e-6, [0.783348, -1.305580, -0.261116, 0.783348]),
-        ("mean_std", 1e-4, [0.783186, -1.305310, -0.261062, 0.783186]),
-        ("mean", 1e-6, [0.375, -0.625, -0.125, 0.375]),
+        pytest.param(GRPO, REWARDS, [[0.783348, -1.305580, -0.261116, 0.783348]], id="grpo"),
+        pytest.param(TRL, REWARDS, [[0.783186, -1.305310, -0.261062, 0.783186]], id="grpo_trl"),
+        pytest.param(DR_GRPO, REWARDS, [[0.375, -0.625, -0.125, 0.375]], id="dr_grpo"),
+        pytest.param(RLOO, REWARDS, [[0.500000, -0.833333, -0.166667, 0.500000]], id="rloo"),
+        pytest.param({"baseline": double([0.5]), "norm": "none"}, REWARDS, [[0.5, -0.5, 0.0, 0.5]], id="remax"),
+        pytest.param({"baseline": "none", "norm": "none"}, REWARDS, REWARDS.tolist(), id="reinforce"),
+        pytest.param(GRPO, double([[1.0, 0.0]]), [[0.707106, -0.707106]], id="group_of_2"),
+        pytest.param(
+            BATCH,
+            double([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]),
+            [[1.402859, -0.467620, -0.467620, -0.467620], [0.467620, 0.467620, -1.402859, 0.467620]],
+            id="batch_std",
+        ),
+        pytest.param(
+            TRL, double([[1.2, 0.2, 1.8, 0.4]]), [[0.405696, -0.946625, 1.217089, -0.676161]], id="sum_then_normalise"
+        ),
     ],
-    ids=["grpo", "grpo_trl", "dr_grpo"],
 )
-def test_advantages_equal_the_worked_numbers(norm, eps, expected):
-    """GRPO divides by the std with ddof 1 plus eps, Dr.GRPO by nothing."""
-    assert_six_decimals(group_advantages(double([[1.0, 0.0, 0.5, 1.0]]), norm=norm, eps=eps), [expected])
-
-
-def test_a_group_of_two_gets_its_known_advantages():
-    """One right of two is plus and minus 1 / sqrt(2)."""
-    assert_six_decimals(group_advantages(double([[1.0, 0.0]]), norm="mean_std"), [[0.707106, -0.707106]])
+def test_advantages_equal_the_worked_numbers(options, rewards, expected):
+    """Pitfall 24: ddof 1, the eps added to the std, and the baseline are those of the named recipe."""
+    assert_six_decimals(group_advantages(rewards, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -38,81 +83,155 @@ def test_a_group_of_two_gets_its_known_advantages():
     [(1, 2.474867, -0.353552), (4, 0.935413, -0.935413), (7, 0.353552, -2.474867)],
 )
 def test_a_group_of_eight_gets_its_known_advantages(num_correct, right, wrong):
-    """The rarer answer of a group gets the larger advantage, by the table."""
+    """Pitfall 24: the rarer answer of a group gets the larger advantage, by the table."""
     rewards = double([[1.0] * num_correct + [0.0] * (8 - num_correct)])
     expected = [[right] * num_correct + [wrong] * (8 - num_correct)]
-    assert_six_decimals(group_advantages(rewards, norm="mean_std"), expected)
+    assert_six_decimals(group_advantages(rewards, **GRPO), expected)
 
 
-@pytest.mark.parametrize("norm", ["mean", "mean_std"])
+def test_leave_one_out_is_the_mean_of_the_others():
+    """RLOO's baseline of a sample does not contain its own reward."""
+    rewards = torch.rand(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    others = torch.stack([rewards[:, [j for j in range(5) if j != i]].mean(1) for i in range(5)], 1)
+    torch.testing.assert_close(group_advantages(rewards, **RLOO), rewards - others, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("norm", ADVANTAGE_NORMS)
+def test_a_greedy_baseline_is_that_of_its_own_prompt(norm):
+    """ReMax subtracts from every reward of a prompt that prompt's greedy reward, then divides like the others."""
+    rewards, greedy = double([[1.0, 0.0], [0.5, 0.25]]), double([1.0, -1.0])
+    divisor = {
+        "none": 1.0,
+        "group_std": double([[0.5**0.5], [0.03125**0.5]]) + 1e-6,
+        "batch_std": rewards.std() + 1e-6,
+    }[norm]
+    expected = double([[0.0, -1.0], [1.5, 1.25]]) / divisor
+    actual = group_advantages(rewards, baseline=greedy, norm=norm)
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("options", ESTIMATORS, ids=names)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7, 1e-30, 1e6 / 3])
-def test_equal_rewards_give_exactly_zero(norm, dtype, reward):
-    """No rounding of the mean is blown up by a tiny std, whatever the reward and the group's size."""
+def test_equal_rewards_give_exactly_zero(options, dtype, reward):
+    """Pitfall 23: no rounding of the mean is blown up by a tiny std, whatever the reward and the group's size."""
     for group_size in (2, 3, 7, 8):
         rewards = torch.tensor([[reward] * group_size, list(range(group_size))], dtype=dtype)
-        advantages = group_advantages(rewards, norm=norm)
+        advantages = group_advantages(rewards, **options)
         assert torch.equal(advantages[0], torch.zeros(group_size, dtype=dtype))
         assert (advantages[1] != 0).any()
 
 
 def test_three_rewards_of_a_tenth_have_a_mean_that_is_off():
-    """The case of [0.1] * 3 is real: without the exact rule its advantages would not be 0."""
+    """Pitfall 23: the case of [0.1] * 3 is real; without the exact rule its advantages would not be 0."""
     rewards = double([[0.1] * 3])
     assert (rewards - rewards.mean(1, keepdim=True)).abs().max() > 0
-    assert torch.equal(group_advantages(rewards, norm="mean_std", eps=1e-9), torch.zeros(1, 3, dtype=torch.float64))
+    assert torch.equal(group_advantages(rewards, **GRPO, eps=1e-9), torch.zeros(1, 3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("norm", ["mean", "mean_std"])
-def test_groups_do_not_mix(norm):
-    """Two instances of one prompt are two groups: each row's advantages are those of the row alone."""
+@pytest.mark.parametrize("options", PER_GROUP, ids=names)
+def test_groups_do_not_mix(options):
+    """Pitfall 25: two instances of one prompt are two groups: each row's advantages are those of the row alone."""
     rewards = double([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
-    together = group_advantages(rewards, norm=norm)
-    alone = torch.cat([group_advantages(row[None], norm=norm) for row in rewards])
+    together = group_advantages(rewards, **options)
+    alone = torch.cat([group_advantages(row[None], **options) for row in rewards])
     assert torch.equal(together, alone)
-    merged = group_advantages(rewards[:2].reshape(1, 8), norm=norm).reshape(2, 4)
+    merged = group_advantages(rewards[:2].reshape(1, 8), **options).reshape(2, 4)
     assert (together[:2] - merged).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("norm", ["mean", "mean_std"])
-def test_advantages_follow_a_permutation_of_the_group(norm):
-    """Which sample came from which rank does not matter."""
+@pytest.mark.parametrize("options", ESTIMATORS, ids=names)
+def test_advantages_follow_a_permutation_of_the_group(options):
+    """Pitfall 25: which sample came from which rank does not matter."""
     rewards = double([[0.25, 1.0, 0.0, 0.5, 0.125]])
     order = torch.tensor([3, 1, 4, 0, 2])
-    permuted = group_advantages(rewards[:, order], norm=norm)
-    torch.testing.assert_close(permuted, group_advantages(rewards, norm=norm)[:, order], rtol=0, atol=1e-15)
-
-
-def test_unknown_advantage_norm_is_refused_with_the_choices():
-    """A misspelt norm stops with its value and the names that exist, also when all rewards are equal."""
-    with pytest.raises(ValueError, match=r"'std'.*mean, mean_std"):
-        group_advantages(double([[1.0, 1.0]]), norm="std")
+    permuted = group_advantages(rewards[:, order], **options)
+    torch.testing.assert_close(permuted, group_advantages(rewards, **options)[:, order], rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("norm", "expected"),
+    ("call", "message"),
     [
-        ("token_mean", [1 / 14] * 4),
-        ("sequence_mean", [1 / 12, 1 / 20, 1 / 8, 1 / 16]),
-        ("constant", [1 / 32] * 4),
+        (lambda: group_advantages(REWARDS, baseline="mean", norm="std"), r"'std'.*none, group_std, batch_std"),
+        (lambda: group_advantages(REWARDS, baseline="greedy", norm="none"), r"'greedy'.*mean, leave_one_out, none"),
+        (lambda: loss_weights(LENGTHS, norm="mean", constant=8), r"'mean'.*token_mean, sequence_mean, constant"),
     ],
 )
-def test_loss_weights_equal_their_formulas(norm, expected):
-    """1 / sum(L), 1 / (N L_i) and 1 / (N C), in double precision."""
-    weights = loss_weights(torch.tensor([3, 5, 2, 4]), norm=norm, constant=8)
+def test_unknown_names_are_refused_with_the_choices(call, message):
+    """A misspelt name stops with its value and the names that exist."""
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+SEPARATE = torch.stack([double([[1.0, 0.0, 1.0, 0.0]]), double([[0.2, 0.2, 0.8, 0.4]])], -1)
+
+
+def test_separate_advantages_equal_the_worked_numbers():
+    """Each reward is normalised in its group before the sum, and the sum is whitened over the step."""
+    expected = [[0.094772, -0.937322, 1.358596, -0.516047]]
+    assert_six_decimals(separate_advantages(SEPARATE, double([1.0, 1.0]), eps=1e-4), expected)
+
+
+def test_separate_advantages_depend_on_the_weights_and_not_on_the_scales():
+    """A reward in percent counts like one in shares; a weight of 0 leaves it out."""
+    rewards = torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = double([1.0, 0.5])
+    advantages = separate_advantages(rewards, weights, eps=0.0)
+    scaled = separate_advantages(rewards * double([100.0, 0.01]), weights, eps=0.0)
+    torch.testing.assert_close(scaled, advantages, rtol=0, atol=1e-12)
+    first = group_advantages(rewards[..., 0], **GRPO, eps=0.0)
+    alone = separate_advantages(rewards, double([1.0, 0.0]), eps=0.0)
+    torch.testing.assert_close(alone, first / first.std(), rtol=0, atol=1e-12)
+    assert (advantages - alone).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "num_equal"),
+    [(1, [1], 0), (3, [1, 3, 5], 0), (4, [0, 1, 3, 5], 1), (6, [0, 1, 2, 3, 4, 5], 3), (9, [0, 1, 2, 3, 4, 5], 3)],
+)
+def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
+    """The first groups whose accuracies differ, filled up with the first others, in order and counted."""
+    accuracy = double([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.5, 1.0]])
+    assert select_groups(accuracy, count) == (rows, num_equal)
+
+
+def test_an_all_correct_group_of_different_lengths_is_dropped():
+    """Pitfall 26: judged by accuracy it has no signal; the shaped reward would have kept it before the mixed one."""
+    accuracy, lengths = double([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]), double([[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]])
+    assert select_groups(accuracy, 1) == ([1], 0)
+    assert select_groups(accuracy - 0.01 * lengths, 1) == ([0], 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "norm", "expected"),
+    [
+        (None, "token_mean", [1 / 14] * 4),
+        (None, "sequence_mean", [1 / 12, 1 / 20, 1 / 8, 1 / 16]),
+        (None, "constant", [1 / 32] * 4),
+        ([True, False, True, True], "token_mean", [1 / 9, 0, 1 / 9, 1 / 9]),
+        ([True, False, True, False], "sequence_mean", [1 / 6, 0, 1 / 4, 0]),
+        ([True, False, False, True], "constant", [1 / 16, 0, 0, 1 / 16]),
+        ([False] * 4, "token_mean", [0] * 4),
+        ([False] * 4, "sequence_mean", [0] * 4),
+        ([False] * 4, "constant", [0] * 4),
+    ],
+)
+def test_loss_weights_equal_their_formulas(keep, norm, expected):
+    """1 / sum(L), 1 / (N L_i) and 1 / (N C) over the sequences that are kept, in double precision."""
+    keep = None if keep is None else torch.tensor(keep)
+    weights = loss_weights(LENGTHS, norm=norm, constant=8, keep=keep)
     torch.testing.assert_close(weights, double(expected), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize(("norm", "total"), [("token_mean", 1.0), ("sequence_mean", 1.0), ("constant", 14 / 32)])
 def test_weights_of_all_tokens_sum_to_a_known_total(norm, total):
     """Means weigh 1 in all; the constant divisor weighs the share of N * C that was used."""
-    lengths = torch.tensor([3, 5, 2, 4])
-    weights = loss_weights(lengths, norm=norm, constant=8)
-    assert float((weights * lengths).sum()) == pytest.approx(total, abs=1e-15)
+    weights = loss_weights(LENGTHS, norm=norm, constant=8)
+    assert float((weights * LENGTHS).sum()) == pytest.approx(total, abs=1e-15)
 
 
 def test_constant_norm_does_not_depend_on_the_longest_completion():
-    """A sequence weighs the same beside a short and beside a long one."""
+    """Pitfall 34: a sequence weighs the same beside a short and beside a long one."""
     short = loss_weights(torch.tensor([3, 4]), norm="constant", constant=8)
     long = loss_weights(torch.tensor([3, 8]), norm="constant", constant=8)
     assert torch.equal(short, long)
@@ -124,11 +243,10 @@ def test_constant_norm_does_not_depend_on_the_longest_completion():
 )
 def test_a_sequence_without_loss_tokens_counts_but_weighs_nothing(norm, expected):
     """It stays in N, every weight is finite, and its zero tokens add zero."""
-    lengths = torch.tensor([2, 0, 4])
-    weights = loss_weights(lengths, norm=norm, constant=8)
+    weights = loss_weights(torch.tensor([2, 0, 4]), norm=norm, constant=8)
     assert torch.isfinite(weights).all()
     for weight, wanted in zip(weights.tolist(), expected, strict=True):
-        assert wanted is None or weight == pytest.approx(wanted, rel=1e-15)
+        assert wanted is None or weight == pytest.approx(wanted, rel=1e-7)
 
 
 @pytest.mark.parametrize("norm", ["token_mean", "sequence_mean", "constant"])
@@ -139,7 +257,171 @@ def test_loss_weights_are_finite_when_no_sequence_has_tokens(norm):
     assert torch.isfinite(weights).all()
 
 
-def test_unknown_loss_norm_is_refused_with_the_choices():
-    """A misspelt norm stops with its value and the names that exist."""
-    with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):
-        loss_weights(torch.tensor([1]), norm="mean", constant=8)
+TERMINAL = {"rewards": [0, -0.1, 0.2, 1], "values": [0.5, 0.4, 0.6, 0.8], "bootstrap": 0.0}
+PENALISED = {
+    "rewards": [-0.005, -0.010, 0.010, -0.015, -0.005],
+    "values": [0.30, 0.25, 0.35, 0.10, 0.05],
+    "bootstrap": 0.0,
+}
+TRUNCATED = {**PENALISED, "bootstrap": 0.4}
+NO_TOKENS = {"rewards": [], "values": [], "bootstrap": 0.7}
+PPO_DECAY = {"gamma": 1.0, "gae_lambda": 0.95}
+
+
+def estimates_of(sequences, **decay):
+    streams = {k: flat([s[k] for s in sequences]) for k in ("rewards", "values")}
+    lengths = torch.tensor([len(s["values"]) for s in sequences], dtype=torch.int64)
+    return gae(**streams, lengths=lengths, bootstrap=double([s["bootstrap"] for s in sequences]), **decay)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "decay", "expected"),
+    [
+        pytest.param(TERMINAL, PPO_DECAY, [0.527475, 0.660500, 0.590000, 0.200000], id="terminal"),
+        pytest.param(TERMINAL, {"gamma": 1.0, "gae_lambda": 1.0}, [0.6, 0.7, 0.6, 0.2], id="lambda_1"),
+        pytest.param(
+            TERMINAL, {"gamma": 0.99, "gae_lambda": 0.95}, [0.497529, 0.639584, 0.580100, 0.2], id="gamma_0.99"
+        ),
+        pytest.param(PENALISED, PPO_DECAY, [-0.286627, -0.243818, -0.351387, -0.117250, -0.055000], id="ended"),
+        pytest.param(TRUNCATED, PPO_DECAY, [0.039175, 0.099132, 0.009612, 0.262750, 0.345000], id="truncated"),
+    ],
+)
+def test_estimates_equal_the_worked_numbers(sequence, decay, expected):
+    """Pitfall 31: what follows the last token is worth `bootstrap`, which is 0 where the sequence ended."""
+    assert_six_decimals(estimates_of([sequence], **decay), expected)
+
+
+@pytest.mark.parametrize("decay", [PPO_DECAY, {"gamma": 0.9, "gae_lambda": 0.8}])
+def test_estimates_in_a_pack_are_those_of_each_sequence_alone(decay):
+    """Pitfall 30: in any order, beside a sequence without tokens, nothing crosses a border."""
+    for order in itertools.permutations([TERMINAL, PENALISED, TRUNCATED, NO_TOKENS]):
+        alone = torch.cat([estimates_of([sequence], **decay) for sequence in order])
+        assert torch.equal(estimates_of(order, **decay), alone)
+    assert estimates_of([], **decay).shape == (0,)
+
+
+def test_estimates_leave_their_arguments_alone():
+    """Values and bootstrap are used again after the estimates are made."""
+    arguments = [flat([TERMINAL["rewards"]]), flat([TERMINAL["values"]]), double([0.3])]
+    before = [x.clone() for x in arguments]
+    gae(arguments[0], arguments[1], torch.tensor([4]), bootstrap=arguments[2], **PPO_DECAY)
+    assert all(torch.equal(x, y) for x, y in zip(arguments, before, strict=True))
+
+
+def test_token_rewards_and_returns_equal_the_worked_numbers():
+    """Pitfall 30: the score is paid at each sequence's last token, the KL penalty at every one."""
+    rewards = token_rewards(double([1.0, 0.0]), flat(K1[:2]), LENGTHS[:2], kl_coef=0.05)
+    assert_six_decimals(rewards, [-0.005, 0.010, 0.995, *PENALISED["rewards"]])
+    to_go = returns_to_go(rewards, LENGTHS[:2])
+    assert_six_decimals(to_go, [1.000, 1.005, 0.995, -0.025, -0.020, -0.010, -0.020, -0.005])
+
+
+def test_the_score_of_a_sequence_without_tokens_is_paid_to_nobody():
+    """Neither its neighbours nor the pack's last token receive it."""
+    rewards = token_rewards(double([7.0, 1.0, 9.0]), double([0.0, 0.0]), torch.tensor([0, 2, 0]), kl_coef=0.1)
+    assert_six_decimals(rewards, [0.0, 1.0])
+    assert token_rewards(double([7.0]), double([]), torch.tensor([0]), kl_coef=0.1).shape == (0,)
+
+
+def test_kl_before_the_baseline_is_part_of_the_group_mean():
+    """Pitfall 28, RLOO in TRL: each score loses its sequence's KL, then the leave-one-out baseline is taken."""
+    shaped = REWARDS - 0.05 * double([[sum(k) for k in K1]])
+    assert_six_decimals(shaped, [[1.0, -0.025, 0.5, 1.025]])
+    assert_six_decimals(group_advantages(shaped, **RLOO), [[0.500000, -0.866667, -0.166667, 0.533333]])
+
+
+def test_kl_after_the_baseline_stays_with_its_own_tokens():
+    """Pitfall 28, REINFORCE in verl: the baseline is of the scores alone; a token then loses the KL from it on."""
+    to_go = returns_to_go(flat(K1), LENGTHS)
+    assert_six_decimals(to_go, flat(K1_TO_GO).tolist())
+    advantages = group_advantages(REWARDS, **RLOO)[0].repeat_interleave(LENGTHS) - 0.05 * to_go
+    expected = [
+        [0.5, 0.505, 0.495],
+        [-0.858333, -0.853333, -0.843333, -0.853333, -0.838333],
+        [-0.166667, -0.169167],
+        [0.525, 0.520, 0.515, 0.520],
+    ]
+    assert_six_decimals(advantages, flat(expected).tolist())
+
+
+def test_kl_coefficient_follows_the_worked_numbers():
+    """At most 20 % per horizon, up when the KL is above its target and down when below."""
+    kl_coef = 0.2
+    for kl, expected in ((12, 0.201024), (3, 0.199995), (6.3, 0.200251)):
+        kl_coef = adapted_kl_coef(kl_coef, kl, target=6, num_rollouts=256, horizon=10_000)
+        assert_six_decimals(kl_coef, expected)
+
+
+def whitened(rank, parts):
+    """The whitened part of this rank, and the mean and variance of all."""
+    return whiten(parts[rank]).tolist(), *(float(x) for x in mean_and_variance(parts[rank]))
+
+
+def explained(rank, values, returns):
+    return explained_variance(values[rank], returns[rank])
+
+
+WHITENED_SEQUENCES = [[0.902957] * 3, [-1.203942] * 5, [-0.150493] * 2, [0.902957] * 4]
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        pytest.param(
+            double([0.527475, 0.660500, 0.590000, 0.200000]), [0.161903, 0.814913, 0.468833, -1.445648], id="gae"
+        ),
+        pytest.param(
+            group_advantages(REWARDS, **DR_GRPO)[0].repeat_interleave(LENGTHS),
+            flat(WHITENED_SEQUENCES).tolist(),
+            id="reinforce++_baseline",
+        ),
+        pytest.param(
+            returns_to_go(token_rewards(REWARDS[0], flat(K1), LENGTHS, kl_coef=0.0), LENGTHS),
+            flat(WHITENED_SEQUENCES).tolist(),
+            id="reinforce++",
+        ),
+        pytest.param(double([1e8, 1e8 + 1, 1e8 + 2]), [-1.0, 0.0, 1.0], id="far_from_zero"),
+        pytest.param(double([0.1] * 7), [0.0] * 7, id="all_equal"),
+        pytest.param(double([0.0, 1e-4]), [-0.408248, 0.408248], id="1e-8_in_the_variance"),
+    ],
+)
+def test_whitening_is_over_the_tokens_of_all_ranks(one_rank, two_ranks, stream, expected):
+    """Pitfall 29: ddof 1, the worked numbers, and the same for every split over two ranks, an empty rank included."""
+    ((alone, mean, variance),) = one_rank.run(whitened, [stream])
+    assert_six_decimals(alone, expected)
+    assert mean == pytest.approx(float(stream.mean()), rel=1e-14)
+    assert variance == pytest.approx(float(stream.var()), rel=1e-12, abs=1e-30)
+    for cut in (0, 1, len(stream) // 2, len(stream)):
+        first, second = two_ranks.run(whitened, [stream[:cut], stream[cut:]])
+        assert first[0] + second[0] == pytest.approx(alone, rel=0, abs=1e-12)
+        assert first[1:] == second[1:] == pytest.approx((mean, variance), rel=1e-14, abs=1e-30)
+
+
+def test_whitening_keeps_the_precision_of_its_stream(one_rank):
+    """An fp32 stream stays fp32: it is whitened in fp64 and rounded once."""
+    stream = torch.tensor([1.0, 2.0, 4.0])
+    ((alone, *_),) = one_rank.run(whitened, [stream])
+    ((exact, *_),) = one_rank.run(whitened, [stream.double()])
+    assert torch.equal(torch.tensor(alone), torch.tensor(exact))
+    assert alone == torch.tensor(alone).tolist() != exact
+
+
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1.0, 2.0, 4.0, 7.0], [1.0, 2.0, 4.0, 7.0], 1.0),
+        ([6.0, 7.0, 9.0, 12.0], [1.0, 2.0, 4.0, 7.0], 1.0),
+        ([0.5, 1.0, 2.0, 3.5], [1.0, 2.0, 4.0, 7.0], 0.75),
+        ([3.0] * 4, [1.0, 2.0, 4.0, 7.0], 0.0),
+        ([-1.0, -2.0, -4.0, -7.0], [1.0, 2.0, 4.0, 7.0], -3.0),
+        ([1.0, 2.0, 4.0, 7.0], [3.0] * 4, 0.0),
+    ],
+    ids=["equal", "shifted", "half", "constant", "opposite", "constant_returns"],
+)
+def test_explained_variance_is_a_share_over_all_ranks(one_rank, two_ranks, values, returns, expected):
+    """1 for perfect values up to a shift, 0 for a constant, below 0 for worse; the same for every split."""
+    values, returns = double(values), double(returns)
+    assert one_rank.run(explained, [values], [returns]) == pytest.approx([expected], abs=1e-12)
+    for cut in (0, 1, 2):
+        parts = [[x[:cut], x[cut:]] for x in (values, returns)]
+        assert two_ranks.run(explained, *parts) == pytest.approx([expected] * 2, abs=1e-12)

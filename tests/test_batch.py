@@ -1,4 +1,4 @@
-"""Plans as pure functions of lengths, and a batch against loops over its sequences."""
+"""Plans as pure functions of lengths, a batch against loops over its sequences, and what ranks know of each other's."""
 
 import dataclasses
 import importlib.util
@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from minirl import batch as batching
-from minirl.batch import Batch, Rollout, RolloutId, plan_microbatches, plan_updates
+from minirl.batch import (
+    Batch,
+    Rollout,
+    RolloutId,
+    RolloutTable,
+    exchange,
+    gather_by_row,
+    gather_table,
+    plan_microbatches,
+    plan_updates,
+)
 
 CPU = torch.device("cpu")
 
@@ -220,21 +230,21 @@ def test_layout_has_the_lengths_of_the_batch():
 
 
 def test_a_new_stream_is_one_more_line(tmp_path):
-    """With a line for `values` added to Batch, select and to carry it: no other line knows the streams by name."""
+    """With a line for `teacher` added to Batch, select and to carry it: no other line knows the streams by name."""
     source = Path(batching.__file__).read_text()
     line = "    ref_logprobs: Tensor = _later()"
     assert source.count(line) == 1
-    (tmp_path / "batch_with_values.py").write_text(source.replace(line, f"    values: Tensor = _later()\n{line}"))
-    spec = importlib.util.spec_from_file_location("batch_with_values", tmp_path / "batch_with_values.py")
-    module = sys.modules["batch_with_values"] = importlib.util.module_from_spec(spec)
+    (tmp_path / "batch_with_teacher.py").write_text(source.replace(line, f"    teacher: Tensor = _later()\n{line}"))
+    spec = importlib.util.spec_from_file_location("batch_with_teacher", tmp_path / "batch_with_teacher.py")
+    module = sys.modules["batch_with_teacher"] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         old = make_batch([2, 1])
-        batch = module.Batch(old.lengths, **tensor_fields(old), values=torch.tensor([1.0, 2.0, 3.0]))
-        assert batch.select([1, 0]).values.tolist() == [3.0, 1.0, 2.0]
-        assert batch.to(torch.device("meta")).values.device.type == "meta"
+        batch = module.Batch(old.lengths, **tensor_fields(old), teacher=torch.tensor([1.0, 2.0, 3.0]))
+        assert batch.select([1, 0]).teacher.tolist() == [3.0, 1.0, 2.0]
+        assert batch.to(torch.device("meta")).teacher.device.type == "meta"
     finally:
-        del sys.modules["batch_with_values"]
+        del sys.modules["batch_with_teacher"]
 
 
 def test_completion_is_what_follows_the_prompt():
@@ -243,3 +253,73 @@ def test_completion_is_what_follows_the_prompt():
     mask = torch.tensor([False, False, True, True, True])
     rollout = Rollout(tokens, mask, torch.zeros(5), torch.zeros(5, dtype=torch.int32), 2, RolloutId(0, 0), "stop")
     assert rollout.completion == [7, 8, 0]
+
+
+# Between ranks.
+
+IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in the order of the table
+
+
+def make_rollout(prompt, sample):
+    """A rollout whose every number follows from its id; the length limit cut off the last of each group."""
+    num_prompt, num_sampled = prompt, 1 + sample
+    mask = torch.arange(num_prompt + num_sampled) >= num_prompt
+    tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample
+    end = "length" if sample == 2 else "stop"
+    return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, RolloutId(prompt, sample), end)
+
+
+def own_rollouts(rank, first_share):
+    """This rank's of the nine, last first; rank 0 has `first_share` of them."""
+    ids = IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:]
+    return [make_rollout(*i) for i in ids]
+
+
+def own_table(rank, first_share):
+    rollouts = own_rollouts(rank, first_share)
+    rewards = [[r.rollout_id.prompt + 0.1, r.rollout_id.sample / 3] for r in rollouts]
+    return gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
+
+
+@pytest.mark.parametrize("first_share", [0, 4, 9])
+def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ranks, first_share):
+    """Lengths, ends and every reward to its last bit, whoever holds the rollouts; one rank may hold none."""
+    for table in two_ranks.run(own_table, first_share):
+        assert list(zip(table.prompt.tolist(), table.sample.tolist(), strict=True)) == IDS
+        assert table.num_tokens.tolist() == [p + 1 + s for p, s in IDS]
+        assert table.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
+        assert table.is_truncated.tolist() == [s == 2 for _, s in IDS]
+        assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s in IDS]
+        dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
+        assert (dtypes.pop("rewards"), dtypes.pop("is_truncated")) == (torch.float64, torch.bool)
+        assert set(dtypes.values()) == {torch.int64}
+
+
+@pytest.mark.parametrize("rows", [[], [4], [8, 0, 3]])
+def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank, rows):
+    """In the order asked for; the rows of rollouts are those of the selection, not of the whole table."""
+    (table,) = one_rank.run(own_table, 9)
+    part = table.select(rows)
+    for field in dataclasses.fields(RolloutTable):
+        assert getattr(part, field.name).tolist() == [getattr(table, field.name)[i].tolist() for i in rows]
+    rollouts = [make_rollout(*IDS[row]) for row in rows]
+    assert table.rows_of(rollouts) == rows
+    assert part.rows_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
+    with pytest.raises(KeyError):
+        part.rows_of([make_rollout(5, 0)])
+
+
+def own_numbers(rank, rank_of):
+    """Each sequence's first token, sent back to its row of the table, after an exchange."""
+    rollouts, table = own_rollouts(rank, 4), own_table(rank, 4)
+    batch = exchange(rollouts, table, rank_of)
+    first = [part[0] for part in sequences_of(batch, "tokens")]
+    return gather_by_row(batch, torch.tensor(first, dtype=torch.float32), len(IDS))
+
+
+@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0], [1] * 9])
+def test_numbers_per_sequence_come_back_in_table_order_on_every_rank(two_ranks, rank_of):
+    """Wherever the rollouts are trained on, also where a rank has none; in double precision, none counted twice."""
+    for numbers in two_ranks.run(own_numbers, rank_of):
+        assert numbers.dtype == torch.float64
+        assert numbers.tolist() == [100 * p + 10 * s for p, s in IDS]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from minirl.batch import RolloutId
 from minirl.data import Prompts, Tokenizer
+from minirl.sampling import request_key
 from minirl.tasks import Row
 
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
@@ -20,20 +22,21 @@ TEMPLATE = (
 BOS, EOS = 0, 1
 
 
-def save_tokenizer(folder, template):
-    """One token per character; the backend adds a BOS to every text, and so does the template."""
+def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_token="<eos>"):
+    """One token per character; the backend puts a text in `single`, with a BOS, and the template has one too."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
-    backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    special_tokens = [(token, tokens.index(token)) for token in ("<bos>", "<eos>")]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
-        eos_token="<eos>",
+        eos_token=eos_token,
         unk_token="<unk>",
         additional_special_tokens=["<turn>"],
     )
@@ -55,12 +58,12 @@ def text_folder(tmp_path_factory):
     return folder
 
 
-def ids(text):
+def ids(text, tokens=TOKENS):
     """Ids of a text with specials written out."""
     found = []
     while text:
         token = next((t for t in TOKENS[:4] if text.startswith(t)), text[0])
-        found.append(TOKENS.index(token))
+        found.append(tokens.index(token))
         text = text[len(token) :]
     return found
 
@@ -68,51 +71,114 @@ def ids(text):
 class Letters:
     """A tokenizer of one id per letter."""
 
+    stop_ids = frozenset({7})
+
     def encode(self, row):
         return [ord(letter) for letter in row.prompt]
 
 
-def make_prompts(texts, *, max_prompt_tokens=100, seed=0):
-    return Prompts(
-        [Row(t, {}, f"f:{i}") for i, t in enumerate(texts)], Letters(), max_prompt_tokens=max_prompt_tokens, seed=seed
-    )
+def make_prompts(texts, *, max_prompt_tokens=100, seed=0, purpose="train"):
+    """Prompts with this much room beside completions of at most five tokens; each row's `place` is its number."""
+    rows = [Row(text, {}, str(i)) for i, text in enumerate(texts)]
+    limits = {"max_tokens": max_prompt_tokens + 5, "max_new_tokens": 5}
+    return Prompts(rows, Letters(), purpose=purpose, seed=seed, **limits)
+
+
+def order(prompts, first, count):
+    return [prompts.index(ordinal) for ordinal in range(first, first + count)]
 
 
 def test_each_epoch_is_another_permutation_of_the_rows():
     """Every row once per epoch, in another order each time, and in another order for another seed."""
     prompts, other = make_prompts(["a"] * 50), make_prompts(["a"] * 50, seed=1)
-    epochs = [prompts.batch(50 * epoch, 50) for epoch in range(4)]
+    epochs = [order(prompts, 50 * epoch, 50) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert list(range(50)) not in epochs
-    assert other.batch(0, 50) not in epochs
+    assert order(other, 0, 50) not in epochs
 
 
 def test_order_does_not_depend_on_what_was_asked_before():
-    """A resumed run reads the stream from the middle and gets the same rows; batches may cross epochs."""
-    stream = make_prompts(["a"] * 7).batch(0, 40)
+    """A resumed run reads the stream from the middle and gets the same rows, in any order, over any epochs' border."""
+    stream = order(make_prompts(["a"] * 7), 0, 40)
     again = make_prompts(["a"] * 7)
-    assert again.batch(33, 7) == stream[33:]
-    assert again.batch(4, 8) == stream[4:12]
-    assert [again.batch(i, 1)[0] for i in range(39, -1, -1)] == stream[::-1]
-    assert again.batch(5, 0) == []
+    assert order(again, 33, 7) == stream[33:]
+    assert order(again, 4, 8) == stream[4:12]
+    assert [again.index(i) for i in range(39, -1, -1)] == stream[::-1]
+    for asked in ([6, 7] * 3, [13, 7, 21, 0, 14], random.Random(0).sample(range(40), 40)):
+        assert [again.index(i) for i in asked] == [stream[i] for i in asked]
+        assert [again.row(i).place for i in asked] == [str(stream[i]) for i in asked]
 
 
 def test_order_does_not_depend_on_the_process():
-    """Two ranks with different hash seeds draw the same rows."""
+    """Another process, with another hash seed, draws the same rows."""
     program = (
         "from minirl.data import Prompts\nfrom minirl.tasks import Row\n"
         "class T:\n    def encode(self, row): return [1]\n"
-        "print(Prompts([Row('a', {}, 'x')] * 9, T(), max_prompt_tokens=1, seed=3).batch(0, 30))"
+        "p = Prompts([Row('a', {}, 'x')] * 9, T(), purpose='train', max_tokens=2, max_new_tokens=1, seed=3)\n"
+        "print([p.index(i) for i in range(30)])"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1]
-    assert json.loads(printed[0]) == make_prompts(["a"] * 9, seed=3).batch(0, 30)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(printed) == order(make_prompts(["a"] * 9, seed=3), 0, 30)
+
+
+def test_a_request_is_its_row_its_key_and_the_limits():
+    """Tokens of the row that the order gives, the id and key of the run's ordinal, a group side by side."""
+    prompts = make_prompts(["aa", "bbb", "c"], seed=4)
+    requests = prompts.requests(2, 3, group_size=2, temperature=0.7)
+    assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
+    for request in requests:
+        ordinal, sample = request.rollout_id.prompt, request.rollout_id.sample
+        assert request.prompt == prompts.tokens[prompts.index(ordinal)]
+        assert request.prompt == tuple(map(ord, prompts.row(ordinal).prompt))
+        assert request.key == request_key(4, purpose="train", prompt=ordinal, sample=sample)
+        assert (request.max_new_tokens, request.temperature, request.stop_ids) == (5, 0.7, frozenset({7}))
+    assert prompts.requests(5, 0, group_size=2) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
+def test_shares_of_the_ranks_are_every_request_once_in_order(monkeypatch, world_size):
+    """Any number of ranks makes the same rollouts with the same noise: only who makes them differs, by at most one."""
+    wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
+    whole = make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted)
+    assert len(whole) == 24
+    monkeypatch.setattr("minirl.data.world_size", lambda: world_size)
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr("minirl.data.rank", lambda rank=rank: rank)
+        shares.append(make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted))
+    assert [request for share in shares for request in share] == whole
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_greedy_requests_come_after_the_group():
+    """Each prompt's group samples at the temperature, then its greedy ones at 0, with numbers that go on counting."""
+    requests = make_prompts(["a", "b"]).requests(0, 2, group_size=2, temperature=1.3, num_greedy=1)
+    assert [(r.rollout_id.sample, r.temperature) for r in requests] == [(0, 1.3), (1, 1.3), (2, 0.0)] * 2
+    plain = make_prompts(["a", "b"]).requests(0, 2, group_size=2, temperature=1.3)
+    assert plain == [request for request in requests if request.temperature]
+    only = make_prompts(["a", "b"]).requests(0, 2, group_size=0, num_greedy=1)
+    assert [(r.rollout_id.sample, r.temperature) for r in only] == [(0, 0.0)] * 2
+
+
+def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
+    """The same row in a later epoch, in evaluation or under another seed is sampled with other noise."""
+    several = [make_prompts(["a"] * 3, seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
+    keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
+    assert len(set(keys)) == len(keys) == 4 * 9 * 4
+
+
+def test_equal_prompts_are_separate_groups_by_ordinal():
+    """Two rows of one text in a batch keep their own ids, noise and columns."""
+    rows = [Row("same", {"answer": i}, str(i)) for i in range(2)]
+    prompts = Prompts(rows, Letters(), purpose="train", max_tokens=9, max_new_tokens=5)
+    requests = prompts.requests(0, 2, group_size=2)
+    assert len({r.prompt for r in requests}) == 1
+    assert len({r.rollout_id for r in requests}) == len({r.key for r in requests}) == 4
+    assert [[r.rollout_id.prompt for r in requests].count(ordinal) for ordinal in (0, 1)] == [2, 2]
+    assert {prompts.row(ordinal).columns["answer"] for ordinal in (0, 1)} == {0, 1}
 
 
 def seconds(action):
@@ -126,10 +192,12 @@ def seconds(action):
 
 
 def test_a_step_of_a_large_task_does_not_shuffle_for_each_prompt():
-    """Drawing 128 prompts of 20,000 costs a few shuffles of them, not 128."""
+    """Drawing 128 prompts of 20,000 costs a few shuffles of them, not 128, also when an epoch ends in between."""
     prompts = make_prompts(["a"] * 20_000)
     one_shuffle = seconds(lambda: random.Random("0 0").shuffle(list(range(20_000))))
-    assert seconds(lambda: prompts.batch(128, 128)) < 20 * one_shuffle
+    for first in (128, 20_000 - 64):
+        assert seconds(lambda first=first: prompts.requests(first, 128, group_size=1)) < 20 * one_shuffle
+    assert seconds(lambda: [prompts.row(i) for i in [19_999, 20_000] * 64]) < 20 * one_shuffle
 
 
 def test_epochs_served_are_counted_in_rows_kept():
@@ -143,14 +211,14 @@ def test_too_long_prompts_are_skipped_and_counted():
     assert [row.prompt for row in prompts.rows] == ["aa", "ccc"]
     assert prompts.tokens == [(97, 97), (99, 99, 99)]
     assert prompts.num_skipped == 2
-    assert sorted(prompts.batch(0, 2)) == [0, 1]
+    assert sorted(order(prompts, 0, 2)) == [0, 1]
 
 
 def test_no_prompt_that_fits_is_refused_with_the_lengths():
     """The shortest prompt, the room there is and the flag that takes it; no rows at all is not an error."""
     with pytest.raises(ValueError, match=r"shortest has 4 tokens and 3 are left.*--max-new-tokens"):
         make_prompts(["bbbb", "ddddd"], max_prompt_tokens=3)
-    assert make_prompts([]).rows == []
+    assert make_prompts([]).rows == make_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
 
 
 def test_text_prompts_get_the_tokenizers_own_bos_once(chat_folder):
@@ -181,6 +249,33 @@ def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
     with pytest.raises(ValueError, match=r"my\.jsonl:8.*no chat template"):
         Tokenizer(text_folder, chat=True).encode(Row("a", {}, "my.jsonl:8"))
     assert Tokenizer(text_folder).encode(Row("a", {}, "my.jsonl:9")) == ids("<bos>a")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "<bos>ab, cd<eos>"),
+        ({"single": "<bos> $A <eos>"}, "<bos>ab, cd<eos>"),
+        ({"eos_token": None}, "<bos>ab, cd"),
+    ],
+    ids=["appended", "tokenizers_own", "no_eos"],
+)
+def test_an_answered_text_ends_with_one_end_token(tmp_path, options, expected):
+    """Prompt and completion are one text with the tokenizer's own BOS and, where it has one, exactly one EOS."""
+    save_tokenizer(tmp_path, TEMPLATE, **options)
+    assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids(expected)
+
+
+def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder):
+    """Messages, or a text with `chat`, then the answer: one BOS, no generation prompt, nothing after it."""
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    encoded = Tokenizer(chat_folder).encode_answered(messages, "bye")
+    assert encoded == ids("<bos><turn>system:be kind<turn>user:hello<turn>assistant:bye")
+    assert len(messages) == 2, "the row's own messages were changed"
+    wrapped = Tokenizer(chat_folder, chat=True).encode_answered("hello", "bye")
+    assert wrapped == ids("<bos><turn>user:hello<turn>assistant:bye")
+    with pytest.raises(ValueError, match=r"reward model.*no chat template"):
+        Tokenizer(text_folder).encode_answered(messages, "bye")
 
 
 def test_decode_drops_special_tokens_and_nothing_else(chat_folder):

@@ -1,4 +1,4 @@
-"""Policy losses and KL estimators against the worked numbers of four packed responses."""
+"""Losses, ratios and corrections against the worked numbers of four packed responses."""
 
 import itertools
 import math
@@ -7,32 +7,92 @@ import pytest
 import torch
 
 from minirl.advantages import group_advantages, loss_weights
-from minirl.losses import KL_ESTIMATORS, clipped_policy_loss, is_clipped, kl_penalty
-
-LENGTHS = (3, 5, 2, 4)
-REWARDS = [1.0, 0.0, 0.5, 1.0]
-OLD = [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
-NEW = [-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80]
-REF = [-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60]
-PPO = {"clip_low": 0.2, "clip_high": 0.2}
-CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
-NORMS = ("token_mean", "sequence_mean", "constant")
+from minirl.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    RATIO_LEVELS,
+    bradley_terry_loss,
+    cispo_loss,
+    clipped_policy_loss,
+    importance_ratio,
+    importance_weights,
+    is_clipped,
+    is_value_clipped,
+    kl_penalty,
+    sequence_sums,
+    sft_loss,
+    value_loss,
+)
 
 
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def per_token(per_sequence, lengths=LENGTHS):
+LENGTHS = (3, 5, 2, 4)
+REWARDS = double([1.0, 0.0, 0.5, 1.0])
+OLD = double([-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00])
+NEW = double([-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80])
+REF = double([-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60])
+SAMPLED = double([-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20])
+RHO = [1.020201, 0.951229, 1, 0.980199, 1.020201, 2.459603, 1, 0.951229, 1, 1, 1.020201, 0.980199, 1, 0.449329]
+SEQUENCE_RHO = [0.970446, 2.339647, 1, 0.449329]
+NORMS = ("token_mean", "sequence_mean", "constant")
+
+PPO = {"clip_low": 0.2, "clip_high": 0.2}
+CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
+CAP = {"clip_low": 1.0, "clip_high": 0.3}  # at most 1.3, no lower bound
+DR_GRPO = {"baseline": "mean", "norm": "none"}
+GRPO = {"baseline": "mean", "norm": "group_std", "eps": 1e-6}
+TRL = {"baseline": "mean", "norm": "group_std", "eps": 1e-4}
+RLOO = {"baseline": "leave_one_out", "norm": "none"}
+
+
+def spread(per_sequence, lengths=LENGTHS):
     return per_sequence.repeat_interleave(torch.tensor(lengths))
 
 
-def weights_of(norm, lengths=LENGTHS):
-    return per_token(loss_weights(torch.tensor(lengths), norm=norm, constant=8), lengths)
+def weights_of(norm, lengths=LENGTHS, keep=None):
+    return spread(loss_weights(torch.tensor(lengths), norm=norm, constant=8, keep=keep), lengths)
 
 
-def advantages_of(norm="mean", eps=1e-6):
-    return per_token(group_advantages(double([REWARDS]), norm=norm, eps=eps)[0])
+def advantages_of(estimator=DR_GRPO):
+    return spread(group_advantages(REWARDS[None], **estimator)[0])
+
+
+def ratio_of(new=NEW, old=OLD, level="token", lengths=LENGTHS):
+    everywhere = torch.ones(len(new), dtype=torch.bool)
+    return importance_ratio(new, old, level=level, lengths=lengths, loss_mask=everywhere)
+
+
+def clipped(bounds, level="token", *, new=NEW, old=OLD, estimator=DR_GRPO):
+    return clipped_policy_loss(ratio_of(new, old, level), advantages_of(estimator), **bounds)
+
+
+def cispo(bounds, *, new=NEW, old=OLD):
+    return cispo_loss(new, ratio_of(new, old), advantages_of(), **bounds)
+
+
+def corrected(correction, low, high, *, old=OLD):
+    rho = importance_weights(old, SAMPLED, correction=correction, low=low, high=high, lengths=LENGTHS)
+    return rho * clipped(PPO, old=old)
+
+
+def objectives(loss):
+    return [float((weights_of(norm) * loss).sum()) for norm in NORMS]
+
+
+def flat(per_sequence):
+    return [x for values in per_sequence for x in values]
+
+
+def gradient(objective, new=NEW):
+    """The gradient of `objective(new)` and its value."""
+    new = new.clone().requires_grad_()
+    value = objective(new)
+    value.backward()
+    return new.grad, value.detach()
 
 
 def assert_six_decimals(actual, expected):
@@ -40,40 +100,121 @@ def assert_six_decimals(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("clip", "advantages", "expected"),
+    ("loss", "expected"),
     [
-        (PPO, advantages_of(), [0.078844, 0.015368, 0.034494]),
-        (CLIP_HIGHER, advantages_of(), [0.072415, 0.009118, 0.031682]),
-        (PPO, advantages_of("mean_std"), [0.164699, 0.032103, 0.072056]),
+        pytest.param(lambda: clipped(PPO), [0.078844, 0.015368, 0.034494], id="ppo"),
+        pytest.param(lambda: clipped(CLIP_HIGHER), [0.072415, 0.009118, 0.031682], id="clip_higher"),
+        pytest.param(lambda: clipped({**PPO, "dual_clip": 3}), [0.078844, 0.015368, 0.034494], id="dual_clip_3"),
+        pytest.param(lambda: clipped({**PPO, "dual_clip": 1.5}), [0.064463, 0.005302, 0.028203], id="dual_clip_1.5"),
+        pytest.param(lambda: clipped(PPO, estimator=GRPO), [0.164699, 0.032103, 0.072056], id="ppo_grpo_advantages"),
+        pytest.param(lambda: clipped(PPO, "sequence_mean"), [0.044387, -0.011913, 0.019419], id="gspo_wide"),
+        pytest.param(lambda: clipped(GSPO, "sequence_mean"), [0.069861, 0.011568, 0.030564], id="gspo"),
+        pytest.param(lambda: cispo(CAP), [-0.050295, 0.005015, -0.022004], id="cispo_cap"),
+        pytest.param(lambda: cispo(PPO), [-0.057675, -0.001588, -0.025233], id="cispo_two_bounds"),
+        pytest.param(lambda: cispo(PPO, old=NEW), [-0.054286, 0.000703, -0.023750], id="reinforce"),
+        pytest.param(lambda: kl_penalty(NEW, REF, "k1"), [0.140714, 0.116875, 0.061563], id="k1"),
+        pytest.param(lambda: kl_penalty(NEW, REF, "k2"), [0.058568, 0.052905, 0.025623], id="k2"),
+        pytest.param(lambda: kl_penalty(NEW, REF, "k3"), [0.053030, 0.048344, 0.023201], id="k3"),
+        pytest.param(lambda: kl_penalty(SAMPLED, OLD, "k1"), [-0.001429], id="k1_of_the_sampler"),
+        pytest.param(lambda: kl_penalty(SAMPLED, OLD, "k3"), [0.058028], id="k3_of_the_sampler"),
+        pytest.param(lambda: sft_loss(NEW), [0.791429, 0.730208], id="sft"),
+        pytest.param(
+            lambda: corrected("token_truncate", 0, 2), [0.175697, 0.086424, 0.076867], id="token_truncated_to_2"
+        ),
+        pytest.param(
+            lambda: corrected("token_mask", 0.5, 2), [0.027450, -0.014821, 0.012009], id="token_masked_to_half_and_2"
+        ),
+        pytest.param(lambda: corrected("token_truncate", 0.5, 5), [0.211454], id="token_truncated_to_half_and_5"),
+        pytest.param(
+            lambda: corrected("sequence_truncate", 0, 2), [0.403799, 0.255107, 0.176662], id="sequence_truncated_to_2"
+        ),
+        pytest.param(
+            lambda: corrected("sequence_mask", 0, 2), [-0.114025, -0.107370, -0.049886], id="sequence_masked_to_2"
+        ),
+        pytest.param(
+            lambda: corrected("sequence_mask", 0.5, 2),
+            [-0.062127, -0.061960, -0.027181],
+            id="sequence_masked_to_half_and_2",
+        ),
+        pytest.param(
+            lambda: corrected("token_truncate", 0, math.inf), [0.213083, 0.112595, 0.093224], id="decoupled_no_cap"
+        ),
+        pytest.param(
+            lambda: corrected("token_mask", 0, 2), [0.013007, -0.027458, 0.005691], id="decoupled_masked_to_2"
+        ),
+        pytest.param(lambda: clipped(PPO, old=SAMPLED), [0.196739, 0.098170, 0.086073], id="bypass"),
     ],
-    ids=["ppo", "clip_higher", "ppo_with_grpo_advantages"],
 )
-def test_clipped_losses_equal_the_worked_numbers_under_every_norm(clip, advantages, expected):
+def test_losses_equal_the_worked_numbers_under_every_norm(loss, expected):
     """sum(weight * loss) is the published objective for the token mean, the sequence mean and the constant."""
-    loss = clipped_policy_loss(double(NEW), double(OLD), advantages, **clip)
-    assert_six_decimals([float((weights_of(norm) * loss).sum()) for norm in NORMS], expected)
+    assert_six_decimals(objectives(loss())[: len(expected)], expected)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"),
+    ("estimator", "level", "bounds", "kl_coef", "norm", "expected"),
     [
-        ("k1", [0.140714, 0.116875, 0.061563]),
-        ("k2", [0.058568, 0.052905, 0.025623]),
-        ("k3", [0.053030, 0.048344, 0.023201]),
+        pytest.param(TRL, "token", PPO, 0.04, "sequence_mean", 0.034030, id="grpo"),
+        pytest.param(GRPO, "token", CLIP_HIGHER, 0.0, "token_mean", 0.151270, id="dapo"),
+        pytest.param(DR_GRPO, "token", PPO, 0.0, "constant", 0.034494, id="dr_grpo"),
+        pytest.param(RLOO, "sequence_sum", PPO, 0.0, "sequence_mean", 0.042918, id="rloo"),
     ],
 )
-def test_kl_estimates_equal_the_worked_numbers_under_every_norm(estimator, expected):
-    """k1, k2 and k3 are signed and measured from the policy to the reference."""
-    estimate = kl_penalty(double(NEW), double(REF), estimator)
-    assert_six_decimals([float((weights_of(norm) * estimate).sum()) for norm in NORMS], expected)
+def test_whole_objectives_equal_the_worked_numbers(estimator, level, bounds, kl_coef, norm, expected):
+    """The options of the script compose to GRPO, DAPO, Dr.GRPO and RLOO."""
+    loss = clipped(bounds, level, estimator=estimator) + kl_coef * kl_penalty(NEW, REF, "k3")
+    assert_six_decimals((weights_of(norm) * loss).sum(), expected)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (
+            "token",
+            [
+                [1.105171, 0.778801, 1.349859],
+                [0.670320, 1.051271, 1.822119, 0.904837, 1.221403],
+                [1.000000, 1.020201],
+                [1.419068, 0.860708, 1.051271, 3.320117],
+            ],
+        ),
+        ("sequence_mean", [[1.051271] * 3, [1.072508] * 5, [1.010050] * 2, [1.436917] * 4]),
+        ("sequence_sum", [[1.161834] * 3, [1.419068] * 5, [1.020201] * 2, [4.263115] * 4]),
+    ],
+)
+def test_ratios_equal_the_worked_numbers(level, expected):
+    """A ratio is each token's own, or its sequence's at each of its tokens."""
+    assert_six_decimals(ratio_of(level=level), flat(expected))
+
+
+@pytest.mark.parametrize(
+    ("correction", "low", "high", "expected"),
+    [
+        ("token_truncate", 0, math.inf, RHO),
+        ("token_truncate", 0.5, 2, [min(max(rho, 0.5), 2) for rho in RHO]),
+        ("token_mask", 0.5, 2, [rho if 0.5 <= rho <= 2 else 0 for rho in RHO]),
+        ("sequence_truncate", 0, math.inf, spread(double(SEQUENCE_RHO)).tolist()),
+        ("sequence_truncate", 0.5, 2, spread(double([0.970446, 2, 1, 0.5])).tolist()),
+        ("sequence_mask", 0.5, 2, spread(double([0.970446, 0, 1, 0])).tolist()),
+    ],
+)
+def test_importance_weights_equal_the_worked_numbers(correction, low, high, expected):
+    """Truncation keeps with the weight of the bound, masking removes; a weight of exactly 1 is exactly 1."""
+    weights = importance_weights(OLD, SAMPLED, correction=correction, low=low, high=high, lengths=LENGTHS)
+    assert_six_decimals(weights, expected)
+    alike = importance_weights(OLD, OLD, correction=correction, low=1.0, high=1.0, lengths=LENGTHS)
+    assert torch.equal(alike, torch.ones_like(OLD))
 
 
 def test_k3_of_each_token_equals_the_worked_numbers():
     """k3 is exact token by token and never negative."""
-    k3 = kl_penalty(double(NEW), double(REF), "k3")
-    expected = [0.018731, 0.118312, 0.070320, 0.049859, 0.028801, 0.070320, 0.018731]
-    expected += [0.040818, 0.001271, 0.002394, 0.028801, 0.034025, 0.010708, 0.249329]
-    assert_six_decimals(k3, expected)
+    k3 = kl_penalty(NEW, REF, "k3")
+    expected = [
+        [0.018731, 0.118312, 0.070320],
+        [0.049859, 0.028801, 0.070320, 0.018731, 0.040818],
+        [0.001271, 0.002394],
+        [0.028801, 0.034025, 0.010708, 0.249329],
+    ]
+    assert_six_decimals(k3, flat(expected))
     assert (k3 >= 0).all()
 
 
@@ -87,166 +228,402 @@ def test_k3_keeps_its_digits_for_nearly_equal_policies():
 
 
 @pytest.mark.parametrize(
-    ("advantages", "clip", "kl_coef", "norm", "expected"),
+    ("loss", "norm", "expected"),
     [
-        (advantages_of("mean_std", eps=1e-4), PPO, 0.04, "sequence_mean", 0.034030),
-        (advantages_of("mean_std", eps=1e-6), CLIP_HIGHER, 0.0, "token_mean", 0.151270),
-        (advantages_of("mean"), PPO, 0.0, "constant", 0.034494),
+        pytest.param(
+            lambda new: clipped(PPO, new=new),
+            "token_mean",
+            [
+                [-0.029603, -0.020861, 0],
+                [0, 0.046932, 0.081345, 0.040395, 0.054527],
+                [0.008929, 0.009109],
+                [0, -0.023055, -0.028159, 0],
+            ],
+            id="ppo",
+        ),
+        pytest.param(
+            lambda new: clipped(PPO, "sequence_mean", new=new),
+            "sequence_mean",
+            [[-0.032852] * 3, [0.033516] * 5, [0.015782] * 2, [0] * 4],
+            id="gspo",
+        ),
+        pytest.param(
+            lambda new: cispo(CAP, new=new),
+            "token_mean",
+            [
+                [-0.029603, -0.020861, -0.034821],
+                [0.029925, 0.046932, 0.058036, 0.040395, 0.054527],
+                [0.008929, 0.009109],
+                [-0.034821, -0.023055, -0.028159, -0.034821],
+            ],
+            id="cispo",
+        ),
     ],
-    ids=["grpo", "dapo", "dr_grpo"],
 )
-def test_whole_objectives_equal_the_worked_numbers(advantages, clip, kl_coef, norm, expected):
-    """The options of the script compose to GRPO, DAPO and Dr.GRPO."""
-    loss = clipped_policy_loss(double(NEW), double(OLD), advantages, **clip)
-    loss = loss + kl_coef * kl_penalty(double(NEW), double(REF), "k3")
-    assert_six_decimals(float((weights_of(norm) * loss).sum()), expected)
-
-
-def test_gradient_of_the_clipped_loss_equals_the_worked_numbers():
-    """Clipped tokens get no gradient, the others -weight * A * r."""
-    new = double(NEW).requires_grad_()
-    (weights_of("token_mean") * clipped_policy_loss(new, double(OLD), advantages_of(), **PPO)).sum().backward()
-    expected = [-0.029603, -0.020861, 0, 0, 0.046932, 0.081345, 0.040395]
-    expected += [0.054527, 0.008929, 0.009109, 0, -0.023055, -0.028159, 0]
-    assert_six_decimals(new.grad, expected)
+def test_gradients_equal_the_worked_numbers(loss, norm, expected):
+    """Clipped tokens get no gradient of the clipped loss, the others -weight * A * r; CISPO silences no token."""
+    assert_six_decimals(gradient(lambda new: (weights_of(norm) * loss(new)).sum())[0], flat(expected))
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "loss", "gradient"),
-    [(1, 1.5, -1.2, 0.0), (1, 0.5, -0.5, -0.5), (-1, 0.5, 0.8, 0.0), (-1, 1.5, 1.5, 1.5), (-1, 5, 5, 5)],
+    ("advantage", "ratio", "dual_clip", "loss", "slope"),
+    [
+        (1, 1.5, 0, -1.2, 0.0),
+        (1, 0.5, 0, -0.5, -0.5),
+        (-1, 0.5, 0, 0.8, 0.0),
+        (-1, 1.5, 0, 1.5, 1.5),
+        (-1, 5, 0, 5, 5),
+        (-1, 5, 3, 3, 0.0),
+        (-1, 2.9, 3, 2.9, 2.9),
+        (-1, 0.5, 3, 0.8, 0.0),
+        (1, 5, 3, -1.2, 0.0),
+        (1, 0.5, 3, -0.5, -0.5),
+        (0, 5, 3, 0.0, 0.0),
+    ],
 )
-def test_single_token_truth_table(advantage, ratio, loss, gradient):
-    """The clip removes the incentive to move further, and only that; there is no dual clip."""
-    new = double([math.log(ratio)]).requires_grad_()
-    value = clipped_policy_loss(new, double([0.0]), double([advantage]), **PPO)
-    value.sum().backward()
-    assert_six_decimals(value.detach(), [loss])
-    assert_six_decimals(new.grad, [gradient])
+def test_single_token_truth_table_of_the_clip(advantage, ratio, dual_clip, loss, slope):
+    """Pitfall 37: the clip removes the incentive to move further, and only that; the dual clip acts where A < 0."""
+    bounds = {**PPO, "dual_clip": dual_clip}
+    grad, value = gradient(
+        lambda new: clipped_policy_loss(new.exp(), double([advantage]), **bounds).sum(), double([math.log(ratio)])
+    )
+    assert_six_decimals(value, loss)
+    assert_six_decimals(grad, [slope])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("bounds", "ratio", "weight"),
+    [
+        ({"clip_low": 1.0, "clip_high": 4.0}, 6.0, 5.0),
+        ({"clip_low": 1.0, "clip_high": 4.0}, 4.9, 4.9),
+        ({"clip_low": 1.0, "clip_high": 4.0}, 0.01, 0.01),
+        (PPO, 0.5, 0.8),
+        (PPO, 1.5, 1.2),
+    ],
+)
+def test_cispo_bounds_are_relative_to_one_and_ignore_the_sign(bounds, ratio, weight, advantage):
+    """Pitfall 37: clip_high 4 caps the weight at 5, clip_low 1 bounds it by 0; the gradient is -weight * A."""
+    new = double([-0.3])
+    grad, value = gradient(
+        lambda new: cispo_loss(new, new.exp() / new.exp().detach() * ratio, double([advantage]), **bounds).sum(), new
+    )
+    assert_six_decimals(grad, [-weight * advantage])
+    assert_six_decimals(value, 0.3 * weight * advantage)
 
 
 def test_clip_fractions_equal_the_worked_numbers():
     """One of fourteen tokens is clipped from below and three from above."""
-    low, high = is_clipped(double(NEW), double(OLD), advantages_of(), **PPO)
+    low, high = is_clipped(ratio_of(), advantages_of(), **PPO)
     assert low.nonzero().flatten().tolist() == [3]
     assert high.nonzero().flatten().tolist() == [2, 10, 13]
 
 
-@pytest.mark.parametrize("clip", [PPO, CLIP_HIGHER, {"clip_low": 0.1, "clip_high": 0.5}])
-def test_exactly_the_clipped_tokens_have_no_gradient(clip):
+@pytest.mark.parametrize("bounds", [PPO, CLIP_HIGHER, {"clip_low": 0.1, "clip_high": 0.5}])
+def test_exactly_the_clipped_tokens_have_no_gradient(bounds):
     """`is_clipped` says of random tokens just what autograd does."""
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages = torch.randn(3, 500, generator=generator, dtype=torch.float64)
-    new.requires_grad_()
-    clipped_policy_loss(new, old, advantages, **clip).sum().backward()
-    low, high = is_clipped(new.detach(), old, advantages, **clip)
-    assert torch.equal(new.grad == 0, low | high)
+    log_ratio, advantages = torch.randn(2, 500, generator=generator, dtype=torch.float64)
+    grad, _ = gradient(lambda x: clipped_policy_loss(x.exp(), advantages, **bounds).sum(), log_ratio)
+    low, high = is_clipped(log_ratio.exp(), advantages, **bounds)
+    assert torch.equal(grad == 0, low | high)
     assert not (low & high).any()
     assert low.any()
     assert high.any()
 
 
-def test_objective_does_not_depend_on_the_split_over_ranks():
-    """Parts under global weights sum to the objective and its gradient; means of local means are other numbers."""
-    ranks = [[0, 1], [2, 3]]
-    starts = [0, 3, 8, 10, 14]
-    tokens = [[t for i in sequences for t in range(starts[i], starts[i + 1])] for sequences in ranks]
-    whole, parts = double(NEW).requires_grad_(), double(NEW).requires_grad_()
-    weights, advantages, old = weights_of("token_mean"), advantages_of(), double(OLD)
-    (weights * clipped_policy_loss(whole, old, advantages, **PPO)).sum().backward()
-    sums = []
-    for t in tokens:
-        part = (weights[t] * clipped_policy_loss(parts[t], old[t], advantages[t], **PPO)).sum()
-        part.backward()
-        sums.append(part.detach())
-    assert_six_decimals(torch.stack(sums), [0.352611 / 2, -0.194924 / 2])
-    assert_six_decimals(sum(sums), 0.078844)
-    torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=1e-15)
+def test_worked_split_over_ranks_has_one_right_answer_and_two_wrong_ones():
+    """Pitfall 33: parts under global weights sum to the objective; means of local means are other numbers."""
+    loss, ranks = clipped(PPO), [slice(0, 8), slice(8, 14)]
+    assert_six_decimals(sequence_sums(loss, LENGTHS), [-1.156489, 3.624769, 0.252525, -1.616992])
+    right = torch.stack([(weights_of("token_mean")[r] * loss[r]).sum() for r in ranks])
+    assert_six_decimals(right, [0.352611 / 2, -0.194924 / 2])
+    assert_six_decimals(right.sum(), 0.078844)
 
-    loss = clipped_policy_loss(double(NEW), old, advantages, **PPO)
-    local = [weights_of("token_mean", [LENGTHS[i] for i in sequences]) for sequences in ranks]
-    mean_of_rank_means = sum((w * loss[t]).sum() for w, t in zip(local, tokens, strict=True)) / 2
-    mean_of_sequence_means = sum(loss[a:b].mean() for a, b in itertools.pairwise(starts)) / 4
+    local = [weights_of("token_mean", lengths) for lengths in (LENGTHS[:2], LENGTHS[2:])]
+    mean_of_rank_means = sum((w * loss[r]).sum() for w, r in zip(local, ranks, strict=True)) / 2
+    mean_of_sequence_means = (sequence_sums(loss, LENGTHS) / torch.tensor(LENGTHS)).mean()
     assert_six_decimals([mean_of_rank_means, mean_of_sequence_means], [0.040562, 0.015368])
-    assert min(abs(sum(sums) - mean_of_rank_means), abs(sum(sums) - mean_of_sequence_means)) > 0.03
+    assert min(abs(right.sum() - mean_of_rank_means), abs(right.sum() - mean_of_sequence_means)) > 0.03
 
 
-def test_gradient_is_that_of_the_logprobs_with_advantages_and_old_logprobs_held():
-    """Autograd agrees with differences taken in the new logprobs alone, although `old` is made of the same tensor."""
-    theta = double(NEW).requires_grad_()
-    advantages, weights = advantages_of("mean_std"), weights_of("sequence_mean")
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+def test_objective_and_gradient_do_not_depend_on_the_split(level, norm):
+    """Pitfall 33: every split of the four sequences in two, in reverse order too, sums to the same gradient."""
+    ends = list(itertools.accumulate(LENGTHS, initial=0))
+    streams = (OLD, REF, SAMPLED, advantages_of(), weights_of(norm))
 
-    def objective(new, old):
-        loss = clipped_policy_loss(new, old, advantages, **PPO) + 0.04 * kl_penalty(new, double(REF), "k3")
-        return (weights * loss).sum()
+    def objective(new, sequences):
+        tokens = [t for i in sequences for t in range(ends[i], ends[i + 1])]
+        old, ref, sampled, advantages, weights = (x[tokens] for x in streams)
+        lengths = [LENGTHS[i] for i in sequences]
+        loss = clipped_policy_loss(ratio_of(new[tokens], old, level, lengths), advantages, **PPO)
+        bounds = {"correction": "sequence_truncate", "low": 0.0, "high": 2.0}
+        loss = loss * importance_weights(old, sampled, lengths=lengths, **bounds)
+        return (weights * (loss + 0.1 * kl_penalty(new[tokens], ref, "k3"))).sum()
 
-    objective(theta, theta.detach()).backward()
+    whole, value = gradient(lambda new: objective(new, range(4)))
+    for places in itertools.product((0, 1), repeat=4):
+        parts = [[i for i in reversed(range(4)) if places[i] == part] for part in (0, 1)]
+        grad, total = gradient(lambda new, parts=parts: sum(objective(new, part) for part in parts))
+        torch.testing.assert_close(total, value, rtol=0, atol=1e-14)
+        torch.testing.assert_close(grad, whole, rtol=0, atol=1e-15)
+
+
+def test_dropped_sequences_leave_the_group_mean_and_the_count():
+    """Pitfall 27: a filter drops loss weights only; the others keep their advantages, the means count 3."""
+    keep = torch.tensor([True, False, True, True])
+    actual = [(weights_of(norm, keep=keep) * clipped(PPO)).sum() for norm in NORMS]
+    sums, lengths = [-1.156489, 0.252525, -1.616992], [3, 2, 4]
+    mean_of_means = sum(s / n for s, n in zip(sums, lengths, strict=True)) / 3
+    assert_six_decimals(actual, [sum(sums) / 9, mean_of_means, sum(sums) / (3 * 8)])
+
+
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+def test_gradient_is_that_of_the_logprobs_with_all_else_held(level):
+    """Pitfall 36: advantages, loss weights and rho carry no gradient; autograd agrees with differences in new alone."""
+    theta = NEW.clone().requires_grad_()
+    advantages, weights = advantages_of(GRPO), weights_of("sequence_mean")
+
+    def objective(new, current):
+        bounds = {"correction": "token_truncate", "low": 0.0, "high": math.inf}
+        rho = importance_weights(current, SAMPLED, lengths=LENGTHS, **bounds)
+        assert not rho.requires_grad
+        loss = rho * clipped_policy_loss(ratio_of(new, OLD, level), advantages, **PPO)
+        return (weights * (loss + 0.04 * kl_penalty(new, REF, "k3"))).sum()
+
+    objective(theta, theta).backward()
     assert not advantages.requires_grad
     assert not weights.requires_grad
     for t in range(len(NEW)):
-        step = torch.zeros(len(NEW), dtype=torch.float64)
+        step = torch.zeros_like(NEW)
         step[t] = 1e-6
         with torch.no_grad():
             difference = (objective(theta + step, theta) - objective(theta - step, theta)) / 2e-6
         assert abs(float(difference) - float(theta.grad[t])) < 1e-8
 
 
-def test_first_on_policy_update_is_reinforce():
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_importance_weights_carry_no_gradient(correction):
+    """Pitfall 36: rho is a constant although its logprobs are not."""
+    old, sampled = OLD.clone().requires_grad_(), SAMPLED.clone().requires_grad_()
+    weights = importance_weights(old, sampled, correction=correction, low=0.5, high=2.0, lengths=LENGTHS)
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("policy_loss", ["clip", "cispo"])
+def test_first_on_policy_update_is_reinforce(policy_loss):
     """With old = new, detached, every ratio is 1, nothing is clipped and the gradient is that of -A logprob."""
-    new, reinforce = double(NEW).requires_grad_(), double(NEW).requires_grad_()
-    advantages, weights = advantages_of("mean_std"), weights_of("token_mean")
-    loss = clipped_policy_loss(new, new.detach(), advantages, **PPO)
-    assert torch.equal(loss.detach(), -advantages)
-    assert not torch.stack(is_clipped(new.detach(), new.detach(), advantages, **PPO)).any()
-    (weights * loss).sum().backward()
-    (weights * -advantages * reinforce).sum().backward()
-    assert torch.equal(new.grad, reinforce.grad)
+    advantages, weights = advantages_of(GRPO), weights_of("token_mean")
+    for level in RATIO_LEVELS:
+        assert torch.equal(ratio_of(NEW, NEW, level), torch.ones_like(NEW))
+    assert not torch.stack(is_clipped(ratio_of(NEW, NEW), advantages, **PPO)).any()
 
+    def objective(new):
+        ratio = ratio_of(new, new.detach())
+        if policy_loss == "cispo":
+            return (weights * cispo_loss(new, ratio, advantages, **PPO)).sum()
+        return (weights * clipped_policy_loss(ratio, advantages, **PPO)).sum()
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_unselected_tokens_add_nothing(estimator):
-    """Tokens of weight 0 are 0 in every stream (`scoring` writes that) and add exactly 0 to value and gradient."""
-    new = torch.cat([double(NEW), torch.zeros(3, dtype=torch.float64)]).requires_grad_()
-    old, ref, advantages, weights = (
-        torch.nn.functional.pad(x, (0, 3))
-        for x in (double(OLD), double(REF), advantages_of(), weights_of("token_mean"))
-    )
-    loss = clipped_policy_loss(new, old, advantages, **PPO) + kl_penalty(new, ref, estimator)
-    (weights * loss).sum().backward()
-    assert torch.equal(loss[-3:].detach(), torch.zeros(3, dtype=torch.float64))
-    assert torch.equal(new.grad[-3:], torch.zeros(3, dtype=torch.float64))
-    assert (new.grad[:-3] != 0).any()
-
-
-def test_unknown_kl_estimator_is_refused_with_the_choices():
-    """A misspelt estimator stops with its value and the names that exist."""
-    with pytest.raises(ValueError, match=r"'k4'.*k1, k2, k3"):
-        kl_penalty(double([0.0]), double([0.0]), "k4")
+    grad, value = gradient(objective)
+    assert torch.equal(grad, weights * -advantages)
+    values = advantages if policy_loss == "clip" else advantages * NEW
+    torch.testing.assert_close(value, -(weights * values).sum(), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "mean", "std", "gradient"),
+    ("old", "is_corrected"), [(NEW, True), (SAMPLED, False)], ids=["decoupled", "ratio_to_the_sampler"]
+)
+def test_total_weight_on_old_equal_new_is_exactly_rho(old, is_corrected):
+    """Pitfall 39: rho is applied once, by the weights or by the ratio: the gradient is -A rho, never -A rho^2."""
+    sampled, rho = SAMPLED, (NEW - SAMPLED).exp()
+    bounds, wide = {"correction": "token_truncate", "low": 0.0, "high": math.inf}, {"clip_low": 1.0, "clip_high": 99.0}
+
+    def objective(new):
+        loss = clipped_policy_loss(ratio_of(new, old), advantages_of(), **wide)
+        if is_corrected:
+            loss = loss * importance_weights(old, sampled, lengths=LENGTHS, **bounds)
+        return loss.sum()
+
+    grad, _ = gradient(objective)
+    torch.testing.assert_close(grad, -advantages_of() * rho, rtol=1e-14, atol=0)
+    assert (rho - 1).abs().max() > 0.3
+
+
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_tokens_outside_the_loss_change_nothing(level, correction):
+    """Pitfall 42: prompts, and a sequence of nothing else, are zeros: no NaN, the same losses, the same gradient."""
+    lengths = [n + 2 for n in LENGTHS] + [3]
+    mask = torch.cat([torch.arange(n + 2) >= 2 for n in LENGTHS] + [torch.zeros(3, dtype=torch.bool)])
+
+    def padded(x):
+        return torch.zeros(len(mask), dtype=x.dtype).index_put((mask.nonzero().flatten(),), x)
+
+    def objective(new, lengths, mask, streams):
+        old, ref, sampled, advantages, weights = streams
+        ratio = importance_ratio(new, old, level=level, lengths=lengths, loss_mask=mask)
+        bounds = {"correction": correction, "low": 0.5, "high": 2.0}
+        loss = clipped_policy_loss(ratio, advantages, **PPO) + cispo_loss(new, ratio, advantages, **CAP)
+        loss = loss * importance_weights(old, sampled, lengths=lengths, **bounds)
+        for estimator in KL_ESTIMATORS:
+            loss = loss + 0.1 * kl_penalty(new, ref, estimator)
+        return (weights * (loss + sft_loss(new))).sum()
+
+    streams = (OLD, REF, SAMPLED, advantages_of(), weights_of("sequence_mean"))
+    alone, value = gradient(lambda new: objective(new, LENGTHS, torch.ones(14, dtype=torch.bool), streams))
+    among = [padded(x) for x in streams]
+    grad, total = gradient(lambda new: objective(padded(new), lengths, mask, among))
+    torch.testing.assert_close(total, value, rtol=0, atol=1e-14)
+    torch.testing.assert_close(grad, alone, rtol=0, atol=1e-14)
+    assert torch.equal(ratio_of(padded(NEW), padded(OLD), level, lengths)[-3:], torch.ones(3, dtype=torch.float64))
+
+
+def test_no_sequences_give_no_tokens():
+    """A rank whose share of a step is empty calls the same functions on streams of length 0."""
+    empty = double([])
+    assert sequence_sums(empty, []).shape == (0,)
+    for level in RATIO_LEVELS:
+        assert ratio_of(empty, empty, level, []).shape == (0,)
+    for correction in CORRECTIONS:
+        assert importance_weights(empty, empty, correction=correction, low=0, high=2, lengths=[]).shape == (0,)
+
+
+@pytest.mark.parametrize("level", RATIO_LEVELS)
+def test_ratio_of_no_tokens_can_be_differentiated(level):
+    """An empty microbatch calls backward like the others, for its rank must meet them in the collectives."""
+    empty = double([]).requires_grad_()
+    assert ratio_of(empty, empty.detach(), level, []).requires_grad
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_sum"])
+def test_long_completion_that_moved_far_is_clipped_without_nan(level, advantage):
+    """Pitfall 42: 0.1 nats at each of 2,000 fp32 tokens are a ratio of e^200; where the clip acts the gradient is 0."""
+    advantages, old = torch.full((2000,), advantage), torch.full((2000,), -0.5)
+    bounds = {"clip_low": 0.05, "clip_high": 0.05}
+    grad, value = gradient(
+        lambda new: clipped_policy_loss(ratio_of(new, old, level, [2000]), advantages, **bounds).mean(), old + 0.1
+    )
+    assert_six_decimals(value, -1.05 * advantage)
+    assert torch.equal(grad, torch.zeros(2000))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
     [
-        ("k1", 0.100042, 0.434946, [0.0, 0.0, 0.0]),
-        ("k2", 0.099593, 0.069184, [0.187713, -0.158869, -0.028844]),
-        ("k3", 0.100042, 0.079028, [0.183478, -0.185574, 0.002096]),
+        (lambda: kl_penalty(NEW, REF, "k4"), r"'k4'.*k1, k2, k3"),
+        (lambda: ratio_of(level="sequence"), r"'sequence'.*token, sequence_mean, sequence_sum"),
+        (lambda: corrected("token", 0, 2), r"'token'.*token_truncate, token_mask, sequence_truncate, sequence_mask"),
     ],
 )
-def test_expected_kl_gradients_over_three_categories(estimator, mean, std, gradient):
-    """By enumeration: as a loss k1 does nothing, k2 descends KL(policy || ref), k3 descends KL(ref || policy)."""
-    theta = double([0.5, -0.2, 0.1]).requires_grad_()
-    ref = double([-0.1, 0.3, 0.0]).log_softmax(0)
-    new = theta.log_softmax(0)
-    pi = new.detach().exp()
-    estimate = kl_penalty(new, ref, estimator)
-    (pi * estimate).sum().backward()
-    value = (pi * estimate.detach()).sum()
-    assert_six_decimals(value, mean)
-    assert_six_decimals((pi * (estimate.detach() - value).square()).sum().sqrt(), std)
-    assert_six_decimals(theta.grad, gradient)
+def test_unknown_names_are_refused_with_the_choices(call, message):
+    """A misspelt name stops with its value and the names that exist."""
+    with pytest.raises(ValueError, match=message):
+        call()
 
-    other = double([0.5, -0.2, 0.1]).requires_grad_()
-    p = other.log_softmax(0)
-    reverse, forward = (p.exp() * (p - ref)).sum(), (ref.exp() * (ref - p)).sum()
-    exact = {"k1": 0 * reverse, "k2": reverse, "k3": forward}[estimator]
-    exact.backward()
-    torch.testing.assert_close(theta.grad, other.grad, rtol=0, atol=1e-15)
+
+THETA, CATEGORY_REF = double([0.5, -0.2, 0.1]), double([-0.1, 0.3, 0.0]).log_softmax(0)
+REVERSE, FORWARD = [0.187713, -0.158869, -0.028844], [0.183478, -0.185574, 0.002096]
+
+
+def expected_kl_loss(theta, term):
+    """The expectation over theta's own samples of a KL term: an estimator as a loss, or k1 in the reward."""
+    new = theta.log_softmax(0)
+    if term == "k1_in_reward":
+        advantages = -kl_penalty(new.detach(), CATEGORY_REF, "k1")
+        loss = clipped_policy_loss((new - new.detach()).exp(), advantages, **PPO)
+    else:
+        loss = kl_penalty(new, CATEGORY_REF, term)
+    return (new.detach().exp() * loss).sum()
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"), [("k1", [0.0, 0.0, 0.0]), ("k2", REVERSE), ("k3", FORWARD), ("k1_in_reward", REVERSE)]
+)
+def test_expected_kl_gradients_over_three_categories(term, expected):
+    """Pitfall 35, by enumeration: k1 as a loss does nothing, k2 descends KL(policy || ref), k3 KL(ref || policy)."""
+    grad, _ = gradient(lambda theta: expected_kl_loss(theta, term), THETA)
+    assert_six_decimals(grad, expected)
+
+    def exact(theta):
+        p, q = theta.log_softmax(0), CATEGORY_REF
+        return {"k1": 0 * p.sum(), "k3": (q.exp() * (q - p)).sum()}.get(term, (p.exp() * (p - q)).sum())
+
+    torch.testing.assert_close(grad, gradient(exact, THETA)[0], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "mean", "std"),
+    [("k1", 0.100042, 0.434946), ("k2", 0.099593, 0.069184), ("k3", 0.100042, 0.079028)],
+)
+def test_kl_estimates_have_the_worked_mean_and_spread(estimator, mean, std):
+    """k1 and k3 are unbiased, k2 is not; k3 spreads far less than k1."""
+    new = THETA.log_softmax(0)
+    estimate = kl_penalty(new, CATEGORY_REF, estimator)
+    value = (new.exp() * estimate).sum()
+    assert_six_decimals(value, mean)
+    assert_six_decimals((new.exp() * (estimate - value).square()).sum().sqrt(), std)
+
+
+@pytest.mark.parametrize("term", ["k2", "k3", "k1_in_reward"])
+def test_kl_alone_leads_the_policy_back_to_the_reference(term):
+    """Pitfall 35: the sign is a penalty's; with no other reward, descent ends at the reference."""
+    theta = THETA
+    for _ in range(100):
+        theta = theta - gradient(lambda x: expected_kl_loss(x, term), theta)[0]
+    torch.testing.assert_close(theta.log_softmax(0), CATEGORY_REF, rtol=0, atol=1e-6)
+
+
+VALUES, NEW_VALUES = double([0.5, 0.4, 0.6, 0.8]), double([0.9, 0.35, 0.2, 1.1])
+RETURNS = double([1.027475, 1.060500, 1.190000, 1.000000])
+
+
+@pytest.mark.parametrize(
+    ("clip", "tokens", "mean", "num_clipped"),
+    [(0.2, [0.053620, 0.252405, 0.490050, 0.005000], 0.200269, 1), (0.0, None, 0.188895, 0)],
+)
+def test_value_loss_equals_the_worked_numbers(clip, tokens, mean, num_clipped):
+    """Half the greater of the two squared errors; without a clip half the plain one."""
+    loss = value_loss(NEW_VALUES, VALUES, RETURNS, clip=clip)
+    assert_six_decimals(loss.mean(), mean)
+    assert_six_decimals(loss, ((NEW_VALUES - RETURNS).square() / 2).tolist() if tokens is None else tokens)
+    assert int(is_value_clipped(NEW_VALUES, VALUES, RETURNS, clip=clip).sum()) == num_clipped
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [0.0, 0.2, 1.0],
+)
+def test_exactly_the_clipped_values_have_no_gradient(clip):
+    """`is_value_clipped` says of random tokens just what autograd does; the other gradients are the plain error."""
+    generator = torch.Generator().manual_seed(0)
+    values, old_values, returns = torch.randn(3, 500, generator=generator, dtype=torch.float64)
+    grad, _ = gradient(lambda x: value_loss(x, old_values, returns, clip=clip).sum(), values)
+    is_clipped_here = is_value_clipped(values, old_values, returns, clip=clip)
+    torch.testing.assert_close(grad, torch.where(is_clipped_here, 0.0, values - returns), rtol=1e-14, atol=0)
+    assert bool(is_clipped_here.any()) == bool(clip)
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "mean"),
+    [
+        ({}, [0.371101, 1.171101], 0.771101),
+        ({"margin": 0.5}, None, 1.047682),
+        ({"center_coef": 0.01}, None, 0.784101),
+    ],
+)
+def test_bradley_terry_losses_equal_the_worked_numbers(options, losses, mean):
+    """-log sigmoid of the difference, a margin that asks for more, scores kept around 0."""
+    loss = bradley_terry_loss(double([1.2, -0.3]), double([0.4, 0.5]), **options)
+    assert_six_decimals(loss.mean(), mean)
+    if losses:
+        assert_six_decimals(loss, losses)
+
+
+def test_bradley_terry_loss_of_a_hopeless_pair_is_its_difference():
+    """Scores that are far apart overflow nothing: the gradient still pulls them together."""
+    grad, value = gradient(lambda x: bradley_terry_loss(x, double([900.0])).sum(), double([-100.0]))
+    assert_six_decimals(value, 1000.0)
+    assert_six_decimals(grad, [-1.0])

@@ -1,5 +1,6 @@
-"""Step metrics over simulated ranks, what is written where, a tracker that fails, and the learning rate."""
+"""Step metrics over simulated ranks, what is trouble, what is written where, and the learning rate."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -12,15 +13,32 @@ import torch
 
 import minirl.metrics
 from minirl.batch import Batch, Rollout, RolloutId
-from minirl.metrics import Logger, StepMetrics, add_gap, add_rollouts, add_tokens, console_line, with_rates
+from minirl.metrics import (
+    Logger,
+    StepMetrics,
+    add_gap,
+    add_rewards,
+    add_rollouts,
+    add_tokens,
+    console_line,
+    derived,
+    troubles,
+)
 from minirl.parallel import learning_rate
+from minirl.rewards import Judged
 from minirl.tasks import Row
 
 ORDINARY = {
     "reward/mean": 0.512,
     "policy/entropy": 0.31,
-    "policy/kl_ref": 0.012,
-    "policy/clip_frac": 0.12,
+    "policy/loss": -0.03,
+    "policy/kl_old_k3": 0.001,
+    "policy/kl_ref_k3": 0.012,
+    "policy/clip_frac_low": 0.05,
+    "policy/clip_frac_high": 0.07,
+    "policy/logp_gap_mean": 1e-8,
+    "value/explained_var": 0.61,
+    "reward/frac_equal_groups": 0.25,
     "policy/logp_gap_max": 1.2e-7,
     "len/mean": 312.4,
     "len/truncated": 0.05,
@@ -33,8 +51,10 @@ ORDINARY = {
 LARGE = {
     "reward/mean": -1234.567,
     "policy/entropy": 11.93,
-    "policy/kl_ref": 123.456,
-    "policy/clip_frac": 1.0,
+    "policy/kl_ref_k3": 123.456,
+    "policy/clip_frac_low": 0.0,
+    "policy/clip_frac_high": 1.0,
+    "value/explained_var": -123.456,
     "policy/logp_gap_max": 1.5e-7,
     "len/mean": 131072.0,
     "len/truncated": 1.0,
@@ -90,6 +110,10 @@ def strict_json(line):
         raise AssertionError(f"{constant} is not JSON: {line}")
 
     return json.loads(line, parse_constant=refuse)
+
+
+OLD = [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
+SAMPLED = [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
@@ -156,16 +180,25 @@ def test_sums_of_many_values_keep_their_digits(reduce_over_ranks):
     assert reduce_over_ranks(metrics)[0]["m"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
 
 
-def test_timers_add_up_within_a_rank_and_rates_follow(reduce_over_ranks):
-    """Two blocks of one phase are both measured; the step's seconds are the phases' and rates are per second."""
-    metrics = StepMetrics()
-    with metrics.timer("generate"):
-        time.sleep(0.02)
-    measured = reduce_over_ranks(metrics)[0]
-    assert 0.02 <= measured["time/generate"] < 2
+def test_a_phase_in_several_blocks_is_timed_whole(reduce_over_ranks):
+    """The blocks of one phase add up on a rank, and the metric is the mean over ranks; phases are kept apart."""
+    first, second = StepMetrics(), StepMetrics()
+    for metrics, num_blocks in ((first, 3), (second, 1)):
+        for _ in range(num_blocks):
+            with metrics.timer("generate"):
+                time.sleep(0.02)
+            with metrics.timer("reward"):
+                pass
+    (measured, _) = reduce_over_ranks(first, second)
+    assert 0.04 <= measured["time/generate"] < 1
+    assert measured["time/reward"] < 0.01
+
+
+def test_rates_are_per_second_and_a_step_is_as_long_as_its_phases():
+    """The sum of all phases, tokens per second of two of them, and nothing else is changed."""
     reduced = {"time/generate": 2.0, "time/update": 4.0, "time/report": 1.0, "count/tokens": 100.0, "other": 5.0}
     rates = {"time/step": 7.0, "perf/tok_s_gen": 50.0, "perf/tok_s_train": 25.0}
-    assert with_rates(reduced) == {**reduced, **rates}
+    assert derived(reduced) == {**reduced, **rates}
 
 
 def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
@@ -186,31 +219,126 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     }
 
 
+def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
+    """One mean per function under its name, over all ranks' completions; a single one has no metric of its own."""
+    first, second = StepMetrics(), StepMetrics()
+    add_rewards(first, "reward", ["correct", "short"], torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0]]))
+    add_rewards(second, "reward", ["correct", "short"], torch.tensor([[0.0, -4.0]]))
+    assert reduce_over_ranks(first, second)[1] == {"reward/correct": 0.5, "reward/short": -2.0}
+    empty = StepMetrics()
+    add_rewards(empty, "reward", ["correct", "short"], torch.zeros(0, 2))
+    add_rewards(empty, "reward", ["correct"], torch.ones(5, 1))
+    assert reduce_over_ranks(empty) == [{}]
+
+
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
-    """Ratio, clip, KL, entropy and gap of sampled tokens only; an empty microbatch is no observation."""
-    mask = torch.tensor([False, True, True])
-    batch = Batch(
-        (3,), torch.arange(3), mask, torch.tensor([9.0, -1.0, -2.0]), advantages=torch.tensor([0.0, 1.0, 1.0])
-    )
-    new, old, entropy = torch.tensor([5.0, -1.0, -1.0]), torch.tensor([0.0, -1.0, -2.0]), torch.tensor([7.0, 1.0, 2.0])
+    """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch is no observation."""
+    mask = torch.tensor([False, True, True, True, True])
+    batch = Batch((5,), torch.arange(5), mask, torch.zeros(5), advantages=torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0]))
+    old = torch.tensor([0.0, -1.0, -2.0, -1.0, -1.0])
+    new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
+    entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
+    ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])  # all sampled ones but the last are beyond their side's bound
     metrics = StepMetrics()
     for part in (batch, batch.select([])):
-        streams = [x[: len(part.tokens)] for x in (new, old, entropy)]
-        add_tokens(metrics, part, *streams, clip_low=0.2, clip_high=0.2)
-        add_gap(metrics, part, streams[0])
-    reduced = reduce_over_ranks(metrics)[0]
-    assert reduced.pop("policy/kl_old") == pytest.approx((math.e - 1 - 1) / 2, rel=1e-6)
-    assert reduced.pop("policy/ratio_max") == pytest.approx(math.e, rel=1e-6)
-    assert reduced == {
-        "policy/entropy": 1.5,
-        "policy/clip_frac": 0.5,
-        "policy/logp_gap_mean": 0.5,
-        "policy/logp_gap_max": 1.0,
-        "policy/logp_equal_frac": 0.5,
+        add_tokens(
+            metrics, part, *(x[: len(part.tokens)] for x in (new, old, ratio, entropy)), clip_low=0.2, clip_high=0.3
+        )
+    (reduced,) = reduce_over_ranks(metrics)
+    log_ratios = [0.0, 1.0, -0.5, 2.0]
+    assert reduced.pop("policy/kl_old_k3") == pytest.approx(sum(math.exp(x) - 1 - x for x in log_ratios) / 4, rel=1e-6)
+    assert reduced.pop("policy/ratio_max") == 3.0
+    assert reduced == {"policy/entropy": 2.5, "policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5}
+
+
+def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(reduce_over_ranks):
+    """k1 = mean(new - ref) and k3, of sampled tokens only, where there is a reference."""
+    d = torch.tensor([9.0, 0.5, -0.25])
+    mask, zeros = torch.tensor([False, True, True]), torch.zeros(3)
+    batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, ref_logprobs=-d)
+    metrics = StepMetrics()
+    add_tokens(metrics, batch, zeros, zeros, zeros + 1, zeros, clip_low=0.2, clip_high=0.2)
+    (reduced,) = reduce_over_ranks(metrics)
+    assert reduced["policy/kl_ref_k1"] == 0.125
+    k3 = (math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1) / 2
+    assert reduced["policy/kl_ref_k3"] == pytest.approx(k3, rel=1e-6)
+
+
+def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_over_ranks):
+    """Mean and greatest gap, KL, chi2 and effective sample of four responses, on two ranks, prompts left out."""
+    with_prompt = [torch.tensor([8.0, *x]) for x in (OLD[:8], OLD[8:], SAMPLED[:8], SAMPLED[8:])]
+    ranks = []
+    for old, sampled in zip(with_prompt[:2], with_prompt[2:], strict=True):
+        mask = torch.arange(len(old)) > 0
+        ranks.append(StepMetrics())
+        micro = Batch((len(old),), mask.long(), mask, torch.where(mask, sampled, -5.0))
+        for part in (micro, micro.select([])):
+            add_gap(ranks[-1], part, old[: len(part.tokens)])
+    reduced, _ = reduce_over_ranks(*ranks)
+    out = derived({**reduced, "time/generate": 1.0, "time/update": 1.0, "count/tokens": 14.0})
+    expected = {
+        "policy/logp_gap_mean": 0.135714,
+        "policy/logp_gap_max": 0.9,
+        "policy/logp_equal_frac": 5 / 14,
+        "importance/kl_k1": -0.001429,
+        "importance/kl_k3": 0.058028,
+        "importance/max": 2.459603,
+        "importance/chi2": 0.293231,
+        "importance/ess": 0.867941,
     }
-    reference = StepMetrics()
-    add_tokens(reference, batch.replace(ref_logprobs=new), new, old, entropy, clip_low=0.2, clip_high=0.2)
-    assert reduce_over_ranks(reference)[0]["policy/kl_ref"] == 0.0
+    assert {k: v for k, v in out.items() if k.startswith(("policy/", "importance/"))} == pytest.approx(
+        expected, abs=6e-7
+    )
+
+
+TROUBLES = {
+    "easier prompts": {"reward/frac_equal_groups": 1.0, "policy/loss": 0.0},
+    "--max-new-tokens": {"len/truncated": 0.96},
+    "entropy is collapsing": {"policy/entropy": 0.02, "reward/mean": 0.4},
+    "is exploding": {"policy/kl_old_k3": 0.3},
+    "KL divergence": {"policy/kl_ref_k3": 2.1},
+    "--correction": {"policy/logp_gap_mean": 0.06},
+    "Watch the reward": {"policy/loss": 1e-8},
+}
+
+
+@pytest.mark.parametrize("words", TROUBLES)
+def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
+    """The one sentence about it; and if every step has been so, only what is no comparison with the first step."""
+    assert list(troubles(ORDINARY, ORDINARY)) == []
+    troubled = {**ORDINARY, **TROUBLES[words]}
+    (sentence,) = troubles(troubled, ORDINARY)
+    assert words in sentence
+    assert list(troubles(troubled, troubled)) == ([] if words == "entropy is collapsing" else [sentence])
+
+
+def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():
+    """A policy that has learned is sure of itself, and steps of value warm-up say nothing of the policy."""
+    assert list(troubles({**ORDINARY, "policy/entropy": 0.001, "reward/mean": 0.9}, ORDINARY)) == []
+    warm_up = {name: value for name, value in ORDINARY.items() if not name.startswith("policy/")}
+    assert list(troubles(warm_up, warm_up)) == []
+
+
+def test_a_collapse_is_seen_after_steps_that_did_not_measure_entropy(one_process, capsys, tmp_path):
+    """The first entropy there was is what later ones are compared with, not the first step's."""
+    logger = Logger(tmp_path, {}, wandb_mode="off")
+    for step, entropy in enumerate([{}, {"policy/entropy": 2.0}, {"policy/entropy": 1.0}, {"policy/entropy": 0.19}]):
+        assert capsys.readouterr().out == ""
+        logger.log(step, {"reward/mean": 0.5, **entropy})
+    assert "entropy is collapsing" in capsys.readouterr().out
+
+
+def test_the_logger_tells_each_trouble_once(one_process, capsys, tmp_path):
+    """At the first step that has it, and never again."""
+    logger = Logger(tmp_path, {}, wandb_mode="off")
+    printed = []
+    for step, more in enumerate([{}, *[x for x in TROUBLES.values() for _ in range(2)], *TROUBLES.values()]):
+        logger.log(step, {**ORDINARY, **more})
+        printed.append(capsys.readouterr().out)
+    is_first = {1 + 2 * i: words for i, words in enumerate(TROUBLES) if words != "KL divergence"}  # told as exploding
+    for step, out in enumerate(printed):
+        assert out.count("note: ") == out.count("\n") == (step in is_first)
+        assert is_first.get(step, "") in out
 
 
 @pytest.mark.parametrize(
@@ -227,13 +355,13 @@ def test_a_console_line_fits_the_console(metrics, step, num_steps):
 
 
 def test_console_lines_say_what_was_measured():
-    """Reward, KL, gap and evaluation are there to their digits; KL and evaluation only where they were made."""
+    """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made."""
     line = console_line(7, 150, ORDINARY)
-    for part in ("step   7/150", "reward 0.512", "0.012", "1e-07", "0.456"):
+    for part in ("step   7/150", "reward 0.512", "kl 0.012", "ev 0.61", "clip 12%", "gap 1e-07", "eval 0.456"):
         assert part in line
-    without = console_line(7, 150, {k: v for k, v in ORDINARY.items() if k not in ("policy/kl_ref", "eval/reward")})
-    assert "kl" not in without
-    assert "eval" not in without
+    optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
+    without = console_line(7, 150, {k: v for k, v in ORDINARY.items() if k not in optional})
+    assert not any(part in without for part in ("kl ", "eval ", "ev "))
 
 
 def test_metrics_and_arguments_are_json(one_process, tmp_path):
@@ -255,22 +383,32 @@ def test_a_metric_that_is_not_finite_keeps_metrics_jsonl_valid(one_process, tmp_
 
 
 def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path):
-    """One line per rollout with its id, row, texts, reward, advantage, length and end."""
+    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
     logger = Logger(tmp_path, {}, wandb_mode="off")
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
-    logger.log_rollouts(12, [make_rollout(2, 3)], [Row(chat, {}, "f:1")], ["yes\u2028"], [1.0], [0.5])
+    rollouts = [make_rollout(2, 3), dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0))]
+    rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
+    rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
+    judged = Judged(rollouts, rows, ["yes\u2028", "2"], rewards)
+    logger.log_rollouts(
+        12, judged, ["a", "b"], reward=rewards.sum(1), advantage=torch.tensor([0.5, -0.5], dtype=torch.float64)
+    )
     lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
-    assert lines[1:] == [""]
-    assert strict_json(lines[0]) == {
+    assert lines[2:] == [""]
+    assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
+    assert strict_json(lines[1]) == {
         "id": [4, 1],
         "row": "f:1",
         "prompt": chat,
         "completion": "yes\u2028",
-        "reward": 1.0,
+        "reward": 0.25 + 1 / 3,
         "advantage": 0.5,
+        "rewards": {"a": 0.25, "b": 1 / 3},
         "num_tokens": 3,
         "finish_reason": "stop",
     }
+    logger.log_rollouts(13, Judged([], [], [], torch.zeros(0, 2)), ["a", "b"], reward=torch.zeros(0))
+    assert (tmp_path / "rollouts" / "000013.jsonl").read_text() == ""
 
 
 def test_other_ranks_write_nothing(monkeypatch, tmp_path):

@@ -3,15 +3,15 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from minirl import numerics
 from minirl.attention import PackedLayout
 from minirl.batch import RolloutId
 from minirl.engine import Engine, Request
 from minirl.model import Transformer, rotate
-from minirl.scoring import score
-from minirl.weights import load_weights, named_parameters, read_config
+from minirl.scoring import predict, score
+from minirl.weights import load_replica, load_weights, named_parameters, read_config
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
@@ -23,7 +23,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
 CASES = {
@@ -51,11 +51,11 @@ CASES = {
     ),
     "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}, (None, None)),
 }
-# One of each feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
+# One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
 
 
-def make_checkpoint(family, overrides):
+def make_checkpoint(family, overrides, auto_class=AutoModelForCausalLM):
     """A transformers model with weights at which every feature matters: norms off 1, biases off 0, sharp attention."""
     keys = {
         "vocab_size": 199,
@@ -71,7 +71,7 @@ def make_checkpoint(family, overrides):
     if family == "Qwen3":
         keys["head_dim"] = 16
     config = getattr(transformers, f"{family}Config")(**keys | overrides)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(str(overrides)))
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
@@ -91,16 +91,20 @@ def load(folder, **options):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Makes, once per name, the transformers model of a case and its folder."""
+    """Makes, once per name and head, the transformers model of a case and its folder."""
     made = {}
 
-    def get(name):
-        if name not in made:
+    def get(name, *, scalar_head=False):
+        if (name, scalar_head) not in made:
             family, overrides, _ = CASES[name]
-            model, folder = make_checkpoint(family, overrides), tmp_path_factory.mktemp(name)
+            if scalar_head:
+                model = make_checkpoint(family, overrides | {"num_labels": 1}, AutoModelForSequenceClassification)
+            else:
+                model = make_checkpoint(family, overrides)
+            folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
-            made[name] = (model, folder)
-        return made[name]
+            made[name, scalar_head] = (model, folder)
+        return made[name, scalar_head]
 
     return get
 
@@ -123,6 +127,23 @@ def relative_error(got, expected):
     assert got.shape == expected.shape
     got, expected = got.detach().double(), expected.detach().double()
     return float((got - expected).norm() / expected.norm())
+
+
+def assert_equal_gradients(model, got, oracle, expected):
+    """Backward through one weighted sum of each gives every parameter the oracle's gradient."""
+    oracle.zero_grad()
+    weights = torch.linspace(-1, 2, len(expected))
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    oracle_params = dict(oracle.named_parameters())
+    assert named_parameters(model).keys() == oracle_params.keys()
+    for key, param in named_parameters(model).items():
+        bound = 1e-4 * oracle_params[key].grad.norm()
+        if key.endswith("k_proj.bias") and not model.config.qk_norm:
+            bound += (
+                1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
+            )
+        assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,19 +179,44 @@ def test_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
         expected += [torch.zeros(1), logprobs.gather(1, part[1:, None])[:, 0]]
     expected = torch.cat(expected)
     assert relative_error(got, expected) <= 1e-5
-    oracle.zero_grad()
-    weights = torch.linspace(-1, 2, sum(lengths))
-    (got * weights).sum().backward()
-    (expected * weights).sum().backward()
-    oracle_params = dict(oracle.named_parameters())
-    assert named_parameters(model).keys() == oracle_params.keys()
-    for key, param in named_parameters(model).items():
-        bound = 1e-4 * oracle_params[key].grad.norm()
-        if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            bound += (
-                1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
-            )
-        assert (param.grad - oracle_params[key].grad).norm() <= bound, key
+    assert_equal_gradients(model, got, oracle, expected)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@torch.no_grad()
+def test_reward_model_scores_equal_transformers_packed_alone_and_padded(name, checkpoints):
+    """A saved classifier gives each sequence of a stream the score that transformers gives it alone or padded."""
+    oracle, folder = checkpoints(name, scalar_head=True)
+    model = load_replica(folder, dtype=torch.float32, scalar_head=True)
+    tokens = random_tokens(model, LENGTHS) % (model.config.vocab_size - 1)  # the last id is the padding
+    parts, nothing = tokens.split(LENGTHS), torch.zeros(len(tokens), dtype=torch.bool)
+    alone = torch.cat([oracle(part[None]).logits[0] for part in parts])
+    oracle.config.pad_token_id = model.config.vocab_size - 1
+    padded = oracle(torch.nn.utils.rnn.pad_sequence(parts, True, oracle.config.pad_token_id)).logits[:, 0]
+    assert alone.std() >= 0.5
+    _, packed = predict(model, tokens, PackedLayout(LENGTHS, CPU), select=nothing)
+    for expected in (alone, padded):
+        assert relative_error(packed, expected) <= 1e-5
+    for part, expected in zip(parts, alone, strict=True):
+        got = predict(model, part, PackedLayout((len(part),), CPU), select=nothing[: len(part)])[1]
+        assert relative_error(got, expected[None]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_values_and_parameter_gradients_equal_transformers(name, checkpoints):
+    """A value is the classifier's number for the state before its token; the gradient of each parameter follows."""
+    oracle, folder = checkpoints(name, scalar_head=True)
+    model, lengths = load(folder), (1, 150, 30)
+    tokens = random_tokens(model, lengths, seed=1)
+    layout = PackedLayout(lengths, CPU)
+    values, after = predict(model, tokens, layout, select=layout.positions > 0)
+    states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths)]
+    expected = torch.cat([torch.cat([torch.zeros(1), state[:-1]]) for state in states])
+    assert expected.std() >= 0.5
+    assert relative_error(values, expected) <= 1e-5
+    last = torch.stack([state[-1] for state in states])
+    assert relative_error(after, last) <= 1e-5
+    assert_equal_gradients(model, torch.cat([values, after]), oracle, torch.cat([expected, last]))
 
 
 @pytest.mark.parametrize("name", FEATURES)

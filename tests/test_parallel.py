@@ -1,23 +1,28 @@
 """One weight storage, gradients that do not depend on the split, and collectives of two real ranks."""
 
+import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minirl import batch as batching
-from minirl.advantages import loss_weights
-from minirl.batch import Rollout, RolloutId, exchange, gather_table, plan_updates
+from minirl.advantages import gae, loss_weights, token_rewards, whiten
+from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gather_table, plan_updates
+from minirl.checkpoint import save_checkpoint
 from minirl.distributed import agree, all_gather_rows, world_size
 from minirl.engine import Engine, Request
-from minirl.losses import clipped_policy_loss, kl_penalty
+from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty, value_loss
 from minirl.model import Transformer
 from minirl.parallel import ShardedModel
 from minirl.sampling import request_key
-from minirl.scoring import score
-from minirl.weights import config_from_dict, load_replica, named_parameters, read_config, save_folder
+from minirl.scoring import predict, score
+from minirl.weights import config_from_dict, load_replica, named_parameters, read_config, save_folder, scalar_config
 
+CPU = torch.device("cpu")
 # Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
 RAW_CONFIG = {
     "model_type": "qwen2",
@@ -32,16 +37,26 @@ RAW_CONFIG = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = {**RAW_CONFIG, "tie_word_embeddings": request.param}
+def make_folder(folder: Path, raw: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     model = Transformer(config_from_dict(raw)).double()
     for param in named_parameters(model).values():
         torch.nn.init.normal_(param, std=0.3)
-    folder = tmp_path_factory.mktemp("model") / "folder"
     save_folder(folder, named_parameters(model), config=raw, tokenizer_from=None)
     return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(
+        tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": request.param}
+    )
+
+
+@pytest.fixture(scope="module")
+def value_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A value model with a head that is not 0."""
+    return make_folder(tmp_path_factory.mktemp("value") / "folder", scalar_config(RAW_CONFIG))
 
 
 def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
@@ -55,78 +70,205 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
             mask = torch.arange(length) >= num_prompt
             logprobs = torch.where(mask, torch.tensor([-rng.random() for _ in range(length)]), 0.0)
             versions = torch.zeros(length, dtype=torch.int32)
-            rollouts.append(Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), "stop"))
+            end = "length" if (prompt + sample) % 4 == 0 else "stop"
+            rollouts.append(Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), end))
     return rollouts
 
 
-def grpo_gradients(
-    rank: int, folder: Path, dtype: torch.dtype, max_tokens: int, norm: str, num_prompts: int
-) -> dict[str, torch.Tensor]:
-    """Full gradients of one GRPO minibatch with a KL term, its rollouts first spread unevenly over the ranks."""
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=torch.device("cpu"))
-    rollouts = make_rollouts(num_prompts, 3)
+def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[list[int]]]:
+    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
+    microbatches. The reward is 1 for the first of each group and 0 for the other two."""
+    rollouts = make_rollouts(7, 3)
     share = rollouts[: len(rollouts) // 4] if rank == 0 else rollouts[len(rollouts) // 4 :]
     mine = share if world_size() > 1 else rollouts
-    table = gather_table(mine, [float(r.rollout_id.sample == 0) for r in mine])
+    table = gather_table(mine, torch.tensor([[float(r.rollout_id.sample == 0)] for r in mine]))
     lengths = table.num_tokens.tolist()
     plan = plan_updates(lengths, num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
-    weights = loss_weights(table.num_loss_tokens, norm=norm, constant=64)
-    batch = exchange(mine, table, plan.rank_of)
-    advantages = table.reward - 1 / 3
+    return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
+
+
+def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
+    """How far the policy has moved since it was the old one: random numbers around 0, the same for every split."""
+    return torch.where(mask, (sample_logprobs + 0.5) * (0.05 if level == "sequence_sum" else 0.6), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What of the GRPO family's objective depends on more than a token."""
+
+    norm: str = "token_mean"
+    level: str = "token"
+    drop_truncated: bool = False
+
+
+OBJECTIVES = {
+    "token_mean": Objective(),
+    "sequence_mean": Objective("sequence_mean"),
+    "constant": Objective("constant"),
+    "mean_ratio": Objective("sequence_mean", level="sequence_mean"),
+    "sum_ratio": Objective("sequence_mean", level="sequence_sum"),
+    "drop_truncated": Objective("sequence_mean", drop_truncated=True),
+}
+objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+precisions = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"]
+)
+
+
+def grpo_gradients(
+    rank: int, max_tokens: int, folder: Path, dtype: torch.dtype, objective: Objective
+) -> dict[str, Tensor]:
+    """Full gradients of one GRPO minibatch with a KL term."""
+    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
+    table, batch, microbatches = shared_out(rank, max_tokens)
+    keep = ~(table.is_truncated & objective.drop_truncated)
+    weights = loss_weights(table.num_loss_tokens, norm=objective.norm, constant=64, keep=keep)
+    advantages = table.rewards[:, 0] - 1 / 3
     batch = batch.replace(
         advantages=batch.spread(advantages[batch.row].to(dtype)), loss_weights=batch.spread(weights[batch.row])
     )
-    (minibatch,) = plan.of_rank(rank)
-    for i, sequences in enumerate(minibatch):
+    for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
-        new, _ = score(model.module, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=1.0)
-        old = new.detach() - 0.1
-        loss = clipped_policy_loss(new, old, micro.advantages, clip_low=0.2, clip_high=0.28)
+        mask, lengths = micro.loss_mask, micro.lengths
+        new, _ = score(model.module, micro.tokens, micro.layout(), select=mask, temperature=1.0)
+        old = new.detach() - since_old(micro.sample_logprobs, mask, objective.level)
+        ratio = importance_ratio(new, old, level=objective.level, lengths=lengths, loss_mask=mask)
+        loss = clipped_policy_loss(ratio, micro.advantages, clip_low=0.2, clip_high=0.28)
         loss = loss + 0.04 * kl_penalty(new, micro.sample_logprobs.to(dtype), "k3")
-        model.backward((micro.loss_weights.to(dtype) * loss).sum(), is_last=i == len(minibatch) - 1)
+        model.backward((micro.loss_weights.to(dtype) * loss).sum(), is_last=i == len(microbatches) - 1)
+    return full_gradients(model)
+
+
+def full_gradients(model: ShardedModel) -> dict[str, Tensor]:
     return {name: master.grad.full_tensor() for name, master in model.masters.items()}
 
 
-def assert_close_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_close_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     for name, gradient in expected.items():
         error = (got[name] - gradient).norm() / gradient.norm()
         assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-@pytest.mark.parametrize("norm", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"])
-def test_gradient_does_not_depend_on_ranks_or_microbatches(one_rank, two_ranks, folder, dtype, tolerance, norm):
+def assert_split_invariant(one_rank: Any, two_ranks: Any, tolerance: float, gradients: Any, *args: Any) -> None:
+    """`gradients(rank, max_tokens, *args)` are those of one rank and one microbatch, however the rollouts are split."""
+    (expected,) = one_rank.run(gradients, 10_000, *args)
+    for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
+        for got in pool.run(gradients, max_tokens, *args):
+            assert_close_gradients(got, expected, tolerance)
+
+
+@objectives
+@precisions
+def test_gradient_does_not_depend_on_ranks_or_microbatches(one_rank, two_ranks, folder, dtype, tolerance, objective):
     """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget."""
-    (expected,) = one_rank.run(grpo_gradients, folder, dtype, 10_000, norm, 7)
-    (small,) = one_rank.run(grpo_gradients, folder, dtype, 200, norm, 7)
-    assert_close_gradients(small, expected, tolerance)
-    for max_tokens in (10_000, 300):
-        for gradients in two_ranks.run(grpo_gradients, folder, dtype, max_tokens, norm, 7):
-            assert_close_gradients(gradients, expected, tolerance)
+    assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, objective)
 
 
-def plain_gradients(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+def plain_gradients(rank: int, folder: Path, objective: Objective) -> dict[str, Tensor]:
     """Gradients of the plain double-precision model, one sequence at a time, by autograd through full logits."""
     model = load_replica(folder, dtype=torch.float64).requires_grad_()
-    rollouts = make_rollouts(7, 3)
-    num_tokens = sum(int(r.loss_mask.sum()) for r in rollouts)
-    for r in rollouts:
-        layout = batching.PackedLayout((len(r.tokens),), torch.device("cpu"))
+    kept = [r for r in make_rollouts(7, 3) if not (objective.drop_truncated and r.finish_reason == "length")]
+    num_tokens = sum(len(r.completion) for r in kept)
+    for r in kept:
+        layout = batching.PackedLayout((len(r.tokens),), CPU)
         logits = model(r.tokens, layout.positions, layout) @ model.lm_head.weight.T
         new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][r.loss_mask[1:]]
         advantage = float(r.rollout_id.sample == 0) - 1 / 3
-        ratio = torch.exp(new - new.detach() + 0.1)
+        moved = since_old(r.sample_logprobs, r.loss_mask, objective.level)[r.loss_mask]
+        x = new - new.detach() + moved
+        ratio = {"token": x, "sequence_mean": x.mean(), "sequence_sum": x.sum()}[objective.level].exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
         d = new - r.sample_logprobs[r.loss_mask]
-        ((loss + 0.04 * (torch.exp(-d) + d - 1)).sum() / num_tokens).backward()
+        loss = (loss + 0.04 * (torch.exp(-d) + d - 1)).sum()
+        divisors = {"token_mean": num_tokens, "sequence_mean": len(kept) * len(new), "constant": len(kept) * 64}
+        (loss / divisors[objective.norm]).backward()
     return {name: param.grad for name, param in named_parameters(model).items()}
 
 
-def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder):
+@objectives
+def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, objective):
     """Sharding, packing and the chunked head change no gradient: float64 against plain autograd."""
-    (expected,) = one_rank.run(plain_gradients, folder)
-    for gradients in two_ranks.run(grpo_gradients, folder, torch.float64, 300, "token_mean", 7):
+    (expected,) = one_rank.run(plain_gradients, folder, objective)
+    for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, objective):
         assert_close_gradients(gradients, expected, 1e-12)
+
+
+def numbers_of_rows(batch: Batch) -> Tensor:
+    """Random numbers for every token of a batch that depend on its row in the table alone."""
+    generators = [torch.Generator().manual_seed(row) for row in batch.row.tolist()]
+    parts = [torch.randn(n, generator=g) for n, g in zip(batch.lengths, generators, strict=True)]
+    return torch.where(batch.loss_mask, torch.cat([torch.zeros(0), *parts]), 0.0)
+
+
+def ppo_backward(
+    rank: int, max_tokens: int, folder: Path, value_folder: Path, dtype: torch.dtype, value_scale: float = 1.0
+) -> dict[str, ShardedModel]:
+    """Policy and value model after one minibatch's backward passes, as `train_ppo.py` makes them.
+
+    Rewards have a KL term, truncated completions a bootstrap value, and advantages are whitened over the ranks.
+    """
+    policy = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
+    value_config = dataclasses.replace(read_config(value_folder), scalar_head=True)
+    value = ShardedModel(value_config, value_folder, dtype=dtype, device=CPU)
+    table, batch, microbatches = shared_out(rank, max_tokens)
+
+    random_values, mask = numbers_of_rows(batch), batch.loss_mask
+    owned, old_values = table.num_loss_tokens[batch.row], random_values[mask].double()
+    kl = kl_penalty(batch.sample_logprobs, 0.9 * batch.sample_logprobs, "k1")
+    paid = token_rewards(table.rewards[batch.row, 0], kl[mask], owned, kl_coef=0.05)
+    bootstrap = torch.where(table.is_truncated[batch.row], 0.7, 0.0).double()
+    estimates = gae(paid, old_values, owned, gamma=0.99, gae_lambda=0.95, bootstrap=bootstrap)
+    stream, returns = torch.zeros(len(mask), dtype=dtype), torch.zeros(len(mask), dtype=dtype)
+    stream[mask], returns[mask] = whiten(estimates).to(dtype), (estimates + old_values).to(dtype)
+    weights = loss_weights(table.num_loss_tokens, norm="token_mean", constant=64)
+    batch = batch.replace(advantages=stream, returns=returns, values=random_values.to(dtype))
+    batch = batch.replace(loss_weights=batch.spread(weights[batch.row]).to(dtype))
+
+    for i, sequences in enumerate(microbatches):
+        micro, is_last = batch.select(sequences), i == len(microbatches) - 1
+        layout, mask = micro.layout(), micro.loss_mask
+        values, _ = predict(value.module, micro.tokens, layout, select=mask)
+        loss = value_loss(values, micro.values, micro.returns, clip=0.2)
+        value.backward(value_scale * (micro.loss_weights * loss).sum(), is_last=is_last)
+        new, _ = score(policy.module, micro.tokens, layout, select=mask, temperature=1.0)
+        ratio = (new - (new.detach() - since_old(micro.sample_logprobs, mask, "token"))).exp()
+        loss = clipped_policy_loss(ratio, micro.advantages, clip_low=0.2, clip_high=0.2)
+        policy.backward((micro.loss_weights * loss).sum(), is_last=is_last)
+    return {"policy": policy, "value": value}
+
+
+def ppo_gradients(rank: int, *args: Any) -> dict[str, Tensor]:
+    models = ppo_backward(rank, *args).items()
+    return {f"{name} {key}": gradient for name, model in models for key, gradient in full_gradients(model).items()}
+
+
+@precisions
+def test_ppo_gradients_do_not_depend_on_ranks_or_microbatches(
+    one_rank, two_ranks, folder, value_folder, dtype, tolerance
+):
+    """Policy and value model: advantages are whitened over all ranks, and both losses weighted by global counts."""
+    assert_split_invariant(one_rank, two_ranks, tolerance, ppo_gradients, folder, value_folder, dtype)
+
+
+def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
+    """The policy's weights after an update of both models, and both gradient norms."""
+    models = ppo_backward(rank, *args)
+    norms = [
+        model.step(model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0), lr=0.01, max_grad_norm=0.01)
+        for model in models.values()
+    ]
+    return {name: master.full_tensor().detach() for name, master in models["policy"].masters.items()}, *norms
+
+
+def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder, value_folder):
+    """Each model clips by its own norm: a value loss a million times as great changes no bit of the policy."""
+    where = (1000, folder, value_folder, torch.float32)
+    for (expected, norm, value_norm), (weights, same_norm, great_norm) in zip(
+        two_ranks.run(ppo_update, *where), two_ranks.run(ppo_update, *where, 1e6), strict=True
+    ):
+        assert great_norm == pytest.approx(1e6 * value_norm, rel=1e-4)
+        assert same_norm == norm > 0.01
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
@@ -137,31 +279,31 @@ def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
         assert_close_gradients(gradients, expected, 1e-12)
 
 
-def single_rollout_gradients(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=torch.device("cpu"))
+def single_rollout_gradients(rank: int, folder: Path) -> dict[str, Tensor]:
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=CPU)
     mine = make_rollouts(1, 1) if rank == 0 else []
-    table = gather_table(mine, [1.0] * len(mine))
+    table = gather_table(mine, torch.ones(len(mine), 1))
     plan = plan_updates(table.num_tokens.tolist(), num_minibatches=1, num_ranks=world_size(), max_tokens=1000)
     batch = exchange(mine, table, plan.rank_of)
     for sequences in plan.of_rank(rank)[0]:
         micro = batch.select(sequences)
         new, _ = score(model.module, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=1.0)
         model.backward(-new.sum(), is_last=True)
-    return {name: master.grad.full_tensor() for name, master in model.masters.items()}
+    return full_gradients(model)
 
 
 def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, bool]:
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=torch.device("cpu"))
+    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     original = named_parameters(load_replica(folder, dtype=dtype))
     report = {"loaded": all(torch.equal(model.compute_weights[n], original[n]) for n in original)}
     addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
-    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=dtype, device=torch.device("cpu"))
+    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
     for _ in range(3):
         versions = {name: weight._version for name, weight in model.compute_weights.items()}
         (rollout,) = engine.generate([request])
-        layout = batching.PackedLayout((len(rollout.tokens),), torch.device("cpu"))
+        layout = batching.PackedLayout((len(rollout.tokens),), CPU)
         new, _ = score(model.module, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
         model.backward(-new.sum(), is_last=True)
         report["unwritten"] = all(w._version == versions[n] for n, w in model.compute_weights.items())
@@ -181,11 +323,10 @@ def test_weights_are_one_storage_refreshed_in_place(two_ranks, folder, dtype):
         assert report == dict.fromkeys(("loaded", "unwritten", "stable", "used", "fresh", "moved"), True)
 
 
-def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[torch.Tensor], float]:
+def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
     """Rollouts of 10 requests, this rank's share, after an update; and the gap to the training forward."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=torch.device("cpu"))
-    device = torch.device("cpu")
-    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=torch.float32, device=device)
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(
             (1, 2, 3 + i), RolloutId(i, 0), request_key(0, purpose="train", prompt=i, sample=0), 40, 1.0, frozenset()
@@ -193,7 +334,7 @@ def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list
         for i in range(10)
     ]
     rollouts = engine.generate(requests[rank :: world_size()])
-    layout = batching.PackedLayout(tuple(len(r.tokens) for r in rollouts), torch.device("cpu"))
+    layout = batching.PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
     tokens, mask = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("tokens", "loss_mask"))
     new, _ = score(model.module, tokens, layout, select=mask, temperature=1.0)
     gap = float((new - torch.cat([r.sample_logprobs for r in rollouts])).abs().max())
@@ -211,11 +352,11 @@ def test_rollouts_do_not_depend_on_the_world_size(one_rank, two_ranks, folder):
 
 
 def clipped_norms(rank: int, folder: Path, max_grad_norm: float) -> tuple[float, float]:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=torch.device("cpu"))
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=CPU)
     optimizer = torch.optim.SGD(model.masters.values(), lr=0.0)
     before = {name: master.full_tensor().clone() for name, master in model.masters.items()}
     tokens = torch.arange(20)
-    layout = batching.PackedLayout((20,), torch.device("cpu"))
+    layout = batching.PackedLayout((20,), CPU)
     new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
     model.backward(-new.sum() / world_size(), is_last=True)
     norm = model.step(optimizer, lr=1.0, max_grad_norm=max_grad_norm)
@@ -234,11 +375,11 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder):
 
 
 def stop_on_nan(rank: int, folder: Path) -> bool:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     before = {name: weight.clone() for name, weight in model.compute_weights.items()}
     tokens = torch.arange(20)
-    layout = batching.PackedLayout((20,), torch.device("cpu"))
+    layout = batching.PackedLayout((20,), CPU)
     new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
     model.backward(new.sum() * float("nan"), is_last=True)
     with pytest.raises(FloatingPointError, match="gradient norm"):
@@ -251,7 +392,71 @@ def test_a_gradient_that_is_not_finite_updates_nothing(two_ranks, folder):
     assert two_ranks.run(stop_on_nan, folder) == [True, True]
 
 
-def gathered(rank: int) -> tuple[torch.Tensor, str]:
+def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:
+    """What a step with a gradient of exactly 0 does to a model with momentum and weight decay."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    tokens = torch.arange(20)
+    norms, states = [], []
+    for scale in (1.0, 0.0):
+        new, _ = score(model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0)
+        model.backward(-new.sum() * scale, is_last=True)
+        norms.append(model.step(optimizer, lr=0.1, max_grad_norm=1.0))
+        moments = [x.to_local() if hasattr(x, "to_local") else x for s in optimizer.state.values() for x in s.values()]
+        masters = [master.full_tensor() for master in model.masters.values()]
+        states.append([x.clone() for x in (*moments, *masters, *model.compute_weights.values())])
+    return {
+        "norm is 0": norms[0] > norms[1] == 0,
+        "there is momentum": len(states[0]) > 2 * len(model.masters),
+        "nothing moved": all(torch.equal(a, b) for a, b in zip(*states, strict=True)),
+        "gradients are gone": all(master.grad is None for master in model.masters.values()),
+    }
+
+
+def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
+    """Nothing to learn: neither momentum nor weight decay moves a weight, and the optimizer's state stays."""
+    for report in two_ranks.run(after_a_zero_gradient, folder):
+        assert all(report.values()), report
+
+
+def trained_value_model(rank: int, folder: Path, run: Path) -> tuple[Path, list[float], list[float]]:
+    """A value model that starts from a language model: its checkpoint, its losses, and its scores of three texts."""
+    config = dataclasses.replace(read_config(folder), scalar_head=True)
+    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    tokens, layout = torch.cat(VALUED_TEXTS), batching.PackedLayout(tuple(map(len, VALUED_TEXTS)), CPU)
+    select = layout.positions > 0
+    losses = []
+    for _ in range(20):
+        values, _ = predict(model.module, tokens, layout, select=select)
+        loss = value_loss(values, torch.zeros_like(values), torch.where(select, 1.0, 0.0), clip=0.0).sum()
+        losses.append(float(loss))
+        model.backward(loss / world_size(), is_last=True)
+        model.step(optimizer, lr=0.01, max_grad_norm=1.0)
+    saved = save_checkpoint(run, 20, model, source=folder, kind="value_checkpoints")
+    _, after = predict(model.module, tokens, layout, select=select)
+    return saved, losses, after.tolist()
+
+
+VALUED_TEXTS = [torch.arange(n) * 7 % 33 for n in (5, 1, 30)]
+
+
+def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks, folder, tmp_path):
+    """Its head starts at 0 and learns; transformers loads every tensor of the checkpoint and gives equal scores."""
+    from transformers import AutoModelForSequenceClassification
+
+    for saved, losses, scores in two_ranks.run(trained_value_model, folder, tmp_path):
+        assert saved == tmp_path / "value_checkpoints" / "000020"
+        assert losses[0] == (4 + 0 + 29) / 2
+        assert losses[-1] < losses[0] / 2
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
+        assert not any(info.values()), info
+        theirs = [classifier(text[None]).logits.item() for text in VALUED_TEXTS]
+        assert scores == pytest.approx(theirs, abs=1e-5)
+        assert len(set(scores)) == 3
+
+
+def gathered(rank: int) -> tuple[Tensor, str]:
     return all_gather_rows(torch.arange(3 * rank).view(-1, 1) + 10 * rank), agree(f"rank {rank}")
 
 
@@ -265,7 +470,7 @@ def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
 def exchanged(rank: int) -> list[tuple[int, list[int], list[float]]]:
     rollouts = make_rollouts(5, 2)
     mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
-    table = gather_table(mine, [float(r.num_prompt_tokens) for r in mine])
+    table = gather_table(mine, torch.zeros(len(mine), 1))
     batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
     return [
         (row, (part := batch.select([i])).tokens.tolist(), part.sample_logprobs.tolist())

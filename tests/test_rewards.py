@@ -1,4 +1,4 @@
-"""Reward functions in TRL's shape: what they are given, where they come from, what they may return."""
+"""Reward functions in TRL's shape: what they are given, where they come from, what they may return; reward models."""
 
 import functools
 import math
@@ -6,14 +6,32 @@ import math
 import numpy
 import pytest
 import torch
+from test_data import TEMPLATE, TOKENS, ids, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from minirl.rewards import compute_rewards, load_reward
+from minirl.batch import Rollout, RolloutId
+from minirl.data import Prompts, Tokenizer
+from minirl.model import Transformer
+from minirl.rewards import (
+    Judged,
+    compute_rewards,
+    judge,
+    load_reward,
+    load_reward_model,
+    overlong_penalty,
+    weighted,
+)
 from minirl.tasks import Row
 
 ROWS = [
     Row("one?", {"answer": 1, "level": "easy"}, "f.jsonl:1"),
     Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2"),
 ]
+
+
+CPU = torch.device("cpu")
+REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
+POSITIONS = 64
 
 
 def rewards_of(function, rows=ROWS, completions=("1", "2")):
@@ -174,3 +192,214 @@ def test_load_reward_shows_the_error_of_the_file(tmp_path):
     (tmp_path / "mine.py").write_text("import no_such_module_of_mine\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_mine"):
         load_reward(f"{tmp_path}/mine.py:score")
+
+
+def save_model(folder, auto_class, **keys):
+    """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(REWARD_TOKENS), max_position_embeddings=POSITIONS, initializer_range=0.5, **sizes, **keys
+    )
+    torch.manual_seed(0)
+    model = auto_class.from_config(config)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory):
+    """A classifier with its own tokenizer, and how transformers scores a text with its special tokens written out."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    save_tokenizer(folder, TEMPLATE, tokens=REWARD_TOKENS)
+    oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1)
+
+    @torch.no_grad()
+    def score(text):
+        return oracle(torch.tensor([ids(text, REWARD_TOKENS)])).logits.item()
+
+    return folder, score
+
+
+def load(folder, *, chat=False, max_tokens=1000, park=False, device=CPU):
+    return load_reward_model(folder, dtype=torch.float32, device=device, chat=chat, max_tokens=max_tokens, park=park)
+
+
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "expected"),
+    [
+        ("ab,", False, "<bos>ab,{}<eos>"),
+        (CHAT, False, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
+        ("ab,", True, "<bos><turn>user:ab,<turn>assistant:{}"),
+        (CHAT, True, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
+    ],
+    ids=["text", "messages", "chat", "chat_messages"],
+)
+def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, chat, expected):
+    """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
+    folder, oracle = reward_folder
+    completions = ["", "a", " so it is.", "a" * 20]
+    got = rewards_of(load(folder, chat=chat), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
+    assert got == pytest.approx([oracle(expected.format(text)) for text in completions], rel=1e-5, abs=1e-5)
+    assert max(got) - min(got) > 0.1
+
+
+def make_prompts(folder, rows):
+    """The policy's prompts: its own tokenizer numbers the letters as `ids` does."""
+    save_tokenizer(folder, None)
+    return Prompts(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
+
+
+def make_rollout(prompts, ordinal, sample, completion):
+    """A rollout of the `ordinal`-th prompt whose completion is this text, specials written out, in the policy's ids."""
+    prompt, sampled = prompts.tokens[prompts.index(ordinal)], ids(completion)
+    tokens = torch.tensor([*prompt, *sampled])
+    mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
+    streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
+    return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
+
+
+def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):
+    """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts."""
+    folder, oracle = reward_folder
+    prompts = make_prompts(tmp_path, [Row("ab,", {}, "f:1"), Row("xy ", {}, "f:2")])
+    rollouts = [make_rollout(prompts, o, s, f"{'word ' * s}end.<eos>") for o in (0, 1) for s in (0, 1)]
+    judged = judge({"model": load(folder)}, prompts, rollouts)
+    texts = [f"<bos>{prompts.row(o).prompt}{'word ' * s}end.<eos>" for o in (0, 1) for s in (0, 1)]
+    assert judged.rewards[:, 0].tolist() == pytest.approx([oracle(text) for text in texts], rel=1e-5, abs=1e-5)
+    assert len({round(reward, 3) for reward in judged.rewards[:, 0].tolist()}) == 4
+
+
+def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
+    """Any number of texts in a forward, in any order: each text keeps its score."""
+    folder, _ = reward_folder
+    prompts, completions = ["ab", "c,d ", "e" * 20, "f", "g g"] * 2, ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)]
+    whole = load(folder)(prompts, completions)
+    assert torch.tensor(whole).std() > 0.1
+    for max_tokens in (len("<bos>") + 45, 64, 90):
+        for places in (range(10), range(9, -1, -1), [8], [3, 8, 0]):
+            some = load(folder, max_tokens=max_tokens)([prompts[i] for i in places], [completions[i] for i in places])
+            assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(20, 20), (1000, POSITIONS)], ids=["microbatch", "positions"])
+def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_tokens, fits):
+    """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
+    folder, _ = reward_folder
+    model, others = load(folder, max_tokens=max_tokens), len(["<bos>", "<eos>"])
+    assert len(model(["a", "a"], ["b", "b" * (fits - 1 - others)])) == 2
+    said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
+    with pytest.raises(ValueError, match=said):
+        model(["a", "a"], ["b", "b" * (fits - others)])
+
+
+@pytest.mark.parametrize("park", [False, True])
+def test_a_reward_model_is_parked_between_calls_if_asked(reward_folder, monkeypatch, park):
+    """It waits in host memory, comes for each call, and goes back only with `park`; it holds no gradient."""
+    folder, _ = reward_folder
+    model, seen = load(folder, park=park), []
+    to = Transformer.to
+    monkeypatch.setattr(Transformer, "to", lambda self, *args: seen.append((self, *args)) or to(self, *args))
+    assert not seen
+    first = model(["ab"], ["c"])
+    moves = [device for _, device in seen]
+    assert moves == ([CPU, "cpu"] if park else [CPU])
+    assert model(["ab"], ["c"]) == first
+    assert [device for _, device in seen] == moves * 2
+    assert not any(param.requires_grad for param in seen[0][0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "keys", "said"),
+    [
+        (AutoModelForCausalLM, {}, "{folder}.*a language model.*must be a sequence classifier"),
+        (AutoModelForSequenceClassification, {"num_labels": 2}, "one label"),
+    ],
+    ids=["language_model", "two_labels"],
+)
+def test_what_is_no_reward_model_is_refused(tmp_path, auto_class, keys, said):
+    """A language model, or a classifier of several labels, before anything is judged by it."""
+    save_tokenizer(tmp_path, None, tokens=REWARD_TOKENS)
+    save_model(tmp_path, auto_class, **keys)
+    with pytest.raises(ValueError, match=said.format(folder=tmp_path)):
+        load(tmp_path)
+
+
+def test_overlong_penalty_is_the_reference_row():
+    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond."""
+    lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
+    penalties = overlong_penalty(limit=20, buffer=8)([[7] * length for length in lengths])
+    assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
+    assert rewards_of(overlong_penalty(limit=1, buffer=0.5)) == [-1.0, -1.0]  # of the ids, the stop token included
+
+
+def test_weighted_puts_rewards_before_what_is_only_logged():
+    """In their own order, 1 each unless weighted; what is only logged weighs exactly 0."""
+    rewards, logged = {"b": min, "a": max}, {"seen": sum}
+    functions, weights = weighted(rewards, (), logged=logged)
+    assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
+    assert (weights.dtype, weights.tolist()) == (torch.float64, [1, 1, 0])
+    assert weighted(rewards, (0.5, -2), logged=logged)[1].tolist() == [0.5, -2, 0]
+    assert weighted(rewards, (0.0, 3.0), logged={})[1].tolist() == [0, 3]
+    assert (list(rewards), list(logged)) == (["b", "a"], ["seen"])
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
+def test_another_number_of_weights_than_rewards_is_refused(weights):
+    """The error has the flag, what was given and the rewards in order; those only logged take no weight."""
+    given = " ".join(map(str, weights))
+    with pytest.raises(ValueError, match=f"--reward-weights {given}: the rewards are b, a$"):
+        weighted({"b": min, "a": max}, weights, logged={"seen": sum})
+
+
+def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
+    """A row is found by the rollout's ordinal, not by its text; rewards are [N, K] in the functions' order."""
+    rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
+    prompts = make_prompts(tmp_path, rows)
+    ordinals = (3, 0, 1, 2, 0)
+    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}b<eos>") for s, o in enumerate(ordinals)]
+    functions = {
+        "length": lambda completion_ids: [len(x) for x in completion_ids],
+        "answer": lambda prompts, completions, answer: answer,
+        "letters": lambda completions: [len(text) for text in completions],
+    }
+    judged = judge(functions, prompts, rollouts)
+    assert judged.rollouts == rollouts
+    assert judged.rows == [rows[prompts.index(ordinal)] for ordinal in ordinals]
+    assert {row.columns["answer"] for row in judged.rows} == {1, 2}
+    assert judged.texts == ["b", "ab", "aab", "aaab", "aaaab"]
+    assert judged.rewards.dtype == torch.float64
+    answers = [row.columns["answer"] for row in judged.rows]
+    assert judged.rewards.tolist() == [[i + 2, answers[i], i + 1] for i in range(5)]
+    backwards = judge(dict(reversed(functions.items())), prompts, rollouts)
+    assert torch.equal(backwards.rewards, judged.rewards.flip(1))
+
+
+def test_a_rank_without_rollouts_judges_nothing(tmp_path):
+    """No function is called, and the rewards are [0, K], ready to be gathered with other ranks'."""
+    prompts = make_prompts(tmp_path, [Row("a", {}, "f:1")])
+    judged = judge({"never": lambda: pytest.fail("called"), "nor": lambda: pytest.fail("called")}, prompts, [])
+    assert (judged.rollouts, judged.rows, judged.texts) == ([], [], [])
+    assert (judged.rewards.shape, judged.rewards.dtype) == ((0, 2), torch.float64)
+
+
+def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
+    """Rounds of rollouts join and are picked as one: rollouts, rows, texts and rewards stay aligned."""
+    prompts = make_prompts(tmp_path, [Row("a", {"answer": 1}, "f:1"), Row("b", {"answer": 2}, "f:2")])
+    functions = {"letters": lambda completions: [len(text) for text in completions], "answer": lambda answer: answer}
+    rollouts = [make_rollout(prompts, ordinal, 0, "a" * (ordinal + 1)) for ordinal in range(4)]
+    parts = [judge(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
+    whole = judge(functions, prompts, rollouts)
+
+    def facts(judged):
+        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist()
+
+    assert facts(parts[0] + parts[1] + parts[2]) == facts(whole)
+    picked = whole.select([3, 0])
+    assert facts(picked) == tuple([column[3], column[0]] for column in facts(whole))
+    assert isinstance(picked, Judged)
+    nothing = whole.select([])
+    assert facts(nothing) == ([], [], [], [])
+    assert nothing.rewards.shape == (0, 2)

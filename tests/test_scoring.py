@@ -1,4 +1,4 @@
-"""Logprobs and entropies by the chunked head: against full logits, against autograd, over any cut of the work."""
+"""Logprobs, entropies and values: against full logits, against autograd, over any cut of the work."""
 
 import math
 
@@ -9,15 +9,16 @@ from torch import Tensor
 from minirl.attention import PackedLayout
 from minirl.batch import Batch
 from minirl.model import ModelConfig, Transformer
-from minirl.scoring import ChunkedLogprobs, score, score_frozen
+from minirl.scoring import ChunkedLogprobs, predict, predict_frozen, score, score_frozen, unparked
 
 CPU = torch.device("cpu")
 VOCAB = 37
 LENGTHS = (9, 2, 31, 140, 5)
 PROMPTS = (4, 1, 30, 100, 2)
+CUTS = [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]]
 
 
-def make_model(dtype: torch.dtype = torch.float64, *, tied: bool = False) -> Transformer:
+def make_model(dtype: torch.dtype = torch.float64, *, tied: bool = False, scalar_head: bool = False) -> Transformer:
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -36,6 +37,7 @@ def make_model(dtype: torch.dtype = torch.float64, *, tied: bool = False) -> Tra
         mlp_bias=False,
         qk_norm=True,
         tie_word_embeddings=tied,
+        scalar_head=scalar_head,
     )
     model = Transformer(config).to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -116,6 +118,13 @@ def test_a_bf16_head_gives_fp32_logprobs():
     exact = torch.log_softmax(hidden.double() @ head.double().T, -1)
     torch.testing.assert_close(logprobs.double(), exact.gather(1, targets[:, None])[:, 0], atol=5e-5, rtol=0)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), atol=5e-5, rtol=0)
+
+
+def test_a_bf16_head_gives_the_reference_logprobs():
+    """Logits [12.3, 11.9, 3, -2] from bf16 factors: the reference's exact logprobs, not bf16's, which are 0.024 off."""
+    head = torch.tensor([[12.3125, -0.0125], [11.875, 0.025], [3, 0], [-2, 0]], dtype=torch.bfloat16)
+    logprobs, _ = ChunkedLogprobs.apply(torch.ones(4, 2, dtype=torch.bfloat16), head, torch.arange(4), 1.0, 3)
+    assert logprobs.tolist() == pytest.approx([-0.513070, -0.913070, -9.813070, -14.813070], abs=1e-4)
 
 
 def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,9 +265,7 @@ def test_the_chunked_head_of_no_rows_gives_zero_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "cut", [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]], ids=str
-)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
     """Any cut of the batch, empty parts and any order included, puts the whole batch's logprobs back in place."""
     model, batch = make_model(dtype), make_batch()
@@ -282,3 +289,153 @@ def test_frozen_scores_of_a_part_leave_the_rest_at_zero():
     chosen[batch.token_index([1, 3])] = True
     torch.testing.assert_close(got, torch.where(chosen, expected, 0.0), atol=1e-5, rtol=0)
     assert (got[chosen & batch.loss_mask] < 0).all()
+
+
+def predict_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+    return predict(model, batch.tokens, batch.layout(), select=batch.loss_mask)
+
+
+def reference_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence, token by token: the head on the state before it, and on the last state."""
+    values, after = [], []
+    for tokens, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+        layout = PackedLayout((len(tokens),), CPU)
+        states = model(tokens, torch.arange(len(tokens)), layout) @ model.score.weight[0]
+        values += [states[t - 1] if mask[t] else states.new_zeros(()) for t in range(len(tokens))]
+        after.append(states[-1])
+    return torch.stack(values), torch.stack(after)
+
+
+def scalar_tolerance(model: Transformer, dtype: torch.dtype) -> float:
+    """0 where this machine's products give a row the same bits in any batch."""
+    return 0 if model.config.is_row_invariant(dtype, CPU) else 1e-6 if dtype == torch.float32 else 0.1
+
+
+def test_values_and_their_gradients_equal_the_head_position_by_position():
+    """Token t's value is of the state at t - 1, the first completion token's of the prompt's last; scores of the last.
+
+    Every parameter gets the gradient of the sequence-by-sequence twin.
+    """
+    model, batch = make_model(scalar_head=True), make_batch()
+    weights = torch.randn(len(batch.tokens) + len(LENGTHS), generator=torch.Generator().manual_seed(5)).double()
+    results, gradients = [], []
+    for function in (predict_batch, reference_values):
+        model.zero_grad(set_to_none=True)
+        results.append(torch.cat(function(model, batch)))
+        (weights * results[-1]).sum().backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+    torch.testing.assert_close(results[0], results[1], atol=1e-11, rtol=1e-10)
+    values, after = results[0].split([len(batch.tokens), len(LENGTHS)])
+    assert torch.equal(values != 0, batch.loss_mask)
+    assert (after != 0).all()
+    assert "score.weight" in gradients[0]
+    for name, gradient in gradients[1].items():
+        assert gradient.abs().max() > 1e-6, name
+        torch.testing.assert_close(gradients[0][name], gradient, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_fp32_and_close_to_fp64(dtype):
+    """From bf16 states and weights too, the head's sums and results are fp32."""
+    model, batch = make_model(dtype, scalar_head=True), make_batch()
+    for got, expected in zip(
+        predict_batch(model, batch), reference_values(make_model(dtype, scalar_head=True).double(), batch), strict=True
+    ):
+        assert got.dtype == torch.float32
+        assert not torch.equal(got, got.bfloat16().float())
+        allowed = 1e-5 if dtype == torch.float32 else 0.15  # the layers' rounding
+        torch.testing.assert_close(got.double(), expected, atol=allowed, rtol=0)
+
+
+@torch.no_grad()
+def test_a_token_changes_the_values_after_it_but_not_its_own():
+    """A value is of the state a token was sampled in: the token itself, and other sequences, must not move it."""
+    model = make_model(scalar_head=True)
+    batch = make_batch((9, 6, 12), (3, 1, 2))
+    batch = batch.replace(loss_mask=batch.layout().positions > 0)
+    values, after = predict_batch(model, batch)
+    for changed in (9, 11, 14):  # the first, a middle and the last token of the second sequence
+        tokens = batch.tokens.clone()
+        tokens[changed] = (tokens[changed] + 1) % VOCAB
+        moved, moved_after = predict_batch(model, batch.replace(tokens=tokens))
+        expected = torch.zeros_like(batch.loss_mask)
+        expected[changed + 1 : 15] = True
+        assert torch.equal((moved - values).abs() > 1e-9, expected)
+        assert torch.equal((moved_after - after).abs() > 1e-9, torch.tensor([False, True, False]))
+        torch.testing.assert_close(moved[~expected], values[~expected], atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_a_completion_of_one_token_and_eos_has_two_values():
+    """[a, EOS] after a prompt of three: the value before a and the one before EOS; what follows EOS is the score."""
+    model, tokens = make_model(scalar_head=True), torch.tensor([5, 6, 7, 8, 1])
+    layout = PackedLayout((5,), CPU)
+    values, after = predict(model, tokens, layout, select=torch.tensor([0, 0, 0, 1, 1]).bool())
+    states = model(tokens, layout.positions, layout) @ model.score.weight[0]
+    torch.testing.assert_close(values, torch.tensor([0, 0, 0, states[2], states[3]]).double())
+    torch.testing.assert_close(after, states[4:])
+    assert (values != 0).sum() == 2
+
+
+@pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_values_give_zero_gradients_not_none(lengths, dtype):
+    """A rank without tokens runs the value model's forward and backward like the others, and adds zeros."""
+    model = make_model(dtype, scalar_head=True)
+    batch = make_batch(lengths, (1,) * len(lengths))
+    values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
+    assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
+    assert (values == 0).all()
+    assert (after != 0).all()
+    values.sum().backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        assert param.grad.dtype == dtype
+        assert (param.grad == 0).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_values_and_scores_do_not_depend_on_packing_or_order(dtype, cut):
+    """Alone or in a pack, in any order, each sequence has the values and the score it has in the whole batch."""
+    model, batch = make_model(dtype, scalar_head=True), make_batch()
+    tolerance = scalar_tolerance(model, dtype)
+    if tolerance:
+        print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
+    for got, expected in zip(predict_frozen(model, batch, cut), predict_batch(model, batch), strict=True):
+        assert not got.requires_grad
+        assert got.dtype == torch.float32
+        assert (got - expected).abs().max().item() <= tolerance
+        assert expected.std() > 0.1
+    assert torch.equal(predict_frozen(model, batch, cut)[0] != 0, batch.loss_mask)
+
+
+@pytest.mark.parametrize("count", [17, 18, 31, 33])
+@torch.no_grad()
+def test_equal_sequences_have_equal_scores(count):
+    """A group of equal completions has equal rewards: a difference of 1e-7 would be divided by its own deviation."""
+    model, tokens = make_model(torch.float32, scalar_head=True), torch.arange(6).repeat(count)
+    if not model.config.is_row_invariant(torch.float32, CPU):
+        pytest.skip("this machine's products are not row-invariant")
+    _, after = predict(model, tokens, PackedLayout((6,) * count, CPU), select=torch.zeros(6 * count).bool())
+    assert len(set(after.tolist())) == 1
+
+
+def test_frozen_values_of_a_part_leave_the_rest_at_zero():
+    """Sequences in no microbatch have neither values nor a score; those in one have them in their own place."""
+    model, batch = make_model(torch.float32, scalar_head=True), make_batch()
+    values, after = predict_frozen(model, batch, [[3], [1]])
+    chosen = torch.zeros_like(batch.loss_mask)
+    chosen[batch.token_index([1, 3])] = True
+    assert torch.equal(values != 0, chosen & batch.loss_mask)
+    assert (after != 0).tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("park", [False, True])
+def test_a_frozen_model_is_on_the_device_for_the_block_and_parked_afterwards(park):
+    """It is moved in before the block, and back to host memory after it only where that is asked for."""
+    model, device, moves = make_model(), torch.device("cuda", 3), []
+    model.to = moves.append
+    with unparked(model, device, park=park):
+        assert moves == [device]
+    assert moves == ([device, "cpu"] if park else [device])

@@ -114,12 +114,12 @@ def test_messages_are_a_prompt(write):
     assert read_rows(path, "prompt")[0].prompt == MESSAGES
 
 
-def test_jsonl_task_has_both_files_and_the_reward(write):
-    """The task is named after its file; without eval data nothing is held out."""
+def test_jsonl_task_has_both_files_and_no_reward(write):
+    """The task is named after its file; without eval data nothing is held out; the reward is the user's to give."""
     train, held_out = write([GOOD] * 3, "stories.jsonl"), write([GOOD], "held_out.jsonl")
-    task = load_jsonl_task(train, held_out, prompt_field="prompt", reward=max)
-    assert (task.name, len(task.train_rows), len(task.eval_rows), task.reward) == ("stories", 3, 1, max)
-    assert load_jsonl_task(train, None, prompt_field="prompt", reward=max).eval_rows == []
+    task = load_jsonl_task(train, held_out, prompt_field="prompt")
+    assert (task.name, len(task.train_rows), len(task.eval_rows), task.rewards) == ("stories", 3, 1, {})
+    assert load_jsonl_task(train, None, prompt_field="prompt").eval_rows == []
 
 
 STRICT_AND_FLEXIBLE = [
@@ -206,7 +206,8 @@ def test_gsm8k_rows_have_question_instruction_and_number(write):
     path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
     assert read_gsm8k(path) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     task = load_gsm8k(path, None)
-    assert (task.reward, dict(task.extra_scores), task.eval_rows) == (strict_score, {"flexible": flexible_score}, [])
+    assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
+    assert task.eval_rows == []
 
 
 @pytest.mark.parametrize(
@@ -262,22 +263,65 @@ def test_sorting_scores_the_sorted_string_and_nothing_else():
     assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
 
 
-def test_auto_is_sorting_without_data_and_jsonl_with_it(write, tmp_path):
-    """The default needs no flags; --data alone asks for a reward."""
-    (tmp_path / "mine.py").write_text("def score(completions):\n    return [3.0 for _ in completions]\n")
-    mine = f"{tmp_path}/mine.py:score"
+@pytest.fixture
+def mine(tmp_path):
+    """The spec of a reward of one's own by its name; each returns another number."""
+    names = ("three", "four", "strict")
+    functions = [
+        f"def {name}(completions):\n    return [{i + 3}.0 for _ in completions]\n" for i, name in enumerate(names)
+    ]
+    (tmp_path / "mine.py").write_text("".join(functions))
+    return lambda name: f"{tmp_path}/mine.py:{name}"
+
+
+def returned(functions):
+    """What each function says of one completion, in order."""
+    return [(name, function(["a"])) for name, function in functions.items()]
+
+
+def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
+    """The default needs no flags; --data alone asks for a reward, of which there may be several, in order."""
     assert load_task("auto", data=None, eval_data=None).name == "sorting"
-    task = load_task("auto", data=write([GOOD]), eval_data=None, reward=mine)
-    assert (task.name, task.reward(["a"])) == ("rows", [3.0])
-    assert load_task("sorting", data=None, eval_data=None, reward=mine).reward(["a"]) == [3.0]
+    task = load_task("auto", data=write([GOOD]), eval_data=None, reward=(mine("four"), mine("three")))
+    assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
+    assert task.extra_scores == {}
 
 
-def test_a_reward_replaces_only_the_reward(write, tmp_path):
-    """GSM8K with one's own reward still logs the flexible score."""
-    (tmp_path / "mine.py").write_text("def score(completions):\n    return [3.0 for _ in completions]\n")
+def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
+    """One's own function is what is trained on; the task's reward and scores are then only watched."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
-    task = load_task("gsm8k", data=path, eval_data=path, reward=f"{tmp_path}/mine.py:score")
-    assert (task.reward(["a"]), list(task.extra_scores), len(task.eval_rows)) == ([3.0], ["flexible"], 1)
+    task = load_task("gsm8k", data=path, eval_data=path, reward=(mine("three"),))
+    assert returned(task.rewards) == [("three", [3.0])]
+    assert dict(task.extra_scores) == {"strict": strict_score, "flexible": flexible_score}
+    assert len(task.eval_rows) == 1
+    sorting = load_task("sorting", data=None, eval_data=None, reward=(mine("three"),))
+    assert returned(sorting.rewards) == [("three", [3.0])]
+    assert dict(sorting.extra_scores) == {"exact": score}
+
+
+def test_a_reward_model_takes_the_place_of_the_tasks_own_reward(write, mine):
+    """It is enough for --data, and the caller adds it to the rewards that are given beside it."""
+    path = write([GOOD])
+    assert load_task("auto", data=path, eval_data=None, reward_model="dir").rewards == {}
+    sorting = load_task("auto", data=None, eval_data=None, reward_model="dir")
+    assert (sorting.rewards, sorting.extra_scores) == ({}, {"exact": score})
+    task = load_task("auto", data=path, eval_data=None, reward=(mine("three"),), reward_model="dir")
+    assert returned(task.rewards) == [("three", [3.0])]
+
+
+def test_two_rewards_of_one_name_are_refused(mine, tmp_path):
+    """Metrics and weights go by name: one would take the other's place."""
+    (tmp_path / "other.py").write_text("def three(completions):\n    return [0.0 for _ in completions]\n")
+    for other in (mine("three"), f"{tmp_path}/other.py:three"):
+        with pytest.raises(ValueError, match=r"--reward .*mine\.py:three .*: two functions of one name"):
+            load_task("auto", data=None, eval_data=None, reward=(mine("three"), other))
+
+
+def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
+    """The task's own score is still logged, under the name that is then taken."""
+    path = write([json.dumps({"question": "q", "answer": "#### 3"})])
+    with pytest.raises(ValueError, match=r"--reward .*strict"):
+        load_task("gsm8k", data=path, eval_data=None, reward=(mine("strict"),))
 
 
 @pytest.mark.parametrize(
@@ -285,11 +329,11 @@ def test_a_reward_replaces_only_the_reward(write, tmp_path):
     [
         ({"name": "gsm8k", "data": None}, "--task gsm8k needs --data"),
         ({"name": "jsonl", "data": None}, "--task jsonl needs --data"),
-        ({"name": "auto", "data": "a.jsonl"}, "needs --reward"),
+        ({"name": "auto", "data": "a.jsonl"}, "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k"),
         ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
         ({"name": "auto", "data": None, "eval_data": "a.jsonl"}, "leave out --data and --eval-data"),
-        ({"name": "auto", "data": "a.jsonl", "reward": "score"}, "--reward score: expected"),
-        ({"name": "sort", "data": "a.jsonl", "reward": "mine.py:score"}, "--task sort: .*sorting"),
+        ({"name": "auto", "data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
+        ({"name": "sort", "data": "a.jsonl", "reward": ("mine.py:score",)}, "--task sort: .*sorting"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):

@@ -1,14 +1,23 @@
 """Hugging Face folders: what a config.json means, what is refused, and round trips that keep every bit."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
 
+from minirl.attention import PackedLayout
 from minirl.model import ModelConfig, RopeScaling, Transformer
+from minirl.scoring import predict
 from minirl.weights import (
     config_from_dict,
     load_replica,
@@ -17,6 +26,7 @@ from minirl.weights import (
     read_config,
     resolve_folder,
     save_folder,
+    scalar_config,
 )
 
 TINY = {
@@ -45,10 +55,11 @@ OPTIONAL_KEYS = {
     "qwen3": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
 }
 QWEN = {"model_type": "qwen2", "num_hidden_layers": 3}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
-def random_model(dtype=torch.float32, **overrides):
-    model = Transformer(config_from_dict(TINY | overrides))
+def random_model(dtype=torch.float32, *, scalar_head=False, **overrides):
+    model = Transformer(dataclasses.replace(config_from_dict(TINY | overrides), scalar_head=scalar_head))
     generator = torch.Generator().manual_seed(0)
     for param in named_parameters(model).values():
         param.data = torch.randn(param.shape, generator=generator)
@@ -56,8 +67,27 @@ def random_model(dtype=torch.float32, **overrides):
 
 
 def save(model, folder, tokenizer_from=None, **overrides):
-    save_folder(folder, named_parameters(model), config=TINY | overrides, tokenizer_from=tokenizer_from)
+    config = scalar_config(TINY | overrides) if model.config.scalar_head else TINY | overrides
+    save_folder(folder, named_parameters(model), config=config, tokenizer_from=tokenizer_from)
     return folder
+
+
+def load_value_model(folder):
+    """A value model on the folder's trunk, as train_ppo.py makes it, in memory that held something else before."""
+    model = Transformer(dataclasses.replace(read_config(folder), scalar_head=True))
+    for param in model.parameters():
+        param.data.fill_(torch.nan)
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def values_and_scores(model):
+    """What `predict` says of two sequences, and their tokens."""
+    tokens = torch.arange(12) % model.config.vocab_size
+    layout = PackedLayout((5, 7), torch.device("cpu"))
+    values, after = predict(model, tokens, layout, select=layout.positions > 0)
+    return torch.cat([values, after]), tokens.split([5, 7])
 
 
 def assert_equal_parameters(model, expected):
@@ -247,6 +277,107 @@ def test_a_key_left_out_means_what_transformers_fills_in_or_is_refused(tmp_path,
         assert key in str(error)  # noqa: PT017 - refusing is one of two right answers
     else:
         assert got == read_config(tmp_path)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("family", CLASSES)
+def test_scalar_config_asks_for_the_same_trunk_with_a_head_of_one_label(tmp_path, family, is_named):
+    """In transformers and here it is the family's classifier, also where config.json does not name its class."""
+    raw = {key: value for key, value in TINY.items() if key != "architectures"} | {"model_type": family}
+    raw |= {"architectures": [f"{CLASSES[family]}ForCausalLM"]} if is_named else {}
+    config = scalar_config(raw)
+    assert config_from_dict(config) == dataclasses.replace(config_from_dict(raw), scalar_head=True)
+    assert scalar_config(config) == config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.num_labels, theirs.architectures) == (1, [f"{CLASSES[family]}ForSequenceClassification"])
+    assert raw.get("architectures") != config["architectures"], "the source's own config was changed"
+
+
+@pytest.mark.parametrize("num_labels", [2, 3])
+@pytest.mark.parametrize("scalar_head", [None, False, True])
+def test_a_classifier_of_several_labels_is_refused(tmp_path, num_labels, scalar_head):
+    """Two labels are transformers' default and not in its config.json: such a model is no reward model either."""
+    keys = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures")}
+    config = LlamaConfig(**keys, num_labels=num_labels)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json.*one label"):
+        read_config(tmp_path, scalar_head=scalar_head)
+
+
+@pytest.mark.parametrize("scalar_head", [False, True])
+def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_head):
+    """A language model is no reward model and a classifier no policy: the error says what it is and what it must be."""
+    folder = save(random_model(scalar_head=not scalar_head), tmp_path / "saved")
+    kinds = ("a language model", r"a sequence classifier \(reward model\)")
+    said = rf"{folder}: config\.json says {kinds[not scalar_head]}; this must be {kinds[scalar_head]}"
+    for refused in (read_config, lambda *args, **kwargs: load_replica(*args, dtype=torch.float32, **kwargs)):
+        with pytest.raises(ValueError, match=said):
+            refused(folder, scalar_head=scalar_head)
+    assert read_config(folder) == read_config(folder, scalar_head=not scalar_head)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path, tied):
+    """Its trunk is the policy's, bit for bit; its head is exactly 0, whatever was in memory, and can learn."""
+    source = random_model(tie_word_embeddings=tied)
+    model = load_value_model(save(source, tmp_path / "saved", tie_word_embeddings=tied))
+    trunk = {name: param for name, param in named_parameters(source).items() if name != "lm_head.weight"}
+    assert_equal_parameters(model, trunk | {"score.weight": torch.zeros(1, 16)})
+    assert torch.equal(values_and_scores(model)[0], torch.zeros(14))
+    assert model.score.weight.requires_grad
+
+
+def test_a_value_model_from_a_classifier_starts_with_its_scores(tmp_path):
+    """A reward model's own head is where its values begin."""
+    source = random_model(scalar_head=True)
+    model = load_value_model(save(source, tmp_path / "saved"))
+    assert_equal_parameters(model, source)
+    got, _ = values_and_scores(model)
+    assert torch.equal(got, values_and_scores(source)[0])
+    assert got.std() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", False)]
+)
+def test_a_saved_value_model_has_equal_scores_in_transformers_and_here(tmp_path, family, tied, dtype):
+    """A value model trained from a language model's folder is a classifier checkpoint of its family, bit for bit."""
+    keys = {"model_type": family, "architectures": [f"{CLASSES[family]}ForCausalLM"], "tie_word_embeddings": tied}
+    model = load_value_model(save(random_model(**keys), tmp_path / "policy", **keys)).to(dtype)
+    model.score.weight.data = torch.linspace(-1, 1, 16)[None].to(dtype)
+    folder = save(model, tmp_path / "value", **keys)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded).__name__ == f"{CLASSES[family]}ForSequenceClassification"
+    assert_equal_parameters(model, dict(loaded.named_parameters()))
+    replica = load_replica(folder, dtype=dtype, scalar_head=True)
+    assert_equal_parameters(replica, model)
+    got, sequences = values_and_scores(replica.float())
+    expected = torch.cat([loaded.float()(part[None]).logits[0].detach() for part in sequences])
+    assert expected.abs().min() > 0.01
+    torch.testing.assert_close(got[-2:], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("is_classifier", "edit", "named"),
+    [
+        (True, lambda t: t.pop("score.weight"), "missing.*score.weight"),
+        (True, lambda t: t.update({"score.weight": torch.ones(2, 16)}), r"score.weight.*\[2, 16\].*\[1, 16\]"),
+        (True, lambda t: t.update({"score.bias": torch.ones(1)}), "unexpected.*score.bias"),
+        (True, lambda t: t.pop("model.norm.weight"), "missing.*model.norm.weight"),
+        (False, lambda t: t.pop("model.norm.weight"), "missing.*model.norm.weight"),
+        (False, lambda t: t.update({"score.weight": torch.ones(1, 16)}), "unexpected.*score.weight"),
+    ],
+    ids=["missing_head", "two_labels", "bias", "missing_trunk", "missing_trunk_of_a_language_model", "stray_head"],
+)
+def test_a_folder_that_does_not_fit_a_value_model_is_refused_by_name(tmp_path, is_classifier, edit, named):
+    """Only a language model's missing head is made up: a classifier's is never taken to be 0, and none is dropped."""
+    folder = save(random_model(scalar_head=is_classifier), tmp_path / "saved")
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=named):
+        load_value_model(folder)
 
 
 @pytest.mark.parametrize("tied", [True, False])

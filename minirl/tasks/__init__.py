@@ -23,11 +23,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """Rows to train on, held-out rows (perhaps none), the reward, and scores that are only logged."""
+    """Rows to train on, held-out rows (perhaps none), rewards by name, and scores that are only logged."""
 
     name: str
     train_rows: Sequence[Row]
     eval_rows: Sequence[Row]
-    reward: RewardFunction
+    rewards: Mapping[str, RewardFunction]
     max_new_tokens: int  # enough for an answer, unless the user says otherwise
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)

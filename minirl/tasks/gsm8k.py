@@ -21,7 +21,7 @@ def load_gsm8k(data: str, eval_data: str | None) -> Task:
         "gsm8k",
         read_gsm8k(data),
         read_gsm8k(eval_data) if eval_data else [],
-        strict_score,
+        {"strict": strict_score},
         max_new_tokens=512,
         extra_scores={"flexible": flexible_score},
     )

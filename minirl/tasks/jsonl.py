@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minirl.tasks import Messages, RewardFunction, Row, Task
+from minirl.tasks import Messages, Row, Task
 
 
-def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str, reward: RewardFunction) -> Task:
-    """A task of `data` (and held-out `eval_data`) whose rows have a text or chat prompt in `prompt_field`."""
+def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str) -> Task:
+    """A task of `data` (and held-out `eval_data`) with a text or chat prompt in `prompt_field`; without a reward."""
     train_rows = read_rows(data, prompt_field)
     eval_rows = read_rows(eval_data, prompt_field) if eval_data else []
-    return Task(Path(data).stem, train_rows, eval_rows, reward, max_new_tokens=256)
+    return Task(Path(data).stem, train_rows, eval_rows, {}, max_new_tokens=256)
 
 
 def read_rows(path: str, prompt_field: str) -> list[Row]:

@@ -1,6 +1,7 @@
 """From a task's name and files to the task."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from minirl.rewards import load_reward
 from minirl.tasks import Task
@@ -9,18 +10,32 @@ from minirl.tasks.jsonl import load_jsonl_task
 from minirl.tasks.sorting import load_sorting
 
 TASKS = ("auto", "sorting", "gsm8k", "jsonl")
+RESERVED = {"reward", "mean", "std", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
 
 
 def load_task(
-    name: str, *, data: str | None, eval_data: str | None, prompt_field: str = "prompt", reward: str | None = None
+    name: str,
+    *,
+    data: str | None,
+    eval_data: str | None,
+    prompt_field: str = "prompt",
+    reward: Sequence[str] = (),
+    reward_model: str | None = None,
 ) -> Task:
-    """The task `name` ("auto": jsonl with `data`, else sorting) from its files; `reward` is "file.py:function".
+    """The task `name` ("auto": jsonl with `data`, else sorting) from its files.
 
-    The whole of each file is checked. Raises ValueError or FileNotFoundError naming file, line, field or flag.
+    reward: "file.py:function" each. They, or the reward model that the caller adds, take the place of the task's own
+    reward, which is then only logged. The whole of each file is checked. Raises ValueError or FileNotFoundError naming
+    file, line, field or flag.
     """
     if name not in TASKS:
         raise ValueError(f"--task {name}: choose one of {', '.join(TASKS)}")
     name = ("jsonl" if data else "sorting") if name == "auto" else name
+    functions = {spec.rpartition(":")[2]: load_reward(spec) for spec in reward}
+    if len(functions) < len(reward):
+        raise ValueError(f"--reward {' '.join(reward)}: two functions of one name; rename one, metrics go by name")
+    if taken := sorted(functions.keys() & RESERVED):
+        raise ValueError(f"--reward {' '.join(reward)}: the name {taken[0]} is taken by a metric; rename the function")
     if name == "sorting":
         if data or eval_data:
             raise ValueError("--task sorting makes its own prompts; leave out --data and --eval-data")
@@ -29,8 +44,13 @@ def load_task(
         raise ValueError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
-    elif reward is None:
-        raise ValueError("--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --task gsm8k")
+    elif not functions and not reward_model:
+        raise ValueError("--data FILE.jsonl needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k")
     else:
-        return load_jsonl_task(data, eval_data, prompt_field=prompt_field, reward=load_reward(reward))
-    return dataclasses.replace(task, reward=load_reward(reward)) if reward else task
+        task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
+    if not functions and not reward_model:
+        return task
+    own = {**task.rewards, **task.extra_scores}
+    if taken := sorted(functions.keys() & own):
+        raise ValueError(f"--reward {' '.join(reward)}: task {name} has a score called {taken[0]}; rename the function")
+    return dataclasses.replace(task, rewards=functions, extra_scores=own)

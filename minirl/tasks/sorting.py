@@ -16,7 +16,7 @@ def load_sorting(*, num_train: int = 20_000, num_eval: int = 256, seed: int = 0)
     while len(strings) < num_train + num_eval:
         strings["".join(rng.choice("0123456789") for _ in range(rng.randint(MIN_DIGITS, MAX_DIGITS)))] = None
     rows = [Row(f"{s}=", {"answer": "".join(sorted(s))}, f"sorting:{i}") for i, s in enumerate(strings)]
-    return Task("sorting", rows[num_eval:], rows[:num_eval], score, max_new_tokens=MAX_DIGITS + 2)
+    return Task("sorting", rows[num_eval:], rows[:num_eval], {"exact": score}, max_new_tokens=MAX_DIGITS + 2)
 
 
 def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
