@@ -1,17 +1,29 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
 
 import json
+import math
 import os
+import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from minirl.attention import PackedLayout
 from minirl.data import Tokenizer
+from minirl.losses import bradley_terry_loss
+from minirl.model import Transformer
+from minirl.scoring import predict
+from minirl.toy import RECIPE, VOCABULARY, save_tokenizer
+from minirl.weights import config_from_dict, named_parameters, save_folder, scalar_config
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = ("train_grpo.py", "train_ppo.py")
+GRPO, PPO = (runpy.run_path(str(ROOT / script), run_name="imported") for script in SCRIPTS)
 FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4", "--lr-schedule", "constant")
 KEYWORD_REWARD = (
     "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
@@ -40,7 +52,6 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
     """The folder loads in transformers and continues `prompt` there as it does in minirl."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from minirl.batch import RolloutId
@@ -76,32 +87,22 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
 
 
-def test_two_runs_of_one_seed_are_bitwise_equal(runs):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_runs_of_one_seed_are_bitwise_equal(runs, script):
     """Every number but the times, and every rollout, is the same again; another seed differs.
 
     With one update per step the ratio is exactly 1.
     """
-    flags = (
-        "--num-minibatches",
-        "1",
-        "--num-steps",
-        "3",
-        "--prompts-per-step",
-        "5",
-        "--group-size",
-        "3",
-        "--eval-every",
-        "2",
-    )
+    flags = ("--num-minibatches", "1", "--num-steps", "3", "--prompts-per-step", "5", "--group-size", "3")
     for name, seed in (("b1", "1"), ("b2", "1"), ("b3", "2")):
-        run_script(ROOT / "train_grpo.py", "--run-name", name, "--seed", seed, *flags, runs=runs)
+        run_script(ROOT / script, "--run-name", script + name, "--seed", seed, "--eval-every", "2", *flags, runs=runs)
 
     def numbers(name: str) -> list[dict]:
-        lines = read_metrics(runs / name)
+        lines = read_metrics(runs / (script + name))
         return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
     def rollouts(name: str) -> str:
-        return (runs / name / "rollouts" / "000003.jsonl").read_text()
+        return (runs / (script + name) / "rollouts" / "000003.jsonl").read_text()
 
     assert numbers("b1") == numbers("b2") != numbers("b3")
     assert all(line["policy/ratio_max"] == 1 for line in numbers("b1"))
@@ -112,20 +113,106 @@ def test_world_size_need_not_divide_anything(runs):
     """One prompt of three completions on two ranks, epochs, minibatches, KL, tiny microbatches, every norm."""
     flags = ("--num-steps", "2", "--prompts-per-step", "1", "--group-size", "3", "--eval-rows", "3")
     flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-coef", "0.1", "--kl-estimator", "k2")
-    flags += ("--max-tokens-per-microbatch", "40", "--loss-norm", "constant", "--advantage-norm", "mean")
+    flags += ("--max-tokens-per-microbatch", "40", "--loss-norm", "constant", "--advantage-norm", "none")
     run_script(ROOT / "train_grpo.py", "--run-name", "c", "--lr-schedule", "linear", *flags, runs=runs)
     last = read_metrics(runs / "c")[-1]
     assert last["count/rollouts"] == 3
-    assert last["policy/kl_ref"] >= 0
+    assert last["policy/kl_ref_k3"] >= 0
     assert last["policy/logp_gap_max"] <= 1e-5
+
+
+def test_every_ppo_option_runs_where_nothing_divides(runs):
+    """23 rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
+    flags = ("--num-steps", "3", "--prompts-per-step", "23", "--eval-rows", "3", "--value-warmup-steps", "1")
+    flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-reward-coef", "0.1", "--kl-target", "1")
+    flags += ("--max-tokens-per-microbatch", "40", "--bootstrap-truncated", "--gamma", "0.99", "--entropy-coef", "0.01")
+    flags += ("--old-logprobs", "scored", "--correction", "token_mask", "--dual-clip", "3", "--kl-horizon", "50")
+    run_script(ROOT / "train_ppo.py", "--run-name", "d", *flags, runs=runs)
+    first, second, third = read_metrics(runs / "d")
+    assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
+    assert first["value/grad_norm"] > 0
+    assert second["optim/grad_norm"] > 0
+    assert first["reward/kl_coef"] == 0.1 > third["reward/kl_coef"]  # under the target: the coefficient sinks
+    assert third["policy/logp_gap_max"] <= 1e-5
+    assert third["importance/ess"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in GRPO["ALGORITHMS"] if name != "default"])
+def test_every_preset_runs_and_sets_what_it_says(runs, name):
+    """Two steps on two ranks; the run's flags are the preset's, but for the one that was given."""
+    flags = (
+        "--algorithm",
+        name,
+        "--num-steps",
+        "2",
+        "--eval-rows",
+        "4",
+        "--prompts-per-step",
+        "4",
+        "--clip-low",
+        "0.1",
+    )
+    run_script(ROOT / "train_grpo.py", "--run-name", name, *flags, runs=runs)
+    args = json.loads((runs / name / "args.json").read_text())
+    assert args["clip_low"] == 0.1
+    assert {flag: args[flag] for flag in GRPO["ALGORITHMS"][name] if flag != "clip_low"} == {
+        flag: value for flag, value in GRPO["ALGORITHMS"][name].items() if flag != "clip_low"
+    }
+    for line in read_metrics(runs / name):
+        assert line["optim/grad_norm"] > 0
+        assert line["count/rollouts"] == 4 * args["group_size"]
+        assert None not in line.values()
+        assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
+
+
+def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
+    """No group of equal rewards is left, and more prompts were served than are trained on; without refills some are."""
+    flags = (
+        "--dynamic-sampling",
+        "--num-steps",
+        "2",
+        "--eval-rows",
+        "4",
+        "--prompts-per-step",
+        "6",
+        "--group-size",
+        "4",
+    )
+    for refills in (20, 0):
+        name = f"refills-{refills}"
+        run_script(ROOT / "train_grpo.py", "--run-name", name, "--max-refills", str(refills), *flags, runs=runs)
+    full, last = (read_metrics(runs / f"refills-{refills}")[-1] for refills in (20, 0))
+    assert full["reward/frac_equal_groups"] == 0 < last["reward/frac_equal_groups"]
+    assert full["count/epoch"] > last["count/epoch"]
+    assert full["count/rollouts"] == last["count/rollouts"] == 24
+
+
+def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(runs, tmp_path):
+    """Logged by name; pitfall 27: completions that were cut off have no loss but are in their group's mean."""
+    functions = "def few(completion_ids):\n    return [-float(len(ids)) for ids in completion_ids]\n"
+    functions += "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    (tmp_path / "two.py").write_text(functions)
+    flags = ("--reward", f"{tmp_path}/two.py:right", f"{tmp_path}/two.py:few", "--reward-weights", "1", "0.1")
+    flags += ("--num-steps", "1", "--eval-rows", "4", "--max-new-tokens", "6", "--drop-truncated")
+    for name, more in (("sum", ("--advantage-norm", "none")), ("separate", ("--separate-rewards",))):
+        run_script(ROOT / "train_grpo.py", "--run-name", name, *flags, *more, runs=runs)
+        (line,) = read_metrics(runs / name)
+        assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
+        assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
+    rollouts = [json.loads(text) for text in (runs / "sum" / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    assert {r["finish_reason"] for r in rollouts} == {"stop", "length"}
+    for prompt in {r["id"][0] for r in rollouts}:
+        group = [r for r in rollouts if r["id"][0] == prompt]
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-9)
+        assert group[0]["reward"] == pytest.approx(group[0]["rewards"]["right"] + 0.1 * group[0]["rewards"]["few"])
 
 
 def test_fork_and_hack(runs, tmp_path):
     """A copy elsewhere, with another reward and another loss in a few lines, runs on two ranks."""
     source = (ROOT / "train_grpo.py").read_text()
     hacks = {
-        "judge(task.reward, rows, rollouts, texts)": "[float(r.completion.count(3)) for r in rollouts]",
-        "loss = clipped_policy_loss(new, old, micro.advantages, **clip)": "loss = -micro.advantages * new",
+        "dict(task.rewards)": '{"threes": lambda completion_ids: [float(ids.count(3)) for ids in completion_ids]}',
+        "losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)": "-micro.advantages * new",
     }
     for original, hacked in hacks.items():
         assert source.count(original) == 1
@@ -135,6 +222,53 @@ def test_fork_and_hack(runs, tmp_path):
     run_script(fork, "--run-name", "fork", "--num-steps", "12", "--eval-every", "0", runs=runs)
     rewards = [line["reward/mean"] for line in read_metrics(runs / "fork")]
     assert rewards[-1] > rewards[0] + 0.2
+
+
+def train_reward_model(folder: Path) -> None:
+    """A tiny reward model that prefers completions with more threes, by Bradley-Terry, with a vocabulary of its own."""
+    tokens = list(VOCABULARY)
+    vocabulary = {token: i for i, token in enumerate([*tokens[:2], *reversed(tokens[2:])])}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    raw = scalar_config({**RECIPE["config"], **sizes})
+    torch.manual_seed(0)
+    model = Transformer(config_from_dict(raw))
+    for param in named_parameters(model).values():
+        if param.ndim == 2:
+            torch.nn.init.normal_(param, std=0.05)
+    save_tokenizer(folder.parent / "tokenizer", vocabulary)
+    tokenizer = Tokenizer(folder.parent / "tokenizer")
+    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(100):
+        texts = ["".join(rng.choices("0123456789", k=rng.randint(2, 9))) for _ in range(64)]
+        ids = [tokenizer.encode_answered("".join(rng.choices("0123456789", k=5)) + "=", text) for text in texts]
+        stream = torch.tensor([token for tokens in ids for token in tokens])
+        layout = PackedLayout(tuple(map(len, ids)), stream.device)
+        _, scores = predict(model, stream, layout, select=torch.zeros_like(stream, dtype=torch.bool))
+        threes = torch.tensor([text.count("3") for text in texts])
+        sign = (threes[:32] - threes[32:]).sign()
+        loss = bradley_terry_loss(scores[:32] * sign, scores[32:] * sign, center_coef=0.01)[sign != 0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_folder(folder, named_parameters(model), config=raw, tokenizer_from=folder.parent / "tokenizer")
+
+
+def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tmp_path):
+    """Reward model with another tokenizer, also the initial value model; the larger the coefficient the less moves."""
+    train_reward_model(tmp_path / "rm")
+    flags = ("--reward-model", str(tmp_path / "rm"), "--num-steps", "12", "--eval-rows", "64")
+    flags += ("--lr-schedule", "constant", "--warmup-updates", "1")
+    gains, divergences = [], []
+    for kl_coef in ("0", "0.2", "2"):
+        output = run_script(
+            ROOT / "train_ppo.py", "--run-name", f"rm-{kl_coef}", "--kl-reward-coef", kl_coef, *flags, runs=runs
+        )
+        (scores,) = re.findall(r"held-out eval/reward_model: (-?[\d.]+) before, (-?[\d.]+) after", output)
+        gains.append(float(scores[1]) - float(scores[0]))
+        divergences.append(read_metrics(runs / f"rm-{kl_coef}")[-1].get("policy/kl_ref_k3", math.inf))
+    assert gains[0] > 1.5
+    assert gains[0] > gains[1] + 0.3 > gains[2] + 0.6
+    assert divergences[0] > divergences[1] > 2 * divergences[2]
 
 
 def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
@@ -200,3 +334,49 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path):
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1, "advantage_norm": "none"}, "--group-size 1: must be at least 2 for --baseline mean"),
+        ({"group_size": 1, "baseline": "none"}, "--advantage-norm group_std"),
+        (GRPO["ALGORITHMS"]["remax"] | {"dynamic_sampling": True}, "--dynamic-sampling"),
+        ({"kl_coef": 0.1, "kl_reward_coef": 0.1}, "--kl-coef with --kl-reward-coef"),
+        ({"dual_clip": 1.0}, "--dual-clip 1.0: must be greater than 1"),
+        (GRPO["ALGORITHMS"]["cispo"] | {"dual_clip": 3.0}, "--dual-clip with --policy-loss cispo"),
+        ({"correction": "token_mask", "old_logprobs": "sampled"}, "--correction with --old-logprobs sampled"),
+        ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
+        ({"separate_rewards": True, "kl_reward_coef": 0.1}, "--kl-reward-level token"),
+        ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
+        ({"num_minibatches": 129}, "--num-minibatches 129"),
+        ({"temperature": 0.0}, "--temperature 0.0"),
+    ],
+)
+def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass."""
+    GRPO["check"](GRPO["Config"]())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GRPO["check"](GRPO["Config"](**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_target": 6.0}, "--kl-target"),
+        ({"gamma": 1.5}, "--gamma 1.5"),
+        ({"gae_lambda": -0.1}, "--gae-lambda -0.1"),
+        ({"value_lr": 0.0}, "--value-lr 0.0"),
+    ],
+)
+def test_ppo_refuses_what_it_cannot_mean(options, message):
+    """By the flag's name, before anything is loaded."""
+    PPO["check"](PPO["Config"]())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PPO["check"](PPO["Config"](**options))
+
+
+def test_no_preset_is_refused():
+    """Each passes the checks and names only fields that exist."""
+    for preset in GRPO["ALGORITHMS"].values():
+        GRPO["check"](GRPO["Config"](**preset))

@@ -1,0 +1,330 @@
+"""PPO with a value model: proximal policy optimization of a language model, arXiv:1707.06347, arXiv:2203.02155.
+
+    torchrun --standalone --nproc-per-node 2 train_ppo.py               # embedded model and task, on CPU or GPU
+    torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
+        --task gsm8k --data train.jsonl --eval-data test.jsonl
+    python train_ppo.py --model DIR --data my.jsonl --reward-model RM_DIR --value-model RM_DIR --kl-reward-coef 0.05
+
+Each step: generate completions, reward them, score them under the reference (if there is a KL term) and the value
+model, update both models on sums over tokens of
+
+    loss_weight * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(new - old)
+    loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
+
+A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. A token is paid
+-kl_reward_coef * (old - ref), a completion's last one its reward too. Policy and value model share no weights.
+"""
+
+import dataclasses
+import random
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from minirl import distributed, losses
+from minirl.advantages import adapted_kl_coef, explained_variance, gae, loss_weights, token_rewards, whiten
+from minirl.batch import exchange, gather_by_row, gather_table, plan_updates
+from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
+from minirl.data import Prompts, Tokenizer
+from minirl.distributed import print0, rank, world_size
+from minirl.engine import Engine
+from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, console_line, derived
+from minirl.parallel import ShardedModel, learning_rate
+from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
+from minirl.scoring import predict, predict_frozen, score, score_frozen, unparked
+from minirl.tasks.load import load_task
+from minirl.toy import toy_folder
+from minirl.weights import load_replica, read_config, resolve_folder
+
+# torchrun refuses --run, which it takes for an abbreviation of its own --run-path: there --run-name is the one to use.
+RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
+
+
+@dataclass(frozen=True)
+class Config:
+    # What to train
+    model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
+    task: Literal["auto", "sorting", "gsm8k", "jsonl"] = "auto"  # auto: jsonl with --data, else sorting
+    data: str | None = None  # JSONL file of training prompts
+    eval_data: str | None = None  # JSONL file of held-out prompts
+    prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
+    reward: tuple[str, ...] = ()  # file.py:function ..., called as f(prompts, completions, **columns) -> numbers
+    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
+    value_model: str | None = None  # folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk
+    chat: bool = False  # wrap text prompts in the model's chat template
+    run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: ppo-<time>
+    # Generate
+    num_steps: int = 300  # steps, each with fresh rollouts
+    prompts_per_step: int = 128  # prompts per step, over all ranks
+    group_size: int = 1  # completions per prompt
+    max_new_tokens: int | None = None  # limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)
+    temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
+    max_rows: int = 256  # sequences that a rank decodes at a time
+    cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
+    # Reward
+    overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
+    kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward of each token; 0: no reference model
+    kl_target: float = 0.0  # nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed
+    kl_horizon: float = 10_000  # completions in which it adapts by at most 20 %
+    gamma: float = 1.0  # discount per token
+    gae_lambda: float = 0.95  # of generalised advantage estimation
+    bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
+    # Update
+    lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
+    value_lr: float | None = None  # the value model's; none: 1e-5, and 1e-3 for the embedded model
+    value_warmup_steps: int = 0  # first steps that update the value model only
+    lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
+    warmup_updates: int = 5  # optimizer steps of linear warm-up
+    num_epochs: int = 1  # passes over a step's rollouts
+    num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
+    max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
+    clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
+    clip_high: float = 0.2  # ratios above 1 + clip_high lose their gradient if the advantage is positive
+    value_clip: float = 0.2  # values that moved further from the old ones lose their gradient; 0: none do
+    dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
+    loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
+    drop_truncated: bool = False  # no loss for completions that --max-new-tokens cut off
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; scored: by a forward pass
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
+    correction_low: float = 0.0  # lower bound of importance weights
+    correction_high: float = 2.0  # upper bound of importance weights
+    max_grad_norm: float = 1.0  # gradient clipping, each model by itself; 0: none
+    weight_decay: float = 0.0  # AdamW's
+    # Report
+    eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
+    eval_rows: int = 256  # held-out rows used, at most
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+    # Machine
+    seed: int = 0  # of prompts' order and sampling noise
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; masters are fp32; auto: bfloat16 on cuda
+    threads: int = 1  # CPU threads per rank; with more than one, sampled and training logprobs may differ by a rounding
+    park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
+    recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
+
+
+def check(c: Config) -> None:
+    """Refuse what cannot mean anything, before anything is loaded."""
+
+    def refuse(is_wrong: object, message: str) -> None:
+        if is_wrong:
+            raise ValueError(message)
+
+    positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr value_lr"
+    for name in f"{positive} kl_horizon num_epochs num_minibatches max_tokens_per_microbatch threads".split():
+        value = getattr(c, name)
+        refuse(value is not None and value <= 0, f"--{name.replace('_', '-')} {value}: must be greater than 0")
+    too_many = (c.num_minibatches or 1) > c.prompts_per_step * c.group_size
+    refuse(too_many, f"--num-minibatches {c.num_minibatches}: there are fewer rollouts in a step")
+    num_rewards = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
+    refuse(len(c.reward_weights) not in (0, num_rewards), f"--reward-weights: there are {num_rewards} rewards")
+    refuse(c.model and not c.data, "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k")
+    refuse(c.kl_target and not c.kl_reward_coef, "--kl-target needs the --kl-reward-coef to start from")
+    refuse(not 0 <= c.overlong_buffer <= 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
+    refuse(c.dual_clip and c.dual_clip <= 1, f"--dual-clip {c.dual_clip}: must be greater than 1, or 0 for none")
+    is_twice = c.correction != "none" and c.old_logprobs == "sampled"
+    refuse(is_twice, "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy")
+    for name in ("gamma", "gae_lambda"):
+        refuse(not 0 <= getattr(c, name) <= 1, f"--{name.replace('_', '-')} {getattr(c, name)}: must be from 0 to 1")
+
+
+def main(config: Config) -> None:
+    check(config)
+    files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
+    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
+    device = distributed.start(device=config.device, threads=config.threads)
+    auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    where = dict(dtype=dtype, device=device)
+    source = resolve_folder(config.model) if config.model else toy_folder(runs_root())
+    shape, tokenizer = read_config(source, scalar_head=False), Tokenizer(source, chat=config.chat)
+    max_new_tokens = config.max_new_tokens or task.max_new_tokens
+    longest = min(shape.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch)
+    room = dict(max_tokens=longest, max_new_tokens=max_new_tokens)  # longer prompts are left out
+    prompts = Prompts(task.train_rows, tokenizer, purpose="train", seed=config.seed, **room)
+    held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, purpose="eval", **room)
+    rewards = dict(task.rewards)
+    if config.reward_model:
+        folder, limit = resolve_folder(config.reward_model, flag="--reward-model"), config.max_tokens_per_microbatch
+        how = dict(chat=config.chat, max_tokens=limit, park=config.park_frozen)
+        rewards["reward_model"] = load_reward_model(folder, **how, **where)
+    if config.overlong_buffer:
+        buffer = config.overlong_buffer * max_new_tokens
+        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=buffer)
+    functions, reward_weights = weighted(rewards, config.reward_weights, logged=task.extra_scores)
+    run = new_run_folder(config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S")))
+
+    policy = ShardedModel(shape, source, **where, recompute_layers=config.recompute_layers)
+    optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    value_source = resolve_folder(config.value_model, flag="--value-model") if config.value_model else source
+    value_shape = dataclasses.replace(read_config(value_source), scalar_head=True)
+    words, value_words = (t.backend.get_vocab().items() for t in (tokenizer, Tokenizer(value_source)))
+    if not words <= value_words or value_shape.max_position_embeddings < longest:
+        raise ValueError(f"--value-model {value_source}: must read the policy's tokens, up to {longest} of them")
+    value = ShardedModel(value_shape, value_source, **where, recompute_layers=config.recompute_layers)
+    value_optimizer = value.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    reference = load_replica(source, dtype=dtype) if config.kl_reward_coef else None
+    engine = Engine(policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
+    is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
+    num_minibatches = config.num_minibatches or (1 if config.model else 2)
+    updates_per_step = config.num_epochs * num_minibatches
+    old_logprobs = config.old_logprobs
+    if old_logprobs == "auto" and updates_per_step > 1:  # with one update, the old policy is the new one: ratio 1
+        old_logprobs = "sampled" if is_exact and config.correction == "none" else "scored"
+    peak_lr, num_updates = config.lr or (1e-6 if config.model else 2e-4), config.num_steps * updates_per_step
+    value_peak_lr = config.value_lr or (1e-5 if config.model else 1e-3)
+    schedule = dict(warmup_updates=config.warmup_updates, schedule=config.lr_schedule)
+    clip, dual_clip = dict(clip_low=config.clip_low, clip_high=config.clip_high), config.dual_clip
+    correction = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
+    decay = dict(gamma=config.gamma, gae_lambda=config.gae_lambda)
+
+    chosen = dict(lr=peak_lr, value_lr=value_peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
+    args = {**dataclasses.asdict(config), **chosen, "model": str(source), "command": sys.argv}
+    logger = Logger(run, args, wandb_mode=config.wandb)
+    print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
+    print0(f"task {task.name}: {len(prompts.rows)} prompts ({prompts.num_skipped} too long, left out), run {run}")
+
+    def evaluate() -> dict[str, float]:
+        """Mean scores of greedy completions of the held-out rows (collective)."""
+        requests = held_out.requests(0, len(held_out.rows), group_size=0, num_greedy=1)
+        judged = judge(functions, held_out, engine.generate(requests, weight_version=update))
+        metrics = StepMetrics()
+        metrics.add_values("eval/reward", judged.rewards @ reward_weights)
+        add_rewards(metrics, "eval", functions, judged.rewards)
+        return metrics.reduce()
+
+    update, num_served = 0, 0  # optimizer steps taken: the version of the weights; prompts served
+    kl_coef = config.kl_reward_coef
+    before = evaluate()
+    print0("held-out before training:", before or "no held-out rows; see --eval-data")
+
+    for step in range(1, config.num_steps + 1):
+        metrics = StepMetrics()
+
+        with metrics.timer("generate"):
+            group = dict(group_size=config.group_size, temperature=config.temperature)
+            requests = prompts.requests(num_served, config.prompts_per_step, **group)
+            rollouts = engine.generate(requests, weight_version=update)
+            num_served += config.prompts_per_step
+
+        with metrics.timer("reward"):
+            judged = judge(functions, prompts, rollouts)
+            table = gather_table(judged.rollouts, judged.rewards)
+
+        with metrics.timer("score"):
+            num_tokens = table.num_tokens.tolist()
+            limit = config.max_tokens_per_microbatch
+            plan = plan_updates(num_tokens, num_minibatches=num_minibatches, num_ranks=world_size(), max_tokens=limit)
+            minibatches = plan.of_rank(rank())
+            microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
+            batch = exchange(judged.rollouts, table, plan.rank_of).to(device)
+            if old_logprobs == "sampled":
+                batch = batch.replace(old_logprobs=batch.sample_logprobs)
+            elif old_logprobs == "scored":
+                scored = score_frozen(policy.module, batch, microbatches, config.temperature)
+                batch = batch.replace(old_logprobs=scored)
+            if reference is not None:
+                with unparked(reference, device, park=config.park_frozen):
+                    scored = score_frozen(reference, batch, microbatches, config.temperature)
+                batch = batch.replace(ref_logprobs=scored)
+
+            values, after = predict_frozen(value.module, batch, microbatches)
+
+            batch = batch.replace(values=values).to(torch.device("cpu"))
+            logprobs, mask = batch.old_logprobs if old_logprobs == "scored" else batch.sample_logprobs, batch.loss_mask
+            scores = table.rewards @ reward_weights
+            ref_logprobs = logprobs if reference is None else batch.ref_logprobs
+            kl = losses.kl_penalty(logprobs, ref_logprobs, "k1")
+            owned, old_values = table.num_loss_tokens[batch.row], batch.values[mask].double()
+            paid = token_rewards(scores[batch.row], kl[mask], owned, kl_coef=kl_coef)
+            goes_on = table.is_truncated[batch.row] & config.bootstrap_truncated
+            bootstrap = torch.where(goes_on, after.cpu().double(), 0.0)
+            estimates = gae(paid, old_values, owned, bootstrap=bootstrap, **decay)
+            metrics.add("value/explained_var", explained_variance(old_values, estimates + old_values))
+            stream, returns = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+            stream[mask], returns[mask] = whiten(estimates).float(), (estimates + old_values).float()
+            if config.kl_target:
+                sums = gather_by_row(batch, losses.sequence_sums(kl, batch.lengths), len(scores))
+                metrics.add("reward/kl_coef", kl_coef)
+                towards = dict(target=config.kl_target, num_rollouts=len(scores), horizon=config.kl_horizon)
+                kl_coef = adapted_kl_coef(kl_coef, float(sums.mean()), **towards)
+            keep = ~(table.is_truncated & config.drop_truncated)
+            norm = dict(norm=config.loss_norm, constant=max_new_tokens)
+            parts = [loss_weights(table.num_loss_tokens[i], keep=keep[i], **norm) for i in plan.minibatches]
+            weights = batch.spread(torch.cat(parts)[batch.row])
+            batch = batch.replace(advantages=stream, returns=returns, loss_weights=weights.float()).to(device)
+
+        with metrics.timer("update"):
+            for epoch in range(config.num_epochs):
+                order = random.Random(f"{config.seed} {step} {epoch}")
+                for minibatch in order.sample(minibatches, len(minibatches)):
+                    for i, sequences in enumerate(minibatch):
+                        micro = batch.select(sequences)
+                        lengths, mask = micro.lengths, micro.loss_mask
+                        layout, select = micro.layout(), dict(select=mask, temperature=config.temperature)
+                        is_last = i == len(minibatch) - 1
+                        values, _ = predict(value.module, micro.tokens, layout, select=mask)
+                        value_loss = losses.value_loss(values, micro.values, micro.returns, clip=config.value_clip)
+                        value_objective = (micro.loss_weights * value_loss).sum()
+                        value.backward(value_objective, is_last=is_last)
+                        metrics.add_total("value/loss", value_objective.detach() / updates_per_step)
+                        clipped = losses.is_value_clipped(values, micro.values, micro.returns, clip=config.value_clip)
+                        metrics.add_values("value/clip_frac", clipped[mask])
+                        if step <= config.value_warmup_steps:
+                            continue
+                        new, entropy = score(policy.module, micro.tokens, layout, **select)
+                        old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
+                        ratio = losses.importance_ratio(new, old, lengths=lengths, loss_mask=mask)
+                        loss = losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)
+                        if config.correction != "none":
+                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=lengths, **correction)
+                            loss = loss * rho
+                        objective = (micro.loss_weights * (loss - config.entropy_coef * entropy)).sum()
+                        policy.backward(objective, is_last=is_last)
+                        metrics.add_total("policy/loss", objective.detach() / updates_per_step)
+                        add_tokens(metrics, micro, new, old, ratio, entropy, **clip)
+                        if update % updates_per_step == 0:  # no update yet since these were sampled
+                            add_gap(metrics, micro, new)
+                    lr = learning_rate(update, num_updates, peak=value_peak_lr, **schedule)
+                    norm_before = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
+                    metrics.add("value/grad_norm", norm_before)
+                    if step > config.value_warmup_steps:
+                        lr = learning_rate(update, num_updates, peak=peak_lr, **schedule)
+                        norm_before = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
+                        metrics.add("optim/lr", lr)
+                        metrics.add("optim/grad_norm", norm_before)
+                    update += 1
+
+        with metrics.timer("report"):
+            add_rollouts(metrics, judged.rollouts, grouped_rewards=scores.view(-1, config.group_size))
+            add_rewards(metrics, "reward", functions, judged.rewards)
+            metrics.add("count/epoch", prompts.epoch(num_served))
+            is_last = step == config.num_steps
+            evaluated = evaluate() if is_last or (config.eval_every and step % config.eval_every == 0) else {}
+            if is_last or (config.save_every and step % config.save_every == 0):
+                saved = save_checkpoint(run, step, policy, source=source)
+                save_checkpoint(run, step, value, source=value_source, kind="value_checkpoints")
+            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
+            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
+            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
+        report = derived(metrics.reduce()) | evaluated
+        logger.log(step, report)
+        print0(console_line(step, config.num_steps, report))
+
+    logger.finish()
+    for name, score_before in before.items():
+        print0(f"held-out {name}: {score_before:.3f} before, {evaluated[name]:.3f} after")
+    print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
