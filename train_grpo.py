@@ -10,11 +10,10 @@ KL term), update on sum over tokens of
 
     loss_weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * KL),   r = exp(new - old)
 
-Where this departs from the paper (`--algorithm grpo`): (1) the token mean over the whole step replaces the mean of
-sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
+Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
+replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 """
 
-import argparse
 import dataclasses
 import random
 import sys
@@ -25,14 +24,15 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from minirl import distributed, losses
+from minirl import distributed, flags, losses
 from minirl.advantages import group_advantages, loss_weights, returns_to_go, select_groups, separate_advantages, whiten
 from minirl.batch import exchange, gather_by_row, gather_table, plan_updates
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
 from minirl.engine import Engine
-from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, console_line, derived
+from minirl.flags import refuse
+from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
 from minirl.parallel import ShardedModel, learning_rate
 from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
 from minirl.scoring import score, score_frozen, unparked
@@ -70,10 +70,10 @@ class Config:
     data: str | None = None  # JSONL file of training prompts
     eval_data: str | None = None  # JSONL file of held-out prompts
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
-    reward: tuple[str, ...] = ()  # file.py:function ..., called as f(prompts, completions, **columns) -> numbers
+    reward: tuple[str, ...] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
-    chat: bool = False  # wrap text prompts in the model's chat template
+    chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
     run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: grpo-<time>
     # Generate
     num_steps: int = 300  # steps, each with fresh rollouts
@@ -102,15 +102,15 @@ class Config:
     max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate; clipped weights, all tokens learn
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # PPO; GSPO; RLOO
-    clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
-    clip_high: float = 0.28  # ratios above 1 + clip_high lose their gradient if the advantage is positive
+    clip_low: float = 0.2  # under the ratio 1 - clip_low tokens of negative advantage have no gradient (cispo: a bound)
+    clip_high: float = 0.28  # over the ratio 1 + clip_high those of positive advantage have none (cispo: a bound)
     dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
     drop_truncated: bool = False  # no loss for completions that --max-new-tokens cut off; the baseline counts them
     entropy_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms no reference model is loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
-    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; scored: by a forward pass
+    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; auto: scored if need be
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
     correction_low: float = 0.0  # lower bound of importance weights
@@ -133,34 +133,34 @@ class Config:
 
 def check(c: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded."""
-
-    def refuse(is_wrong: object, message: str) -> None:
-        if is_wrong:
-            raise ValueError(message)
-
     positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr num_epochs"
-    for name in f"{positive} num_minibatches max_tokens_per_microbatch threads".split():
-        value = getattr(c, name)
-        refuse(value is not None and value <= 0, f"--{name.replace('_', '-')} {value}: must be greater than 0")
-    too_small = f"--group-size {c.group_size}: must be at least 2 for"
-    refuse(c.group_size < 2 and c.baseline in ("mean", "leave_one_out"), f"{too_small} --baseline {c.baseline}")
-    refuse(c.group_size < 2 and c.advantage_norm == "group_std", f"{too_small} --advantage-norm group_std")
-    refuse(c.group_size < 2 and c.dynamic_sampling, f"{too_small} --dynamic-sampling")
-    too_many = (c.num_minibatches or 1) > c.prompts_per_step * c.group_size
-    refuse(too_many, f"--num-minibatches {c.num_minibatches}: there are fewer rollouts in a step")
-    num_rewards = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
-    refuse(len(c.reward_weights) not in (0, num_rewards), f"--reward-weights: there are {num_rewards} rewards")
+    positive += " num_minibatches max_tokens_per_microbatch threads"
+    needs = dict(kl_estimator="kl_coef", max_refills="dynamic_sampling")
+    needs |= dict(correction_low="correction", correction_high="correction")
+    flags.check_each(dataclasses.asdict(c), dataclasses.asdict(Config()), positive=positive, needs=needs)
+    is_grouped, num_minibatches = c.baseline in ("mean", "leave_one_out"), c.num_minibatches or (1 if c.model else 2)
+    refuse(is_grouped and c.group_size < 2, f"--group-size {c.group_size}: --baseline {c.baseline} needs at least 2")
+    refuse(c.dynamic_sampling and c.group_size < 2, f"--group-size {c.group_size}: --dynamic-sampling needs at least 2")
+    no_std = not is_grouped and c.advantage_norm != "none"
+    refuse(no_std, f"--baseline {c.baseline}: needs --advantage-norm none; equal rewards have no std (see --whiten)")
+    refuse(num_minibatches > c.prompts_per_step * c.group_size, f"--num-minibatches {num_minibatches}: fewer rollouts")
+    num_weights = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
+    refuse(len(c.reward_weights) not in (0, num_weights), f"--reward-weights: there are {num_weights} rewards")
     refuse(c.model and not c.data, "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k")
     refuse(c.kl_coef and c.kl_reward_coef, "--kl-coef with --kl-reward-coef: have the KL term in one of the two")
-    refuse(not 0 <= c.overlong_buffer <= 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
+    refuse(c.overlong_buffer > 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
     refuse(c.dual_clip and c.dual_clip <= 1, f"--dual-clip {c.dual_clip}: must be greater than 1, or 0 for none")
     refuse(c.dual_clip and c.policy_loss == "cispo", "--dual-clip with --policy-loss cispo, where every token learns")
     is_twice = c.correction != "none" and c.old_logprobs == "sampled"
+    refuse(not c.correction_low < c.correction_high, "--correction-low: must be less than --correction-high")
     refuse(is_twice, "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy")
-    own_norm = c.separate_rewards and (c.baseline, c.advantage_norm) != ("mean", "group_std")
-    refuse(own_norm, "--separate-rewards divides each reward by its group's std: keep --baseline and --advantage-norm")
-    no_scale = c.separate_rewards and c.kl_reward_coef and c.kl_reward_level == "sequence"
-    refuse(no_scale, "--separate-rewards has no common scale for --kl-reward-coef; use --kl-reward-level token")
+    is_usual = (c.baseline, c.advantage_norm, c.whiten) == ("mean", "group_std", False)
+    refuse(c.separate_rewards and not is_usual, "--separate-rewards has a baseline, norm and whitening of its own")
+    refuse(c.separate_rewards and num_weights < 2, "--separate-rewards: there is only one reward")
+    is_scaled = c.kl_reward_coef and c.kl_reward_level == "sequence" and c.advantage_norm == "group_std"
+    refuse(is_scaled, "--kl-reward-coef: --advantage-norm group_std would divide it away; use --kl-reward-level token")
+    is_mixed = c.kl_reward_coef and c.kl_reward_level == "token" and c.ratio_level != "token"
+    refuse(is_mixed, f"--kl-reward-level token: --ratio-level {c.ratio_level} has one ratio for all tokens")
 
 
 def main(config: Config) -> None:
@@ -184,8 +184,7 @@ def main(config: Config) -> None:
         how = dict(chat=config.chat, max_tokens=limit, park=config.park_frozen)
         rewards["reward_model"] = load_reward_model(folder, **how, **where)
     if config.overlong_buffer:
-        buffer = config.overlong_buffer * max_new_tokens
-        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=buffer)
+        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=config.overlong_buffer * max_new_tokens)
     functions, reward_weights = weighted(rewards, config.reward_weights, logged=task.extra_scores)
     run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
 
@@ -202,22 +201,25 @@ def main(config: Config) -> None:
     peak_lr, num_updates = config.lr or (1e-6 if config.model else 2e-4), config.num_steps * updates_per_step
     schedule = dict(warmup_updates=config.warmup_updates, schedule=config.lr_schedule)
     clip, dual_clip = dict(clip_low=config.clip_low, clip_high=config.clip_high), config.dual_clip
-    correction = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
-    level = dict(level=config.ratio_level)
-    num_greedy = int(config.baseline == "greedy")
+    bounds = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
+    is_cispo, num_greedy = config.policy_loss == "cispo", int(config.baseline == "greedy")
+    temperature = dict(temperature=config.temperature)
 
-    chosen = dict(lr=peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
-    args = {**dataclasses.asdict(config), **chosen, "model": str(source), "command": sys.argv}
-    logger = Logger(run, args, wandb_mode=config.wandb)
+    chosen: dict[str, Any] = dict(lr=peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
+    chosen |= dict(task=task.name, old_logprobs=old_logprobs, dtype=str(dtype), device=device.type)
+    chosen |= dict(model=str(source), world_size=world_size(), command=sys.argv)
+    logger = Logger(run, dataclasses.asdict(config) | chosen, wandb_mode=config.wandb)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
-    print0(f"task {task.name}: {len(prompts.rows)} prompts ({prompts.num_skipped} too long, left out), run {run}")
+    left_out = f"{prompts.num_skipped} + {held_out.num_skipped} too long, left out"
+    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out ({left_out}), run {run}")
 
     def evaluate() -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows (collective)."""
         requests = held_out.requests(0, len(held_out.rows), group_size=0, num_greedy=1)
         judged = judge(functions, held_out, engine.generate(requests, weight_version=update))
         metrics = StepMetrics()
-        metrics.add_values("eval/reward", judged.rewards @ reward_weights)
+        weights = reward_weights * torch.tensor([name != "overlong" for name in functions])
+        metrics.add_values("eval/reward", judged.rewards @ weights)
         add_rewards(metrics, "eval", functions, judged.rewards)
         return metrics.reduce()
 
@@ -232,11 +234,12 @@ def main(config: Config) -> None:
         for _ in range(1 + config.dynamic_sampling * config.max_refills):
             with metrics.timer("generate"):
                 group = dict(group_size=config.group_size, num_greedy=num_greedy)
-                requests = prompts.requests(num_served, missing, temperature=config.temperature, **group)
+                requests = prompts.requests(num_served, missing, **group, **temperature)
                 rollouts = engine.generate(requests, weight_version=update)
                 num_served += missing
             with metrics.timer("reward"):
                 judged += judge(functions, prompts, rollouts)
+                metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
                 table = gather_table(judged.rollouts, judged.rewards)
                 groups = table.rewards.view(-1, config.group_size + num_greedy, len(functions))
                 kept, missing = select_groups(groups[:, : config.group_size, 0], config.prompts_per_step)
@@ -245,10 +248,10 @@ def main(config: Config) -> None:
 
         with metrics.timer("score"):
             trained = [p * groups.shape[1] + s for p in kept for s in range(config.group_size)]  # rows of the table
-            judged = judged.select([i for i, row in enumerate(table.rows_of(judged.rollouts)) if row in trained])
+            wanted = set(trained)
+            judged = judged.select([i for i, row in enumerate(table.rows_of(judged.rollouts)) if row in wanted])
             table, groups = table.select(trained), groups[kept]
-            num_tokens = table.num_tokens.tolist()
-            limit = config.max_tokens_per_microbatch
+            num_tokens, limit = table.num_tokens.tolist(), config.max_tokens_per_microbatch
             plan = plan_updates(num_tokens, num_minibatches=num_minibatches, num_ranks=world_size(), max_tokens=limit)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
@@ -256,12 +259,10 @@ def main(config: Config) -> None:
             if old_logprobs == "sampled":
                 batch = batch.replace(old_logprobs=batch.sample_logprobs)
             elif old_logprobs == "scored":
-                scored = score_frozen(policy.module, batch, microbatches, config.temperature)
-                batch = batch.replace(old_logprobs=scored)
+                batch = batch.replace(old_logprobs=score_frozen(policy.module, batch, microbatches, **temperature))
             if reference is not None:
                 with unparked(reference, device, park=config.park_frozen):
-                    scored = score_frozen(reference, batch, microbatches, config.temperature)
-                batch = batch.replace(ref_logprobs=scored)
+                    batch = batch.replace(ref_logprobs=score_frozen(reference, batch, microbatches, **temperature))
 
             batch = batch.to(torch.device("cpu"))
             logprobs, mask = batch.old_logprobs if old_logprobs == "scored" else batch.sample_logprobs, batch.loss_mask
@@ -279,7 +280,7 @@ def main(config: Config) -> None:
                 advantages = group_advantages(shaped, baseline=baseline, norm=config.advantage_norm)
             stream = batch.spread(advantages.flatten()[batch.row])
             if config.kl_reward_coef and config.kl_reward_level == "token":
-                to_go = returns_to_go(kl[mask], table.num_loss_tokens[batch.row])
+                to_go = returns_to_go(kl[mask].double(), table.num_loss_tokens[batch.row])
                 stream[mask] -= config.kl_reward_coef * to_go
             if config.whiten:
                 stream[mask] = whiten(stream[mask])
@@ -295,17 +296,16 @@ def main(config: Config) -> None:
                 for minibatch in order.sample(minibatches, len(minibatches)):
                     for i, sequences in enumerate(minibatch):
                         micro = batch.select(sequences)
-                        lengths, mask = micro.lengths, micro.loss_mask
-                        layout, select = micro.layout(), dict(select=mask, temperature=config.temperature)
-                        new, entropy = score(policy.module, micro.tokens, layout, **select)
+                        layout, spans = micro.layout(), dict(lengths=micro.lengths, loss_mask=micro.loss_mask)
+                        new, entropy = score(policy.module, micro.tokens, layout, select=micro.loss_mask, **temperature)
                         old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
-                        ratio = losses.importance_ratio(new, old, **level, lengths=lengths, loss_mask=mask)
-                        if config.policy_loss == "clip":
-                            loss = losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)
-                        else:
+                        ratio = losses.importance_ratio(new, old, level=config.ratio_level, **spans)
+                        if is_cispo:
                             loss = losses.cispo_loss(new, ratio, micro.advantages, **clip)
+                        else:
+                            loss = losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)
                         if config.correction != "none":
-                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=lengths, **correction)
+                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=micro.lengths, **bounds)
                             loss = loss * rho
                         if config.kl_coef:
                             kl = losses.kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
@@ -313,7 +313,7 @@ def main(config: Config) -> None:
                         objective = (micro.loss_weights * (loss - config.entropy_coef * entropy)).sum()
                         policy.backward(objective, is_last=i == len(minibatch) - 1)
                         metrics.add_total("policy/loss", objective.detach() / updates_per_step)
-                        add_tokens(metrics, micro, new, old, ratio, entropy, **clip)
+                        add_tokens(metrics, micro, new, old, ratio, entropy, **clip, is_weight=is_cispo)
                         if update % updates_per_step == 0:  # no update yet since these were sampled
                             add_gap(metrics, micro, new)
                     lr = learning_rate(update, num_updates, peak=peak_lr, **schedule)
@@ -329,11 +329,10 @@ def main(config: Config) -> None:
             evaluated = evaluate() if is_last or (config.eval_every and step % config.eval_every == 0) else {}
             if is_last or (config.save_every and step % config.save_every == 0):
                 saved = save_checkpoint(run, step, policy, source=source)
-            mine = advantages.flatten()[table.rows_of(judged.rollouts)]
+            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(trained))
+            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
             logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
-        report = derived(metrics.reduce()) | evaluated
-        logger.log(step, report)
-        print0(console_line(step, config.num_steps, report))
+        logger.log(step, derived(metrics.reduce()) | evaluated, num_steps=config.num_steps)
 
     logger.finish()
     for name, score_before in before.items():
@@ -343,7 +342,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--algorithm", default="default")
-    preset = ALGORITHMS.get(early.parse_known_args()[0].algorithm, {})
-    main(tyro.cli(Config, description=__doc__, default=Config(**preset)))
+    main(tyro.cli(Config, description=__doc__, default=Config(**flags.chosen_preset("--algorithm", ALGORITHMS))))

@@ -20,19 +20,20 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
-from minirl import distributed, losses
+from minirl import distributed, flags, losses
 from minirl.advantages import adapted_kl_coef, explained_variance, gae, loss_weights, token_rewards, whiten
 from minirl.batch import exchange, gather_by_row, gather_table, plan_updates
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
 from minirl.engine import Engine
-from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, console_line, derived
+from minirl.flags import refuse
+from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
 from minirl.parallel import ShardedModel, learning_rate
 from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
 from minirl.scoring import predict, predict_frozen, score, score_frozen, unparked
@@ -52,11 +53,11 @@ class Config:
     data: str | None = None  # JSONL file of training prompts
     eval_data: str | None = None  # JSONL file of held-out prompts
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
-    reward: tuple[str, ...] = ()  # file.py:function ..., called as f(prompts, completions, **columns) -> numbers
+    reward: tuple[str, ...] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     value_model: str | None = None  # folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk
-    chat: bool = False  # wrap text prompts in the model's chat template
+    chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
     run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: ppo-<time>
     # Generate
     num_steps: int = 300  # steps, each with fresh rollouts
@@ -90,7 +91,7 @@ class Config:
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
     drop_truncated: bool = False  # no loss for completions that --max-new-tokens cut off
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; scored: by a forward pass
+    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"  # what ratios are to; auto: scored if need be
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
     correction_low: float = 0.0  # lower bound of importance weights
@@ -113,27 +114,26 @@ class Config:
 
 def check(c: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded."""
-
-    def refuse(is_wrong: object, message: str) -> None:
-        if is_wrong:
-            raise ValueError(message)
-
-    positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr value_lr"
-    for name in f"{positive} kl_horizon num_epochs num_minibatches max_tokens_per_microbatch threads".split():
-        value = getattr(c, name)
-        refuse(value is not None and value <= 0, f"--{name.replace('_', '-')} {value}: must be greater than 0")
-    too_many = (c.num_minibatches or 1) > c.prompts_per_step * c.group_size
-    refuse(too_many, f"--num-minibatches {c.num_minibatches}: there are fewer rollouts in a step")
-    num_rewards = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
-    refuse(len(c.reward_weights) not in (0, num_rewards), f"--reward-weights: there are {num_rewards} rewards")
+    positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr num_epochs"
+    positive += " num_minibatches max_tokens_per_microbatch threads value_lr kl_horizon"
+    needs = dict(kl_target="kl_reward_coef", kl_horizon="kl_target")
+    needs |= dict(correction_low="correction", correction_high="correction")
+    flags.check_each(dataclasses.asdict(c), dataclasses.asdict(Config()), positive=positive, needs=needs)
+    num_minibatches = c.num_minibatches or (1 if c.model else 2)
+    refuse(num_minibatches > c.prompts_per_step * c.group_size, f"--num-minibatches {num_minibatches}: fewer rollouts")
+    num_weights = (len(c.reward) + bool(c.reward_model) or 1) + bool(c.overlong_buffer)
+    refuse(len(c.reward_weights) not in (0, num_weights), f"--reward-weights: there are {num_weights} rewards")
     refuse(c.model and not c.data, "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k")
-    refuse(c.kl_target and not c.kl_reward_coef, "--kl-target needs the --kl-reward-coef to start from")
-    refuse(not 0 <= c.overlong_buffer <= 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
+    refuse(c.overlong_buffer > 1, f"--overlong-buffer {c.overlong_buffer}: a share of --max-new-tokens")
     refuse(c.dual_clip and c.dual_clip <= 1, f"--dual-clip {c.dual_clip}: must be greater than 1, or 0 for none")
     is_twice = c.correction != "none" and c.old_logprobs == "sampled"
+    refuse(not c.correction_low < c.correction_high, "--correction-low: must be less than --correction-high")
     refuse(is_twice, "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy")
-    for name in ("gamma", "gae_lambda"):
-        refuse(not 0 <= getattr(c, name) <= 1, f"--{name.replace('_', '-')} {getattr(c, name)}: must be from 0 to 1")
+    refuse(c.gamma > 1, f"--gamma {c.gamma}: must be at most 1")
+    refuse(c.gae_lambda > 1, f"--gae-lambda {c.gae_lambda}: must be at most 1")
+    refuse(c.value_warmup_steps >= c.num_steps, f"--value-warmup-steps {c.value_warmup_steps}: all steps of the run")
+    unheard = c.bootstrap_truncated and c.drop_truncated
+    refuse(unheard, "--bootstrap-truncated with --drop-truncated: those completions have no loss")
 
 
 def main(config: Config) -> None:
@@ -151,24 +151,23 @@ def main(config: Config) -> None:
     room = dict(max_tokens=longest, max_new_tokens=max_new_tokens)  # longer prompts are left out
     prompts = Prompts(task.train_rows, tokenizer, purpose="train", seed=config.seed, **room)
     held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, purpose="eval", **room)
+    value_source = resolve_folder(config.value_model, flag="--value-model") if config.value_model else source
+    value_shape = dataclasses.replace(read_config(value_source), scalar_head=True)
+    words, value_words = (t.backend.get_vocab().items() for t in (tokenizer, Tokenizer(value_source)))
+    if not words <= value_words or value_shape.max_position_embeddings < longest:
+        raise ValueError(f"--value-model {value_source}: must read the policy's tokens, up to {longest} of them")
     rewards = dict(task.rewards)
     if config.reward_model:
         folder, limit = resolve_folder(config.reward_model, flag="--reward-model"), config.max_tokens_per_microbatch
         how = dict(chat=config.chat, max_tokens=limit, park=config.park_frozen)
         rewards["reward_model"] = load_reward_model(folder, **how, **where)
     if config.overlong_buffer:
-        buffer = config.overlong_buffer * max_new_tokens
-        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=buffer)
+        rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=config.overlong_buffer * max_new_tokens)
     functions, reward_weights = weighted(rewards, config.reward_weights, logged=task.extra_scores)
     run = new_run_folder(config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S")))
 
     policy = ShardedModel(shape, source, **where, recompute_layers=config.recompute_layers)
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    value_source = resolve_folder(config.value_model, flag="--value-model") if config.value_model else source
-    value_shape = dataclasses.replace(read_config(value_source), scalar_head=True)
-    words, value_words = (t.backend.get_vocab().items() for t in (tokenizer, Tokenizer(value_source)))
-    if not words <= value_words or value_shape.max_position_embeddings < longest:
-        raise ValueError(f"--value-model {value_source}: must read the policy's tokens, up to {longest} of them")
     value = ShardedModel(value_shape, value_source, **where, recompute_layers=config.recompute_layers)
     value_optimizer = value.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
     reference = load_replica(source, dtype=dtype) if config.kl_reward_coef else None
@@ -183,21 +182,27 @@ def main(config: Config) -> None:
     value_peak_lr = config.value_lr or (1e-5 if config.model else 1e-3)
     schedule = dict(warmup_updates=config.warmup_updates, schedule=config.lr_schedule)
     clip, dual_clip = dict(clip_low=config.clip_low, clip_high=config.clip_high), config.dual_clip
-    correction = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
+    bounds = dict(correction=config.correction, low=config.correction_low, high=config.correction_high)
+    temperature = dict(temperature=config.temperature)
     decay = dict(gamma=config.gamma, gae_lambda=config.gae_lambda)
 
-    chosen = dict(lr=peak_lr, value_lr=value_peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
-    args = {**dataclasses.asdict(config), **chosen, "model": str(source), "command": sys.argv}
-    logger = Logger(run, args, wandb_mode=config.wandb)
+    chosen: dict[str, Any] = dict(
+        lr=peak_lr, value_lr=value_peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens
+    )
+    chosen |= dict(task=task.name, old_logprobs=old_logprobs, dtype=str(dtype), device=device.type)
+    chosen |= dict(model=str(source), world_size=world_size(), command=sys.argv)
+    logger = Logger(run, dataclasses.asdict(config) | chosen, wandb_mode=config.wandb)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
-    print0(f"task {task.name}: {len(prompts.rows)} prompts ({prompts.num_skipped} too long, left out), run {run}")
+    left_out = f"{prompts.num_skipped} + {held_out.num_skipped} too long, left out"
+    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out ({left_out}), run {run}")
 
     def evaluate() -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows (collective)."""
         requests = held_out.requests(0, len(held_out.rows), group_size=0, num_greedy=1)
         judged = judge(functions, held_out, engine.generate(requests, weight_version=update))
         metrics = StepMetrics()
-        metrics.add_values("eval/reward", judged.rewards @ reward_weights)
+        weights = reward_weights * torch.tensor([name != "overlong" for name in functions])
+        metrics.add_values("eval/reward", judged.rewards @ weights)
         add_rewards(metrics, "eval", functions, judged.rewards)
         return metrics.reduce()
 
@@ -210,18 +215,18 @@ def main(config: Config) -> None:
         metrics = StepMetrics()
 
         with metrics.timer("generate"):
-            group = dict(group_size=config.group_size, temperature=config.temperature)
-            requests = prompts.requests(num_served, config.prompts_per_step, **group)
+            group = dict(group_size=config.group_size)
+            requests = prompts.requests(num_served, config.prompts_per_step, **group, **temperature)
             rollouts = engine.generate(requests, weight_version=update)
             num_served += config.prompts_per_step
 
         with metrics.timer("reward"):
             judged = judge(functions, prompts, rollouts)
+            metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
             table = gather_table(judged.rollouts, judged.rewards)
 
         with metrics.timer("score"):
-            num_tokens = table.num_tokens.tolist()
-            limit = config.max_tokens_per_microbatch
+            num_tokens, limit = table.num_tokens.tolist(), config.max_tokens_per_microbatch
             plan = plan_updates(num_tokens, num_minibatches=num_minibatches, num_ranks=world_size(), max_tokens=limit)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
@@ -229,33 +234,33 @@ def main(config: Config) -> None:
             if old_logprobs == "sampled":
                 batch = batch.replace(old_logprobs=batch.sample_logprobs)
             elif old_logprobs == "scored":
-                scored = score_frozen(policy.module, batch, microbatches, config.temperature)
-                batch = batch.replace(old_logprobs=scored)
+                batch = batch.replace(old_logprobs=score_frozen(policy.module, batch, microbatches, **temperature))
             if reference is not None:
                 with unparked(reference, device, park=config.park_frozen):
-                    scored = score_frozen(reference, batch, microbatches, config.temperature)
-                batch = batch.replace(ref_logprobs=scored)
+                    batch = batch.replace(ref_logprobs=score_frozen(reference, batch, microbatches, **temperature))
 
-            values, after = predict_frozen(value.module, batch, microbatches)
+            values, last_values = predict_frozen(value.module, batch, microbatches)
 
             batch = batch.replace(values=values).to(torch.device("cpu"))
             logprobs, mask = batch.old_logprobs if old_logprobs == "scored" else batch.sample_logprobs, batch.loss_mask
             scores = table.rewards @ reward_weights
             ref_logprobs = logprobs if reference is None else batch.ref_logprobs
             kl = losses.kl_penalty(logprobs, ref_logprobs, "k1")
-            owned, old_values = table.num_loss_tokens[batch.row], batch.values[mask].double()
-            paid = token_rewards(scores[batch.row], kl[mask], owned, kl_coef=kl_coef)
-            goes_on = table.is_truncated[batch.row] & config.bootstrap_truncated
-            bootstrap = torch.where(goes_on, after.cpu().double(), 0.0)
-            estimates = gae(paid, old_values, owned, bootstrap=bootstrap, **decay)
+            counts, old_values = table.num_loss_tokens[batch.row], batch.values[mask].double()
+            per_token = token_rewards(scores[batch.row], kl[mask].double(), counts, kl_coef=kl_coef)
+            is_cut = table.is_truncated[batch.row] & config.bootstrap_truncated
+            bootstrap = torch.where(is_cut, last_values.cpu().double(), 0.0)
+            estimates = gae(per_token, old_values, counts, bootstrap=bootstrap, **decay)
             metrics.add("value/explained_var", explained_variance(old_values, estimates + old_values))
             stream, returns = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
             stream[mask], returns[mask] = whiten(estimates).float(), (estimates + old_values).float()
-            if config.kl_target:
-                sums = gather_by_row(batch, losses.sequence_sums(kl, batch.lengths), len(scores))
+            if reference is not None:
+                kl_mean = float(gather_by_row(batch, losses.sequence_sums(kl, batch.lengths), len(scores)).mean())
+                metrics.add("policy/kl_ref_completion", kl_mean)
                 metrics.add("reward/kl_coef", kl_coef)
+            if config.kl_target and step > config.value_warmup_steps:
                 towards = dict(target=config.kl_target, num_rollouts=len(scores), horizon=config.kl_horizon)
-                kl_coef = adapted_kl_coef(kl_coef, float(sums.mean()), **towards)
+                kl_coef = adapted_kl_coef(kl_coef, kl_mean, **towards)
             keep = ~(table.is_truncated & config.drop_truncated)
             norm = dict(norm=config.loss_norm, constant=max_new_tokens)
             parts = [loss_weights(table.num_loss_tokens[i], keep=keep[i], **norm) for i in plan.minibatches]
@@ -268,24 +273,23 @@ def main(config: Config) -> None:
                 for minibatch in order.sample(minibatches, len(minibatches)):
                     for i, sequences in enumerate(minibatch):
                         micro = batch.select(sequences)
-                        lengths, mask = micro.lengths, micro.loss_mask
-                        layout, select = micro.layout(), dict(select=mask, temperature=config.temperature)
+                        layout, spans = micro.layout(), dict(lengths=micro.lengths, loss_mask=micro.loss_mask)
                         is_last = i == len(minibatch) - 1
-                        values, _ = predict(value.module, micro.tokens, layout, select=mask)
+                        values, _ = predict(value.module, micro.tokens, layout, select=micro.loss_mask)
                         value_loss = losses.value_loss(values, micro.values, micro.returns, clip=config.value_clip)
                         value_objective = (micro.loss_weights * value_loss).sum()
                         value.backward(value_objective, is_last=is_last)
                         metrics.add_total("value/loss", value_objective.detach() / updates_per_step)
                         clipped = losses.is_value_clipped(values, micro.values, micro.returns, clip=config.value_clip)
-                        metrics.add_values("value/clip_frac", clipped[mask])
+                        metrics.add_values("value/clip_frac", clipped[micro.loss_mask])
                         if step <= config.value_warmup_steps:
                             continue
-                        new, entropy = score(policy.module, micro.tokens, layout, **select)
+                        new, entropy = score(policy.module, micro.tokens, layout, select=micro.loss_mask, **temperature)
                         old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
-                        ratio = losses.importance_ratio(new, old, lengths=lengths, loss_mask=mask)
+                        ratio = losses.importance_ratio(new, old, **spans)
                         loss = losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)
                         if config.correction != "none":
-                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=lengths, **correction)
+                            rho = losses.importance_weights(old, micro.sample_logprobs, lengths=micro.lengths, **bounds)
                             loss = loss * rho
                         objective = (micro.loss_weights * (loss - config.entropy_coef * entropy)).sum()
                         policy.backward(objective, is_last=is_last)
@@ -295,9 +299,11 @@ def main(config: Config) -> None:
                             add_gap(metrics, micro, new)
                     lr = learning_rate(update, num_updates, peak=value_peak_lr, **schedule)
                     norm_before = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
+                    metrics.add("value/lr", lr)
                     metrics.add("value/grad_norm", norm_before)
                     if step > config.value_warmup_steps:
-                        lr = learning_rate(update, num_updates, peak=peak_lr, **schedule)
+                        since = config.value_warmup_steps * updates_per_step
+                        lr = learning_rate(update - since, num_updates - since, peak=peak_lr, **schedule)
                         norm_before = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                         metrics.add("optim/lr", lr)
                         metrics.add("optim/grad_norm", norm_before)
@@ -315,9 +321,7 @@ def main(config: Config) -> None:
             sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
             mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
             logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
-        report = derived(metrics.reduce()) | evaluated
-        logger.log(step, report)
-        print0(console_line(step, config.num_steps, report))
+        logger.log(step, derived(metrics.reduce()) | evaluated, num_steps=config.num_steps)
 
     logger.finish()
     for name, score_before in before.items():

@@ -128,7 +128,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, num_rollouts: i
     arXiv:1909.08593 section 2.2.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * num_rollouts / horizon)
+    return kl_coef * (1 + error * min(1.0, num_rollouts / horizon))
 
 
 def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.double().cpu()
     count, total = all_reduce_sum(torch.stack([torch.tensor(len(values)).double(), values.sum()]))
     mean = total / count
-    return mean, all_reduce_sum((values - mean).square().sum()) / (count - 1)
+    return mean, all_reduce_sum((values - mean).square().sum()) / (count - 1).clamp(min=1)
 
 
 def whiten(values: Tensor) -> Tensor:

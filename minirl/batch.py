@@ -2,7 +2,7 @@
 
 `Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element
 t of every stream is about token t. Plans are pure functions of lengths that every rank holds: `plan_microbatches`
-balances tokens, `plan_updates` plans a whole step. `gather_table` and `exchange` communicate; nothing else here does.
+balances tokens, `plan_updates` plans a whole step. `gather_table`, `gather_by_row` and `exchange` communicate.
 """
 
 import dataclasses

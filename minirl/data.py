@@ -36,8 +36,8 @@ class Prompts:
         if rows and not kept:
             shortest = min(len(tokens) for _, tokens in encoded)
             raise ValueError(
-                f"every prompt is too long: the shortest has {shortest} tokens and {max_tokens - max_new_tokens} are "
-                "left beside --max-new-tokens"
+                f"every prompt is too long: the shortest has {shortest} tokens; of {max_tokens} that the model, "
+                f"--cache-tokens and --max-tokens-per-microbatch allow, --max-new-tokens takes {max_new_tokens}"
             )
         self.rows, self.tokens = [row for row, _ in kept], [tuple(tokens) for _, tokens in kept]
         self.num_skipped, self.tokenizer = len(rows) - len(kept), tokenizer
@@ -116,13 +116,24 @@ class Tokenizer:
 
     def _render(self, messages: Messages, place: str, *, add_generation_prompt: bool) -> list[int]:
         if self.backend.chat_template is None:
-            raise ValueError(f"{place}: a chat prompt, but this tokenizer has no chat template; use text prompts")
+            hint = "leave out --chat" if self.chat else "use text prompts"
+            raise ValueError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
         text = self.backend.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
         return list(self.backend(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
-        return self.backend.decode(ids, skip_special_tokens=True)
+        """The text of a completion, without special tokens.
+
+        An id that the tokenizer lacks (a model's vocabulary may be padded) reads U+FFFD: left out, it would let a wrong
+        completion pass as a right one.
+        """
+        parts: list[list[int]] = [[]]
+        for i in ids:
+            if i < len(self.backend):
+                parts[-1].append(i)
+            else:
+                parts.append([])
+        return "\ufffd".join(self.backend.decode(part, skip_special_tokens=True) for part in parts)
 
 
 def _messages(prompt: str | Messages) -> Messages:

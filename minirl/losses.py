@@ -68,9 +68,15 @@ def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low:
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Which tokens the clip acts on, bool [T]: ratio below 1 - clip_low with A < 0, above 1 + clip_high with A > 0."""
-    return (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
+def is_clipped(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, is_weight: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Which tokens the clip acts on, bool [T]: ratio below 1 - clip_low with A < 0, above 1 + clip_high with A > 0.
+
+    Of a ratio that `is_weight` (CISPO) it acts whatever the advantage.
+    """
+    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    return low & ((advantages < 0) | is_weight), high & ((advantages > 0) | is_weight)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

@@ -52,10 +52,10 @@ class StepMetrics:
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks."""
-        start, name = time.perf_counter(), f"time/{phase}"
+        start, name = _now(), f"time/{phase}"
         yield
         before, _ = self._sums.get(name, (0.0, 1.0))
-        self._sums[name] = (before + time.perf_counter() - start, 1.0)
+        self._sums[name] = (before + _now() - start, 1.0)
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks, the same on each (collective)."""
@@ -107,10 +107,14 @@ def add_tokens(
     *,
     clip_low: float,
     clip_high: float,
+    is_weight: bool = False,
 ) -> None:
-    """Add what one forward of an update says of a microbatch's tokens; new, old, ratio and entropy [T]."""
+    """Add what one forward of an update says of a microbatch's tokens; new, old, ratio and entropy [T].
+
+    The clip as in `losses.is_clipped`.
+    """
     chosen = micro.loss_mask
-    low, high = is_clipped(ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+    low, high = is_clipped(ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high, is_weight=is_weight)
     metrics.add_values("policy/entropy", entropy[chosen])
     metrics.add_values("policy/clip_frac_low", low[chosen])
     metrics.add_values("policy/clip_frac_high", high[chosen])
@@ -145,12 +149,11 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
-    tokens = metrics["count/tokens"]
     out = {
         **metrics,
         "time/step": sum(seconds.values()),
-        "perf/tok_s_gen": tokens / metrics["time/generate"],
-        "perf/tok_s_train": tokens / metrics["time/update"],
+        "perf/tok_s_gen": metrics["count/sampled_tokens"] / metrics["time/generate"],
+        "perf/tok_s_train": metrics["count/tokens"] / metrics["time/update"],
     }
     if "importance/square" in out:
         mean, square = out.pop("importance/mean"), out.pop("importance/square")
@@ -171,10 +174,12 @@ def troubles(metrics: Mapping[str, float], first: Mapping[str, float]) -> Iterat
         yield "the KL divergence is exploding: lower --lr, take fewer --num-minibatches or raise the KL coefficient"
     if m["policy/logp_gap_mean"] > 0.05:
         yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
-    if "policy/loss" in metrics and abs(m["policy/loss"]) < 1e-6 and m["reward/frac_equal_groups"] < 1:
+    if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
+        yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"
+    elif m["policy/ratio_max"] == 1 and abs(m["policy/loss"]) < 1e-3 * m["optim/grad_norm"]:
         yield (
-            "policy/loss is 0, and that is as it should be: with one update per step the ratio is 1 and advantages sum "
-            "to 0; the gradient (gnorm) is not 0. Watch the reward"
+            "policy/loss is about 0, and that is as it should be: with one update per step the ratio is 1 and the "
+            "advantages of a group sum to 0; the gradient (gnorm) is not 0. Watch the reward"
         )
 
 
@@ -190,8 +195,8 @@ class Logger:
             (folder / "args.json").write_text(json.dumps(args, indent=2, default=str) + "\n")
             self._wandb = _start_wandb(folder, args, wandb_mode) if wandb_mode != "off" else None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl, and the same to wandb; say once what looks like trouble."""
+    def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
+        """One line on the console and in metrics.jsonl, the same to wandb; say once what looks like trouble."""
         if rank() != 0:
             return
         self._first = {**metrics, **self._first}
@@ -206,6 +211,7 @@ class Logger:
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
+        print0(console_line(step, num_steps, metrics))
 
     def log_rollouts(self, step: int, judged: Judged, functions: Iterable[str], **columns: Tensor) -> None:
         """Write all ranks' rollouts of a step, in order of ids, to rollouts/<step>.jsonl (collective).
@@ -247,6 +253,13 @@ class Logger:
             self._wandb = None
 
 
+def _now() -> float:
+    """Seconds, when all kernels started so far have ended."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _max_or_nan(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
@@ -259,12 +272,14 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str
         f"reward {m['reward/mean']:.3f}",
         f"eval {m['eval/reward']:.3f}" if "eval/reward" in metrics else "",
         f"kl {m['policy/kl_ref_k3']:.3f}" if "policy/kl_ref_k3" in metrics else "",
-        f"ent {m['policy/entropy']:.2f}",
+        f"ent {m['policy/entropy']:.2f}" if "policy/entropy" in metrics else "",
         f"ev {m['value/explained_var']:.2f}" if "value/explained_var" in metrics else "",
-        f"clip {m['policy/clip_frac_low'] + m['policy/clip_frac_high']:.0%}",
-        f"gap {m['policy/logp_gap_max']:.0e}",
+        f"clip {m['policy/clip_frac_low'] + m['policy/clip_frac_high']:.0%}"
+        if "policy/clip_frac_low" in metrics
+        else "",
+        f"gap {m['policy/logp_gap_max']:.0e}" if "policy/logp_gap_max" in metrics else "",
         f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}",
-        f"gnorm {m['optim/grad_norm']:.2f}",
+        f"gnorm {m['optim/grad_norm']:.2f}" if "optim/grad_norm" in metrics else "",
         f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s",
         f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s",
     ]

@@ -3,7 +3,7 @@
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit for bit if
 every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by shape, so on the CPU
 three rules hold: no product has fewer than `MIN_ROWS` rows, long bf16 reductions run in tiles of `TILE_ROWS` rows, and
-a rank computes on one thread (`distributed.init`). `rows_are_invariant` checks the rules on the machine at hand.
+a rank computes on one thread (`distributed.start`). `rows_are_invariant` checks the rules on the machine at hand.
 On CUDA nothing is rounded and nothing is promised: the gap is measured every step instead.
 """
 

@@ -109,6 +109,14 @@ def weighted(
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that the function can take."""
     parameters = inspect.signature(function).parameters
+    named = {
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    if missing := sorted(named - arguments.keys()):
+        called = getattr(function, "__name__", str(function))
+        raise ValueError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -190,7 +190,7 @@ def test_separate_advantages_depend_on_the_weights_and_not_on_the_scales():
     [(1, [1], 0), (3, [1, 3, 5], 0), (4, [0, 1, 3, 5], 1), (6, [0, 1, 2, 3, 4, 5], 3), (9, [0, 1, 2, 3, 4, 5], 3)],
 )
 def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
-    """The first groups whose accuracies differ, filled up with the first others, in order and counted."""
+    """The first groups whose accuracies differ, filled up with the first others, in order and counted. Pitfall 54."""
     accuracy = double([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.5, 1.0]])
     assert select_groups(accuracy, count) == (rows, num_equal)
 

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     "distributed": 0,
+    "flags": 0,
     "numerics": 0,
     "attention": 0,
     "kv_cache": 0,

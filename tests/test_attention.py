@@ -126,7 +126,7 @@ def test_gradients_reach_exactly_the_visible_keys(window):
 
 
 def test_layouts_count_positions_from_zero_in_each_sequence():
-    """`positions` and `cu_seqlens` say where the sequences are."""
+    """`positions` and `cu_seqlens` say where the sequences are. Pitfall 3."""
     layout = PackedLayout((3, 1, 2), CPU)
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 6]

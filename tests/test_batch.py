@@ -283,7 +283,7 @@ def own_table(rank, first_share):
 
 @pytest.mark.parametrize("first_share", [0, 4, 9])
 def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ranks, first_share):
-    """Lengths, ends and every reward to its last bit, whoever holds the rollouts; one rank may hold none."""
+    """Lengths, ends and every reward to its last bit, whoever holds the rollouts, if any. Pitfall 53."""
     for table in two_ranks.run(own_table, first_share):
         assert list(zip(table.prompt.tolist(), table.sample.tolist(), strict=True)) == IDS
         assert table.num_tokens.tolist() == [p + 1 + s for p, s in IDS]

@@ -89,7 +89,7 @@ def order(prompts, first, count):
 
 
 def test_each_epoch_is_another_permutation_of_the_rows():
-    """Every row once per epoch, in another order each time, and in another order for another seed."""
+    """Every row once per epoch, in another order each time, and in another order for another seed. Pitfall 57."""
     prompts, other = make_prompts(["a"] * 50), make_prompts(["a"] * 50, seed=1)
     epochs = [order(prompts, 50 * epoch, 50) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -99,7 +99,7 @@ def test_each_epoch_is_another_permutation_of_the_rows():
 
 
 def test_order_does_not_depend_on_what_was_asked_before():
-    """A resumed run reads the stream from the middle and gets the same rows, in any order, over any epochs' border."""
+    """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57."""
     stream = order(make_prompts(["a"] * 7), 0, 40)
     again = make_prompts(["a"] * 7)
     assert order(again, 33, 7) == stream[33:]
@@ -164,14 +164,14 @@ def test_greedy_requests_come_after_the_group():
 
 
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
-    """The same row in a later epoch, in evaluation or under another seed is sampled with other noise."""
+    """The same row in a later epoch, in evaluation or under another seed is sampled with other noise. Pitfall 50."""
     several = [make_prompts(["a"] * 3, seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
     keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
 def test_equal_prompts_are_separate_groups_by_ordinal():
-    """Two rows of one text in a batch keep their own ids, noise and columns."""
+    """Two rows of one text in a batch keep their own ids, noise and columns. Pitfall 25."""
     rows = [Row("same", {"answer": i}, str(i)) for i in range(2)]
     prompts = Prompts(rows, Letters(), purpose="train", max_tokens=9, max_new_tokens=5)
     requests = prompts.requests(0, 2, group_size=2)
@@ -206,7 +206,7 @@ def test_epochs_served_are_counted_in_rows_kept():
 
 
 def test_too_long_prompts_are_skipped_and_counted():
-    """A prompt of exactly the limit stays; row and tokens stay aligned; the order covers the rows that are left."""
+    """A prompt of exactly the limit stays; row and tokens stay aligned; the order covers the rest. Pitfall 55."""
     prompts = make_prompts(["aa", "bbbb", "ccc", "ddddd"], max_prompt_tokens=3)
     assert [row.prompt for row in prompts.rows] == ["aa", "ccc"]
     assert prompts.tokens == [(97, 97), (99, 99, 99)]
@@ -216,18 +216,18 @@ def test_too_long_prompts_are_skipped_and_counted():
 
 def test_no_prompt_that_fits_is_refused_with_the_lengths():
     """The shortest prompt, the room there is and the flag that takes it; no rows at all is not an error."""
-    with pytest.raises(ValueError, match=r"shortest has 4 tokens and 3 are left.*--max-new-tokens"):
+    with pytest.raises(ValueError, match=r"shortest has 4 tokens; of 8 .*--cache-tokens.*--max-new-tokens takes 5"):
         make_prompts(["bbbb", "ddddd"], max_prompt_tokens=3)
     assert make_prompts([]).rows == make_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
 
 
 def test_text_prompts_get_the_tokenizers_own_bos_once(chat_folder):
-    """A text prompt is what the tokenizer makes of a text, special tokens included."""
+    """A text prompt is what the tokenizer makes of a text, special tokens included. Pitfall 17."""
     assert Tokenizer(chat_folder).encode(Row("abc", {}, "f:1")) == ids("<bos>abc")
 
 
 def test_chat_prompts_get_the_templates_bos_only(chat_folder):
-    """The template writes a BOS and the tokenizer would add one: the prompt has one, and ends ready for an answer."""
+    """Template and tokenizer would each add a BOS: the prompt has one, and ends ready for an answer. Pitfall 17."""
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
     encoded = Tokenizer(chat_folder).encode(Row(messages, {}, "f:1"))
     assert encoded == ids("<bos><turn>system:be kind<turn>user:hello<turn>assistant:")
@@ -261,7 +261,7 @@ def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
     ids=["appended", "tokenizers_own", "no_eos"],
 )
 def test_an_answered_text_ends_with_one_end_token(tmp_path, options, expected):
-    """Prompt and completion are one text with the tokenizer's own BOS and, where it has one, exactly one EOS."""
+    """Prompt and completion are one text with the tokenizer's own BOS and, if it has one, one EOS. Pitfall 18."""
     save_tokenizer(tmp_path, TEMPLATE, **options)
     assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids(expected)
 
@@ -294,7 +294,7 @@ def test_decode_drops_special_tokens_and_nothing_else(chat_folder):
     ],
 )
 def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, generation, expected):
-    """Tokenizer, config.json and generation_config.json may each list one id, several or none."""
+    """Tokenizer, config.json and generation_config.json may each list one id, several or none. Pitfall 14."""
     for path in Path(text_folder).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     for name, content in (("config.json", config), ("generation_config.json", generation)):

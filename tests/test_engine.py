@@ -170,7 +170,7 @@ def score_rollouts(model: Transformer, rollouts: Sequence[Rollout], temperature:
 @variants(ALL_VARIANTS)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype, temperature):
-    """What the engine recorded is what training recomputes, bit for bit, at any temperature, prompt and window."""
+    """What the engine recorded, training recomputes bit for bit, at any temperature and prompt. Pitfalls 4 and 38."""
     model = cached_model(attention, dtype)
     requests = [replace(request, temperature=temperature) for request in mixed_requests()]
     rollouts = make_engine(model).generate(requests)
@@ -258,7 +258,7 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype, prompt_l
 @variants(SOME_VARIANTS)
 @pytest.mark.parametrize("max_rows", [1, 3])
 def test_rollouts_do_not_depend_on_max_rows(attention, dtype, max_rows):
-    """One row at a time, three, or (the expected ones) all at once: the same rollouts."""
+    """One row at a time, three, or (the expected ones) all at once: the same rollouts. Pitfall 51."""
     model = cached_model(attention, dtype)
     rollouts = run(make_engine(model, max_rows=max_rows), mixed_requests())
     assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
@@ -280,7 +280,7 @@ def test_rollouts_do_not_depend_on_preemption(attention, dtype, num_blocks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rollouts_do_not_depend_on_the_order_of_submission(dtype):
-    """Shuffled requests, groups torn apart, give the same rollouts, returned in the order of the requests."""
+    """Shuffled requests, groups torn apart: the same rollouts, in the order of the requests. Pitfalls 51 and 53."""
     model = cached_model("mixed", dtype)
     for seed in range(3):
         requests = mixed_requests()
@@ -408,7 +408,7 @@ def test_a_long_prompt_is_admitted_whatever_the_window_and_the_number_of_rows(ma
 
 
 def test_requests_with_other_keys_draw_other_noise():
-    """The same prompt at another place of the run, or another sample of it, is another rollout; the same key is not."""
+    """The same prompt elsewhere in the run, or another sample, is another rollout; the same key is not. Pitfall 50."""
     model = cached_model("full", torch.float32)
     requests = [
         make_request(make_prompt(9), number=number, member=member, max_new_tokens=16, stop_ids=frozenset())
@@ -433,7 +433,7 @@ def endless_rollouts(dtype: torch.dtype) -> dict[RolloutId, Rollout]:
 
 
 def test_without_stop_ids_a_rollout_ends_exactly_at_its_limit():
-    """`max_new_tokens` counts sampled tokens, whatever the prompt's length, and the reason is "length"."""
+    """`max_new_tokens` counts sampled tokens, whatever the prompt's length, and the reason is "length". Pitfall 55."""
     rollouts = endless_rollouts(torch.float32).values()
     assert {len(r.completion) for r in rollouts} == {32}
     assert {r.finish_reason for r in rollouts} == {"length"}
@@ -444,7 +444,7 @@ def test_without_stop_ids_a_rollout_ends_exactly_at_its_limit():
 @pytest.mark.parametrize("limit", [1, 2, 32])
 @pytest.mark.parametrize("stop_ids", [{3}, {11}, {29}, {3, 11, 29}, set(range(0, VOCAB, 2))], ids=str)
 def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_limit(dtype, limit, stop_ids):
-    """Each listed id stops; the stop token is kept as the last, sampled one; nothing follows it or the limit."""
+    """Each listed id stops; the stop token is kept as the last, sampled one; nothing follows. Pitfalls 13 and 14."""
     endless = endless_rollouts(dtype)
     requests = [replace(r, stop_ids=frozenset(stop_ids), max_new_tokens=limit) for r in mixed_requests()]
     rollouts = run(make_engine(cached_model("full", dtype)), requests)
@@ -552,7 +552,7 @@ def change_weights(model: Transformer) -> None:
 
 @variants(SOME_VARIANTS)
 def test_new_weights_never_meet_an_old_cache(attention, dtype):
-    """After weights change in place, an engine that has served before gives what a fresh one does."""
+    """After weights change in place, an engine that has served gives what a fresh one does. Pitfalls 10 and 11."""
     model = make_model(attention, dtype)
     requests = mixed_requests()
     engine = make_engine(model)
@@ -565,7 +565,7 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype):
 
 @variants(SOME_VARIANTS)
 def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under_the_new_weights(attention, dtype):
-    """Tokens and logprobs of the old phase stay; the others are the new weights' over the whole prefix."""
+    """Tokens and logprobs of the old phase stay; the others are the new weights' over the whole prefix. Pitfall 40."""
     model = make_model(attention, dtype)
     requests = [replace(r, temperature=1.0, stop_ids=frozenset()) for r in mixed_requests()]
     engine = make_engine(model)

@@ -196,8 +196,9 @@ def test_a_phase_in_several_blocks_is_timed_whole(reduce_over_ranks):
 
 def test_rates_are_per_second_and_a_step_is_as_long_as_its_phases():
     """The sum of all phases, tokens per second of two of them, and nothing else is changed."""
-    reduced = {"time/generate": 2.0, "time/update": 4.0, "time/report": 1.0, "count/tokens": 100.0, "other": 5.0}
-    rates = {"time/step": 7.0, "perf/tok_s_gen": 50.0, "perf/tok_s_train": 25.0}
+    reduced = {"time/generate": 2.0, "time/update": 4.0, "time/report": 1.0, "other": 5.0}
+    reduced |= {"count/tokens": 100.0, "count/sampled_tokens": 120.0}
+    rates = {"time/step": 7.0, "perf/tok_s_gen": 60.0, "perf/tok_s_train": 25.0}
     assert derived(reduced) == {**reduced, **rates}
 
 
@@ -220,7 +221,7 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
 
 
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
-    """One mean per function under its name, over all ranks' completions; a single one has no metric of its own."""
+    """One mean per function, over all ranks' completions; a single one has no metric of its own. Pitfall 58."""
     first, second = StepMetrics(), StepMetrics()
     add_rewards(first, "reward", ["correct", "short"], torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0]]))
     add_rewards(second, "reward", ["correct", "short"], torch.tensor([[0.0, -4.0]]))
@@ -265,7 +266,7 @@ def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(re
 
 
 def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_over_ranks):
-    """Mean and greatest gap, KL, chi2 and effective sample of four responses, on two ranks, prompts left out."""
+    """Mean and greatest gap, KL, chi2, effective sample of four responses on two ranks. Pitfall 60."""
     with_prompt = [torch.tensor([8.0, *x]) for x in (OLD[:8], OLD[8:], SAMPLED[:8], SAMPLED[8:])]
     ranks = []
     for old, sampled in zip(with_prompt[:2], with_prompt[2:], strict=True):
@@ -275,7 +276,9 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
         for part in (micro, micro.select([])):
             add_gap(ranks[-1], part, old[: len(part.tokens)])
     reduced, _ = reduce_over_ranks(*ranks)
-    out = derived({**reduced, "time/generate": 1.0, "time/update": 1.0, "count/tokens": 14.0})
+    out = derived(
+        {**reduced, "time/generate": 1.0, "time/update": 1.0, "count/tokens": 14.0, "count/sampled_tokens": 14.0}
+    )
     expected = {
         "policy/logp_gap_mean": 0.135714,
         "policy/logp_gap_max": 0.9,
@@ -291,6 +294,11 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
     )
 
 
+def said(capsys: pytest.CaptureFixture) -> str:
+    """What was printed since the last call, without the steps' lines."""
+    return "".join(line for line in capsys.readouterr().out.splitlines(True) if not line.startswith("step "))
+
+
 TROUBLES = {
     "easier prompts": {"reward/frac_equal_groups": 1.0, "policy/loss": 0.0},
     "--max-new-tokens": {"len/truncated": 0.96},
@@ -298,7 +306,7 @@ TROUBLES = {
     "is exploding": {"policy/kl_old_k3": 0.3},
     "KL divergence": {"policy/kl_ref_k3": 2.1},
     "--correction": {"policy/logp_gap_mean": 0.06},
-    "Watch the reward": {"policy/loss": 1e-8},
+    "Watch the reward": {"policy/loss": 1e-8, "policy/ratio_max": 1.0},
 }
 
 
@@ -323,8 +331,8 @@ def test_a_collapse_is_seen_after_steps_that_did_not_measure_entropy(one_process
     """The first entropy there was is what later ones are compared with, not the first step's."""
     logger = Logger(tmp_path, {}, wandb_mode="off")
     for step, entropy in enumerate([{}, {"policy/entropy": 2.0}, {"policy/entropy": 1.0}, {"policy/entropy": 0.19}]):
-        assert capsys.readouterr().out == ""
-        logger.log(step, {"reward/mean": 0.5, **entropy})
+        assert said(capsys) == ""
+        logger.log(step, {"reward/mean": 0.5, **entropy}, num_steps=3)
     assert "entropy is collapsing" in capsys.readouterr().out
 
 
@@ -333,8 +341,8 @@ def test_the_logger_tells_each_trouble_once(one_process, capsys, tmp_path):
     logger = Logger(tmp_path, {}, wandb_mode="off")
     printed = []
     for step, more in enumerate([{}, *[x for x in TROUBLES.values() for _ in range(2)], *TROUBLES.values()]):
-        logger.log(step, {**ORDINARY, **more})
-        printed.append(capsys.readouterr().out)
+        logger.log(step, {**ORDINARY, **more}, num_steps=3)
+        printed.append(said(capsys))
     is_first = {1 + 2 * i: words for i, words in enumerate(TROUBLES) if words != "KL divergence"}  # told as exploding
     for step, out in enumerate(printed):
         assert out.count("note: ") == out.count("\n") == (step in is_first)
@@ -367,8 +375,8 @@ def test_console_lines_say_what_was_measured():
 def test_metrics_and_arguments_are_json(one_process, tmp_path):
     """args.json takes any argument; metrics.jsonl has one object per step, in order, with the numbers unrounded."""
     logger = Logger(tmp_path, {"lr": 1e-6, "data": None, "folder": Path("/data")}, wandb_mode="off")
-    logger.log(1, {"a": 1 / 3})
-    logger.log(2, {"b": 2.0})
+    logger.log(1, {"a": 1 / 3}, num_steps=3)
+    logger.log(2, {"b": 2.0}, num_steps=3)
     logger.finish()
     assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 1e-6, "data": None, "folder": "/data"}
     lines = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -378,7 +386,7 @@ def test_metrics_and_arguments_are_json(one_process, tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_keeps_metrics_jsonl_valid(one_process, tmp_path, value):
     """An overflowed ratio must not make the file unreadable to other parsers; the other numbers stay."""
-    Logger(tmp_path, {}, wandb_mode="off").log(1, {"policy/ratio_max": value, "a": 1.0})
+    Logger(tmp_path, {}, wandb_mode="off").log(1, {"policy/ratio_max": value, "a": 1.0}, num_steps=3)
     assert strict_json((tmp_path / "metrics.jsonl").read_text())["a"] == 1.0
 
 
@@ -416,7 +424,7 @@ def test_other_ranks_write_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(minirl.metrics, "rank", lambda: 1)
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger = Logger(tmp_path, {}, wandb_mode="online")
-    logger.log(1, {"a": 1.0})
+    logger.log(1, {"a": 1.0}, num_steps=3)
     logger.finish()
     assert list(tmp_path.iterdir()) == []
 
@@ -430,10 +438,10 @@ def test_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys,
     """Without wandb, or without its network, the run logs to files and says so once."""
     monkeypatch.setitem(sys.modules, "wandb", module)
     logger = Logger(tmp_path, {}, wandb_mode="online")
-    logger.log(1, {"a": 1.0})
+    logger.log(1, {"a": 1.0}, num_steps=3)
     logger.finish()
     assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
-    printed = capsys.readouterr().out.splitlines()
+    printed = said(capsys).splitlines()
     assert len(printed) == 1
     assert "wandb could not start" in printed[0]
 
@@ -452,12 +460,12 @@ def test_wandb_that_fails_later_is_one_line_and_left_alone(one_process, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: run))
     logger = Logger(tmp_path, {}, wandb_mode="online")
     for step in range(3):
-        logger.log(step, {"a": 1.0})
+        logger.log(step, {"a": 1.0}, num_steps=3)
     logger.finish()
     logger.finish()
     assert len(calls) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    printed = capsys.readouterr().out.splitlines()
+    printed = said(capsys).splitlines()
     assert len(printed) == 1
     assert "no network" in printed[0]
 
@@ -468,7 +476,7 @@ def test_wandb_gets_the_arguments_the_steps_and_the_mode(one_process, monkeypatc
     run = types.SimpleNamespace(log=lambda metrics, step: seen.update({step: metrics}), finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: seen.update(kwargs) or run))
     logger = Logger(tmp_path, {"lr": 0.1}, wandb_mode="offline")
-    logger.log(3, {"a": 1.0})
+    logger.log(3, {"a": 1.0}, num_steps=3)
     assert (seen["mode"], seen["config"], seen[3]) == ("offline", {"lr": 0.1}, {"a": 1.0})
 
 
@@ -476,9 +484,9 @@ def test_wandb_that_is_off_is_not_touched(one_process, monkeypatch, capsys, tmp_
     """Without the flag nothing of it is started or said."""
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
     logger = Logger(tmp_path, {}, wandb_mode="off")
-    logger.log(1, {"a": 1.0})
+    logger.log(1, {"a": 1.0}, num_steps=3)
     logger.finish()
-    assert capsys.readouterr().out == ""
+    assert said(capsys) == ""
 
 
 def schedule(num_updates, warmup_updates, name, peak=2.0):

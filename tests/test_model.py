@@ -185,7 +185,7 @@ def test_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
 @pytest.mark.parametrize("name", FEATURES)
 @torch.no_grad()
 def test_reward_model_scores_equal_transformers_packed_alone_and_padded(name, checkpoints):
-    """A saved classifier gives each sequence of a stream the score that transformers gives it alone or padded."""
+    """A saved classifier scores each sequence of a stream as transformers does alone or padded. Pitfall 18."""
     oracle, folder = checkpoints(name, scalar_head=True)
     model = load_replica(folder, dtype=torch.float32, scalar_head=True)
     tokens = random_tokens(model, LENGTHS) % (model.config.vocab_size - 1)  # the last id is the padding
@@ -249,7 +249,7 @@ def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
 @pytest.mark.parametrize("name", FEATURES)
 @torch.no_grad()
 def test_a_sequence_does_not_see_its_neighbours(name, checkpoints):
-    """Changing one packed sequence leaves the hidden states of the others bitwise as they were."""
+    """Changing one packed sequence leaves the hidden states of the others bitwise as they were. Pitfall 2."""
     model = load(checkpoints(name)[1])
     lengths = (140, 3, 131)
     tokens = random_tokens(model, lengths)
@@ -264,7 +264,7 @@ def test_a_sequence_does_not_see_its_neighbours(name, checkpoints):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
-    """The gradient of one position's logits is exactly zero in neighbours, later tokens and tokens past its windows."""
+    """A position's logits have a gradient of exactly 0 in neighbours, later tokens and past its windows. Pitfall 2."""
     model = load(checkpoints(name)[1])
     lengths, row = (40, 90, 60), 40 + 80
     generator = torch.Generator().manual_seed(0)
@@ -284,7 +284,7 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
-    """Bit for bit where this machine's products are row-invariant, whatever a sequence is packed with."""
+    """Bit for bit where this machine's products are row-invariant, whatever is packed together. Pitfalls 2 and 3."""
     model = load(checkpoints(name)[1]).to(dtype)
     is_exact = model.config.is_row_invariant(dtype, CPU)
     if not is_exact and dtype == torch.bfloat16:

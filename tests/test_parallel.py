@@ -160,7 +160,7 @@ def assert_split_invariant(one_rank: Any, two_ranks: Any, tolerance: float, grad
 @objectives
 @precisions
 def test_gradient_does_not_depend_on_ranks_or_microbatches(one_rank, two_ranks, folder, dtype, tolerance, objective):
-    """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget."""
+    """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget. Pitfall 33."""
     assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, objective)
 
 
@@ -261,7 +261,7 @@ def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
 
 
 def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder, value_folder):
-    """Each model clips by its own norm: a value loss a million times as great changes no bit of the policy."""
+    """Each model clips by its own norm: a value loss a million times greater moves no policy bit. Pitfall 49."""
     where = (1000, folder, value_folder, torch.float32)
     for (expected, norm, value_norm), (weights, same_norm, great_norm) in zip(
         two_ranks.run(ppo_update, *where), two_ranks.run(ppo_update, *where, 1e6), strict=True
@@ -272,7 +272,7 @@ def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder
 
 
 def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
-    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same."""
+    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45."""
 
     (expected,) = one_rank.run(single_rollout_gradients, folder)
     for gradients in two_ranks.run(single_rollout_gradients, folder):
@@ -300,15 +300,19 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
     addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
     engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
+    tolerance = 0.0 if model.module.config.is_row_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
+    gaps = []
     for _ in range(3):
         versions = {name: weight._version for name, weight in model.compute_weights.items()}
         (rollout,) = engine.generate([request])
         layout = batching.PackedLayout((len(rollout.tokens),), CPU)
         new, _ = score(model.module, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+        gaps.append(float((new - rollout.sample_logprobs).abs().max()))
         model.backward(-new.sum(), is_last=True)
         report["unwritten"] = all(w._version == versions[n] for n, w in model.compute_weights.items())
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
     masters = {name: master.full_tensor().to(dtype) for name, master in model.masters.items()}
+    report["sampled"] = max(gaps) <= tolerance
     report["stable"] = all(weight.data_ptr() == addresses[name] for name, weight in model.compute_weights.items())
     report["used"] = all(dict(model.module.named_parameters())[n] is w for n, w in model.compute_weights.items())
     report["fresh"] = all(torch.equal(model.compute_weights[n], masters[n]) for n in masters)
@@ -318,9 +322,72 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_weights_are_one_storage_refreshed_in_place(two_ranks, folder, dtype):
-    """Generate, score and backward write no weight; a step refreshes them once, at the same addresses."""
+    """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10."""
     for report in two_ranks.run(refresh_report, folder, dtype):
-        assert report == dict.fromkeys(("loaded", "unwritten", "stable", "used", "fresh", "moved"), True)
+        names = ("loaded", "unwritten", "sampled", "stable", "used", "fresh", "moved")
+        assert report == dict.fromkeys(names, True)
+
+
+def step_five_times(model: ShardedModel, lr: float) -> None:
+    """Updates that make one text likelier."""
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    tokens, layout = torch.arange(20), batching.PackedLayout((20,), CPU)
+    for _ in range(5):
+        new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
+        model.backward(-new.sum(), is_last=True)
+        model.step(optimizer, lr=lr, max_grad_norm=1.0)
+
+
+def reference_after_steps(rank: int, folder: Path) -> dict[str, bool]:
+    """What long steps of the policy do to a reference model of the same folder."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    reference = load_replica(folder, dtype=torch.float32)
+    before = {name: param.clone() for name, param in named_parameters(reference).items()}
+    step_five_times(model, lr=0.1)
+    after = named_parameters(reference)
+    return {
+        "policy moved": all(not torch.equal(weight, before[n]) for n, weight in model.compute_weights.items()),
+        "reference stayed": all(torch.equal(after[n], param) for n, param in before.items()),
+    }
+
+
+def test_a_reference_does_not_move_with_the_policy(two_ranks, folder):
+    """Policy and reference of one folder share no storage: steps move every tensor of the one alone. Pitfall 9."""
+    for report in two_ranks.run(reference_after_steps, folder):
+        assert all(report.values()), report
+
+
+def tiny_steps(rank: int, folder: Path) -> dict[str, float]:
+    """How far steps with a learning rate of 1e-6 lead each master of a policy that computes in bf16."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
+    before = {name: master.full_tensor().double() for name, master in model.masters.items()}
+    step_five_times(model, lr=1e-6)
+    return {n: float((m.full_tensor().double() - before[n]).abs().max()) for n, m in model.masters.items()}
+
+
+def test_updates_too_small_for_bf16_add_up(two_ranks, folder):
+    """Five Adam steps of 1e-6 move every master by 5e-6, far below a bf16 weight's spacing. Pitfall 43."""
+    for moved in two_ranks.run(tiny_steps, folder):
+        assert moved == pytest.approx(dict.fromkeys(moved, 5e-6), rel=0.1)
+
+
+def bf16_gradients(rank: int, folder: Path, scales: list[list[float]]) -> dict[str, Tensor]:
+    """Gradients of a policy that computes in bf16 for one text, as often as this rank has scales."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
+    tokens, layout = torch.arange(20), batching.PackedLayout((20,), CPU)
+    for i, scale in enumerate(scales[rank]):
+        new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
+        model.backward(-new.sum() * scale, is_last=i == len(scales[rank]) - 1)
+    return full_gradients(model)
+
+
+def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folder):
+    """Over microbatches and ranks: a part 512 times smaller than the rest, which bf16 would round off. Pitfall 44."""
+    (whole,) = one_rank.run(bf16_gradients, folder, [[1.0]])
+    for gradients in two_ranks.run(bf16_gradients, folder, [[1.0, 2**-9], [2**-8]]):
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, whole[name] * (1 + 2**-9 + 2**-8)), name
 
 
 def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
@@ -342,7 +409,7 @@ def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list
 
 
 def test_rollouts_do_not_depend_on_the_world_size(one_rank, two_ranks, folder):
-    """At equal weights 1 and 2 ranks sample the same tokens with the same logprobs, bit for bit."""
+    """At equal weights 1 and 2 ranks sample the same tokens with the same logprobs, bit for bit. Pitfall 51."""
     ((tokens, logprobs, gap),) = one_rank.run(sampled_after_update, folder)
     (even, odd) = two_ranks.run(sampled_after_update, folder)
     assert tokens[::2] == even[0]
@@ -365,7 +432,7 @@ def clipped_norms(rank: int, folder: Path, max_grad_norm: float) -> tuple[float,
 
 
 def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder):
-    """Every rank count sees the same norm, and a step of plain SGD is as long as the clip allows."""
+    """Every rank count sees the same norm, and a step of plain SGD is as long as the clip allows. Pitfall 44."""
     ((norm, moved),) = one_rank.run(clipped_norms, folder, 0.5)
     for other_norm, other_moved in two_ranks.run(clipped_norms, folder, 0.5):
         assert other_norm == pytest.approx(norm, rel=1e-9)
@@ -414,7 +481,7 @@ def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:
 
 
 def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
-    """Nothing to learn: neither momentum nor weight decay moves a weight, and the optimizer's state stays."""
+    """Nothing to learn: neither momentum nor weight decay moves a weight; the optimizer's state stays. Pitfall 45."""
     for report in two_ranks.run(after_a_zero_gradient, folder):
         assert all(report.values()), report
 
@@ -479,7 +546,7 @@ def exchanged(rank: int) -> list[tuple[int, list[int], list[float]]]:
 
 
 def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):
-    """Whoever made a rollout and in whatever order, its rank gets it with all its streams."""
+    """Whoever made a rollout and in whatever order, its rank gets it with all its streams. Pitfall 53."""
     expected = [(i, r.tokens.tolist(), r.sample_logprobs.tolist()) for i, r in enumerate(make_rollouts(5, 2))]
     first, second = two_ranks.run(exchanged)
     assert first == [expected[i] for i in (0, 3, 4, 5, 6, 7, 9)]

@@ -1,6 +1,7 @@
 """Reward functions in TRL's shape: what they are given, where they come from, what they may return; reward models."""
 
 import functools
+import json
 import math
 
 import numpy
@@ -206,12 +207,16 @@ def save_model(folder, auto_class, **keys):
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory):
-    """A classifier with its own tokenizer, and how transformers scores a text with its special tokens written out."""
+@pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
+def reward_folder(request, tmp_path_factory):
+    """A classifier with its own tokenizer, and how transformers scores a text with its special tokens written out.
+
+    Where config.json has a pad token, transformers reads the score at the last token that is another.
+    """
     folder = tmp_path_factory.mktemp("reward_model")
     save_tokenizer(folder, TEMPLATE, tokens=REWARD_TOKENS)
-    oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1)
+    pad = request.param and REWARD_TOKENS.index(request.param)
+    oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1, pad_token_id=pad)
 
     @torch.no_grad()
     def score(text):
@@ -262,7 +267,7 @@ def make_rollout(prompts, ordinal, sample, completion):
 
 
 def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):
-    """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts."""
+    """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts. Pitfall 18."""
     folder, oracle = reward_folder
     prompts = make_prompts(tmp_path, [Row("ab,", {}, "f:1"), Row("xy ", {}, "f:2")])
     rollouts = [make_rollout(prompts, o, s, f"{'word ' * s}end.<eos>") for o in (0, 1) for s in (0, 1)]
@@ -273,7 +278,7 @@ def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path)
 
 
 def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
-    """Any number of texts in a forward, in any order: each text keeps its score."""
+    """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
     folder, _ = reward_folder
     prompts, completions = ["ab", "c,d ", "e" * 20, "f", "g g"] * 2, ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)]
     whole = load(folder)(prompts, completions)
@@ -288,7 +293,8 @@ def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_fold
 def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_tokens, fits):
     """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
     folder, _ = reward_folder
-    model, others = load(folder, max_tokens=max_tokens), len(["<bos>", "<eos>"])
+    is_eos_read = json.loads((folder / "config.json").read_text())["pad_token_id"] is None
+    model, others = load(folder, max_tokens=max_tokens), 1 + is_eos_read  # <bos>, <eos>
     assert len(model(["a", "a"], ["b", "b" * (fits - 1 - others)])) == 2
     said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
     with pytest.raises(ValueError, match=said):
@@ -328,7 +334,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, auto_class, keys, said):
 
 
 def test_overlong_penalty_is_the_reference_row():
-    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond."""
+    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
     penalties = overlong_penalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
@@ -355,7 +361,7 @@ def test_another_number_of_weights_than_rewards_is_refused(weights):
 
 
 def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
-    """A row is found by the rollout's ordinal, not by its text; rewards are [N, K] in the functions' order."""
+    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfall 16."""
     rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
     prompts = make_prompts(tmp_path, rows)
     ordinals = (3, 0, 1, 2, 0)

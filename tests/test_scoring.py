@@ -82,7 +82,7 @@ def score_batch(model: Transformer, batch: Batch, temperature: float = 1.0, **kw
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_equal_a_log_softmax_position_by_position(temperature):
-    """Token t is scored by the logits of t - 1, in several sequences, the first completion token included."""
+    """Token t is scored by the logits of t - 1, in several sequences, the first completion token too. Pitfall 1."""
     model, batch = make_model(), make_batch()
     logprobs, entropies = score_batch(model, batch, temperature)
     expected_logprobs, expected_entropies = reference(model, batch, temperature)
@@ -110,7 +110,7 @@ def test_scores_are_fp32_and_close_to_fp64(dtype):
 
 
 def test_a_bf16_head_gives_fp32_logprobs():
-    """From bf16 hidden states and weights the logprobs are exact to fp32: no logit passes through bf16."""
+    """From bf16 hidden states and weights the logprobs are exact to fp32: no logit passes through bf16. Pitfall 7."""
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 64, generator=generator).bfloat16() for n in (50, 300))
     targets = torch.randint(0, 300, (50,), generator=generator)
@@ -121,7 +121,7 @@ def test_a_bf16_head_gives_fp32_logprobs():
 
 
 def test_a_bf16_head_gives_the_reference_logprobs():
-    """Logits [12.3, 11.9, 3, -2] from bf16 factors: the reference's exact logprobs, not bf16's, which are 0.024 off."""
+    """Logits [12.3, 11.9, 3, -2] from bf16 factors: the exact logprobs, not bf16's, which are 0.024 off. Pitfall 7."""
     head = torch.tensor([[12.3125, -0.0125], [11.875, 0.025], [3, 0], [-2, 0]], dtype=torch.bfloat16)
     logprobs, _ = ChunkedLogprobs.apply(torch.ones(4, 2, dtype=torch.bfloat16), head, torch.arange(4), 1.0, 3)
     assert logprobs.tolist() == pytest.approx([-0.513070, -0.913070, -9.813070, -14.813070], abs=1e-4)
@@ -138,7 +138,7 @@ def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_gradients_equal_autograd_through_full_logits(chunk, of, temperature):
-    """Values and gradients of the chunked head are those of the full one, for any chunk, border and last rest."""
+    """Values and gradients of the chunked head are the full one's, for any chunk, border and last rest. Pitfall 12."""
     hidden, head, targets = head_inputs()
     weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     weights *= torch.tensor([[of != "entropies"], [of != "logprobs"]])
@@ -176,7 +176,7 @@ def test_one_used_output_is_enough():
 
 @pytest.mark.parametrize(("temperature", "entropy"), [(1.0, 0.947537), (0.7, 0.702028)])
 def test_entropy_is_that_of_the_distribution_at_the_temperature(temperature, entropy):
-    """z = [2, 1, 0, -1]: the reference's entropies, of softmax(z / T), whatever the target."""
+    """z = [2, 1, 0, -1]: the reference's entropies, of softmax(z / T), whatever the target. Pitfall 41."""
     z = torch.tensor([[2.0], [1.0], [0.0], [-1.0]], dtype=torch.float64)
     ones = torch.ones(4, 1, dtype=torch.float64)
     logprobs, entropies = ChunkedLogprobs.apply(ones, z, torch.arange(4), temperature, 3)
@@ -255,7 +255,7 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype):
 
 
 def test_the_chunked_head_of_no_rows_gives_zero_gradients():
-    """M = 0: an empty result that can be differentiated, with a gradient of zeros for the head."""
+    """M = 0: an empty result that can be differentiated, with a gradient of zeros for the head. Pitfall 12."""
     hidden, head, targets = head_inputs(rows=0)
     outputs = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 4)
     assert [x.shape for x in outputs] == [(0,), (0,)]
@@ -267,7 +267,7 @@ def test_the_chunked_head_of_no_rows_gives_zero_gradients():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
-    """Any cut of the batch, empty parts and any order included, puts the whole batch's logprobs back in place."""
+    """Any cut of the batch, empty parts and any order included, puts its logprobs back in place. Pitfall 38."""
     model, batch = make_model(dtype), make_batch()
     expected, _ = score_batch(model, batch, 0.7)
     got = score_frozen(model, batch, cut, 0.7)
@@ -367,7 +367,7 @@ def test_a_token_changes_the_values_after_it_but_not_its_own():
 
 @torch.no_grad()
 def test_a_completion_of_one_token_and_eos_has_two_values():
-    """[a, EOS] after a prompt of three: the value before a and the one before EOS; what follows EOS is the score."""
+    """[a, EOS] after a prompt: the value before a and the one before EOS; what follows EOS is the score. Pitfall 13."""
     model, tokens = make_model(scalar_head=True), torch.tensor([5, 6, 7, 8, 1])
     layout = PackedLayout((5,), CPU)
     values, after = predict(model, tokens, layout, select=torch.tensor([0, 0, 0, 1, 1]).bool())

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from minirl.data import Tokenizer
 from minirl.rewards import compute_rewards
 from minirl.tasks import Row
 from minirl.tasks.gsm8k import (
@@ -19,6 +20,7 @@ from minirl.tasks.gsm8k import (
 from minirl.tasks.jsonl import load_jsonl_task, read_rows
 from minirl.tasks.load import load_task
 from minirl.tasks.sorting import ALPHABET, load_sorting, score
+from minirl.toy import VOCABULARY, save_tokenizer
 
 GOOD = '{"prompt": "hello", "answer": 3}'
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
@@ -172,7 +174,7 @@ STRICT_AND_FLEXIBLE = [
 
 @pytest.mark.parametrize(("text", "strict", "flexible"), STRICT_AND_FLEXIBLE)
 def test_answers_are_extracted_by_the_table(text, strict, flexible):
-    """Strict: the number after the last #### that ends the text. Flexible: the last number."""
+    """Strict: the number after the last #### that ends the text. Flexible: the last number. Pitfall 19."""
     assert (strict_answer(text), flexible_answer(text)) == (strict, flexible)
 
 
@@ -194,7 +196,7 @@ def test_scores_take_text_and_chat_completions():
 
 
 def test_a_number_in_the_prompt_does_not_score():
-    """Only the completion is judged, though the prompt holds the answer in the right format."""
+    """Only the completion is judged, though the prompt holds the answer in the right format. Pitfall 19."""
     rows = [Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")] * 2
     for function in (strict_score, flexible_score):
         arguments = {"completions": ["I do not know", "#### 5"], "completion_ids": [[1], [2]]}
@@ -202,7 +204,7 @@ def test_a_number_in_the_prompt_does_not_score():
 
 
 def test_gsm8k_rows_have_question_instruction_and_number(write):
-    """The reference's number is parsed once, at load."""
+    """The reference's number is parsed once, at load. Pitfall 56."""
     path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
     assert read_gsm8k(path) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     task = load_gsm8k(path, None)
@@ -241,7 +243,7 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
 
 
 def test_sorting_holds_out_what_it_does_not_train_on():
-    """Distinct strings of 4 to 8 digits, none in both parts, the same for each call, others for another seed."""
+    """Distinct strings of 4 to 8 digits, none in both parts, the same each time, others by seed. Pitfall 57."""
     task = load_sorting(num_train=2000, num_eval=100)
     prompts = [row.prompt for row in (*task.train_rows, *task.eval_rows)]
     assert (len(task.train_rows), len(task.eval_rows), len(set(prompts))) == (2000, 100, 2100)
@@ -340,3 +342,12 @@ def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
         load_task(**{"eval_data": None, **arguments})
+
+
+def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answer(tmp_path):
+    """What was sampled is what is judged: an id without text does not vanish from the completion. Pitfall 6."""
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    right = [VOCABULARY[c] for c in ("1", "1", "2", "<eos>")]
+    assert score([tokenizer.decode(right)], ["112"]) == [1.0]
+    assert score([tokenizer.decode([*right[:2], len(VOCABULARY), *right[2:]])], ["112"]) == [0.0]

@@ -319,7 +319,7 @@ def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_hea
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path, tied):
-    """Its trunk is the policy's, bit for bit; its head is exactly 0, whatever was in memory, and can learn."""
+    """Its trunk is the policy's, bit for bit; its head is 0, whatever was in memory, and can learn. Pitfall 32."""
     source = random_model(tie_word_embeddings=tied)
     model = load_value_model(save(source, tmp_path / "saved", tie_word_embeddings=tied))
     trunk = {name: param for name, param in named_parameters(source).items() if name != "lm_head.weight"}

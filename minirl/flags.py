@@ -1,0 +1,36 @@
+"""What the scripts' flags have in common: presets, and refusals that name the flag. Flags come as plain values."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+
+def chosen_preset(flag: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The preset that the command line names with `flag`, by default the first; all else there is left alone."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument(flag, dest="name", default=next(iter(presets)))
+    return presets.get(early.parse_known_args()[0].name, {})
+
+
+def refuse(is_wrong: object, message: str) -> None:
+    """Raise ValueError with the message if something is wrong."""
+    if is_wrong:
+        raise ValueError(message)
+
+
+def check_each(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], *, positive: str, needs: Mapping[str, str]
+) -> None:
+    """Refuse numbers that are negative or NaN, and fields that are set in vain.
+
+    `positive`: fields (names, space-separated) that must not be 0 either. needs[field] is the field without which it
+    has no effect.
+    """
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, int | float):
+            refuse(not value >= 0, f"{flag}: must not be negative")
+            refuse(name in positive.split() and value == 0, f"{flag}: must be greater than 0")
+        if value != defaults[name] and name in needs:
+            other = needs[name]
+            refuse(given[other] in (0, "none"), f"{flag}: has no effect without --{other.replace('_', '-')}")
