@@ -325,9 +325,9 @@ def main(config: Config) -> None:
             add_rollouts(metrics, judged.rollouts, grouped_rewards=scores)
             add_rewards(metrics, "reward", functions, judged.rewards)
             metrics.add("count/epoch", prompts.epoch(num_served))
-            is_last = step == config.num_steps
-            evaluated = evaluate() if is_last or (config.eval_every and step % config.eval_every == 0) else {}
-            if is_last or (config.save_every and step % config.save_every == 0):
+            is_final = step == config.num_steps
+            evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}
+            if is_final or (config.save_every and step % config.save_every == 0):
                 saved = save_checkpoint(run, step, policy, source=source)
             sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(trained))
             mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens

@@ -215,10 +215,10 @@ def main(config: Config) -> None:
         metrics = StepMetrics()
 
         with metrics.timer("generate"):
-            group = dict(group_size=config.group_size)
-            requests = prompts.requests(num_served, config.prompts_per_step, **group, **temperature)
+            count, group_size = config.prompts_per_step, config.group_size
+            requests = prompts.requests(num_served, count, group_size=group_size, **temperature)
             rollouts = engine.generate(requests, weight_version=update)
-            num_served += config.prompts_per_step
+            num_served += count
 
         with metrics.timer("reward"):
             judged = judge(functions, prompts, rollouts)
@@ -313,9 +313,9 @@ def main(config: Config) -> None:
             add_rollouts(metrics, judged.rollouts, grouped_rewards=scores.view(-1, config.group_size))
             add_rewards(metrics, "reward", functions, judged.rewards)
             metrics.add("count/epoch", prompts.epoch(num_served))
-            is_last = step == config.num_steps
-            evaluated = evaluate() if is_last or (config.eval_every and step % config.eval_every == 0) else {}
-            if is_last or (config.save_every and step % config.save_every == 0):
+            is_final = step == config.num_steps
+            evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}
+            if is_final or (config.save_every and step % config.save_every == 0):
                 saved = save_checkpoint(run, step, policy, source=source)
                 save_checkpoint(run, step, value, source=value_source, kind="value_checkpoints")
             sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))

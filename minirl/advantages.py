@@ -14,6 +14,11 @@ ADVANTAGE_NORMS = ("none", "group_std", "batch_std")
 LOSS_NORMS = ("token_mean", "sequence_mean", "constant")
 
 
+def are_equal(rewards: Tensor) -> Tensor:
+    """Which groups of rewards [P, G] have no signal, all being equal, bool [P]."""
+    return (rewards == rewards[:, :1]).all(1)
+
+
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
     """Advantages [P, G] of rewards [P, G].
 
@@ -28,8 +33,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         centred = rewards
     elif baseline in BASELINES:
         centred = rewards - rewards.mean(1, keepdim=True)
-        equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # their mean may be off by a rounding
-        centred = centred.masked_fill(equal, 0.0)
+        centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)  # their mean may be off by a rounding
         if baseline == "leave_one_out":
             centred = centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     else:
@@ -60,7 +64,7 @@ def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
     The first that are not all equal, filled up with the first that are; in order. DAPO's dynamic sampling
     (arXiv:2503.14476 eq. 11), to be judged by accuracy: a length penalty would give every group a difference.
     """
-    is_equal = (accuracy == accuracy[:, :1]).all(1)
+    is_equal = are_equal(accuracy)
     rows = sorted(torch.argsort(is_equal.int(), stable=True)[:count].tolist())
     return rows, int(is_equal[rows].sum())
 

@@ -95,6 +95,7 @@ class Tokenizer:
 
         self.backend: Any = AutoTokenizer.from_pretrained(folder)
         self.chat = chat
+        self._num_ids = len(self.backend)
         self.stop_ids = _stop_ids(folder, self.backend.eos_token_id)
 
     def encode(self, row: Row) -> list[int]:
@@ -129,7 +130,7 @@ class Tokenizer:
         """
         parts: list[list[int]] = [[]]
         for i in ids:
-            if i < len(self.backend):
+            if i < self._num_ids:
                 parts[-1].append(i)
             else:
                 parts.append([])

@@ -122,16 +122,19 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """
     error = (values - returns).square()
     if clip:
-        bounded = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (bounded - returns).square())
+        error = torch.maximum(error, _bounded_error(values, old_values, returns, clip))
     return error / 2
 
 
 def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Which tokens' value loss is that of the bounded value, bool [T]: their gradient is 0."""
-    bounded = old_values + (values - old_values).clamp(-clip, clip)
-    moved = (values - old_values).abs() > clip
-    return moved & ((bounded - returns).square() > (values - returns).square()) & bool(clip)
+    is_outside = (values - old_values).abs() > clip
+    is_worse = _bounded_error(values, old_values, returns, clip) > (values - returns).square()
+    return is_outside & is_worse & bool(clip)
+
+
+def _bounded_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    return (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
 
 
 def sft_loss(logprobs: Tensor) -> Tensor:

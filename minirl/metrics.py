@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.advantages import are_equal
 from minirl.batch import Batch, Rollout
 from minirl.distributed import print0, rank, world_size
 from minirl.losses import is_clipped, kl_penalty
@@ -86,7 +87,7 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
     metrics.add("reward/mean", grouped_rewards.mean())
     metrics.add("reward/std", grouped_rewards.std())
     if grouped_rewards.shape[1] > 1:
-        metrics.add("reward/frac_equal_groups", (grouped_rewards == grouped_rewards[:, :1]).all(1).double().mean())
+        metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
 
 
 def add_rewards(metrics: StepMetrics, prefix: str, functions: Iterable[str], rewards: Tensor) -> None:
