@@ -27,7 +27,7 @@ import tyro
 
 from minirl import distributed, flags, losses
 from minirl.advantages import adapted_kl_coef, explained_variance, gae, loss_weights, token_rewards, whiten
-from minirl.batch import exchange, gather_by_row, gather_table, plan_updates
+from minirl.batch import exchange, gather_by_row, gather_table
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
@@ -35,6 +35,7 @@ from minirl.engine import Engine
 from minirl.flags import refuse
 from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
 from minirl.parallel import ShardedModel, learning_rate
+from minirl.plan import plan_updates
 from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
 from minirl.scoring import predict, predict_frozen, score, score_frozen, unparked
 from minirl.tasks.load import load_task
@@ -226,8 +227,9 @@ def main(config: Config) -> None:
             table = gather_table(judged.rollouts, judged.rewards)
 
         with metrics.timer("score"):
-            num_tokens, limit = table.num_tokens.tolist(), config.max_tokens_per_microbatch
-            plan = plan_updates(num_tokens, num_minibatches=num_minibatches, num_ranks=world_size(), max_tokens=limit)
+            split = dict(num_minibatches=num_minibatches, num_ranks=world_size())
+            split |= dict(max_tokens=config.max_tokens_per_microbatch)
+            plan = plan_updates(table.num_tokens.tolist(), table.prompts, **split)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
             batch = exchange(judged.rollouts, table, plan.rank_of).to(device)

@@ -27,13 +27,14 @@ from workload import (
 
 from minirl import distributed
 from minirl.advantages import group_advantages, loss_weights
-from minirl.batch import Batch, Rollout, exchange, gather_table, plan_updates
+from minirl.batch import Batch, Rollout, exchange, gather_table
 from minirl.data import Tokenizer
 from minirl.distributed import all_reduce_sum, rank, world_size
 from minirl.engine import Engine
 from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty
 from minirl.metrics import StepMetrics, add_gap, add_tokens
 from minirl.parallel import ShardedModel
+from minirl.plan import plan_updates
 from minirl.scoring import score, score_frozen
 from minirl.weights import load_replica, read_config
 
@@ -83,6 +84,7 @@ class GrpoLoop:
         advantages = group_advantages(grouped, baseline="mean", norm="group_std").flatten()
         plan = plan_updates(
             table.num_tokens.tolist(),
+            table.prompts,
             num_minibatches=1,
             num_ranks=world_size(),
             max_tokens=self.args.max_tokens_per_microbatch,
@@ -134,7 +136,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
     parser.add_argument("--max-rows", type=int, default=64, help="sequences that a rank decodes at a time")
     parser.add_argument("--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work")
-    parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192)
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=2, help="steps that count")

@@ -1,28 +1,25 @@
 """Attention over packed streams: the only room that knows masks and padding.
 
-A layout says what the tokens of a stream are. `PackedLayout`: whole sequences end to end (training, scoring, prefill).
-`DecodeLayout`: one new token for each of B cached sequences. `attend` takes either, so the model has one forward.
+A layout says what the tokens of a stream are. `PackedLayout`: whole sequences end to end (training, scoring, prefill),
+a prompt that several have in common computed once. `DecodeLayout`: one new token for each of B cached sequences.
+`attend` takes either, so the model has one forward.
 
-Two kernels with one meaning. Where flash-attn or torch's varlen kernel runs (CUDA, 16 bit) it is used. The portable one
-is two products and a softmax over blocks of BLOCK keys: every product has the same shape whoever asks, the blocks are
-added in order in fp32, and a row's result is bitwise the same in training, prefill and decode (`numerics`).
+Kernels with one meaning: flash-attn or torch's varlen kernel where they run (CUDA, 16 bit), else `portable`.
 Positions count from 0 in each sequence; all attention is causal; `window` w means a token sees itself and w - 1 before.
 """
 
 import functools
 import importlib.util
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl import numerics
+from minirl import portable
 
-BLOCK = 128  # keys of one product in the portable kernel, and tokens of a cache block there
 FLASH_BLOCK = 256  # tokens of a cache block for flash-attn
-MIN_QUERIES = 8  # as numerics.MIN_ROWS; reductions of at most BLOCK need fewer
 
 
 @functools.cache
@@ -42,7 +39,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
 class CachePool:
     """The keys and values of the layers that share one window, in blocks.
 
-    keys, values: [layers, S, K, BLOCK, C] for the portable kernel, [layers, S, FLASH_BLOCK, K, C] for flash-attn.
+    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C] for the portable kernel, whose products read them
+    as they lie; both [layers, S, FLASH_BLOCK, K, C] for flash-attn.
     """
 
     keys: Tensor
@@ -56,15 +54,15 @@ class CachePool:
             self.keys[layer][block, offset] = k
             self.values[layer][block, offset] = v
         else:
-            self.keys[layer][block, :, offset] = k
+            self.keys[layer][block, :, :, offset] = k
             self.values[layer][block, :, offset] = v
 
 
 @dataclass(frozen=True)
 class PoolWrite:
-    """Where tokens of a stream go in a pool: `token` [n] of the stream is stored at (`block`, `offset`) [n]."""
+    """Where tokens of a stream go in a pool: `token` [n] of the stream (None: all) is stored at (`block`, `offset`)."""
 
-    token: Tensor
+    token: Tensor | None
     block: Tensor
     offset: Tensor
 
@@ -80,46 +78,76 @@ class Cached:
 
 @dataclass(frozen=True)
 class DecodeRead:
-    """Which blocks each of B rows reads, and the same table from the blocks' side.
+    """A plan, with lengths [B], the keys from the first block of a row on, and their additive mask [B, 1, 1, keys]."""
 
-    table [B, n]: the row's visible blocks in order, as user slots (block x U + place); unused entries are 0.
-    first [B]: position of the first key in the row's first visible block. num_blocks [B]: its visible blocks.
-    users [S', U]: the rows that read each block of the live part of the pool (a group shares its prompt's blocks).
-    source [S', U]: for each user slot its place in `table`, flattened. Entries without a user are 0.
-    blocks [B, n] and lengths [B]: the plain block table, and the number of keys from `first` on (flash-attn).
-    """
-
-    table: Tensor
-    first: Tensor
-    num_blocks: Tensor
-    users: Tensor
-    source: Tensor
-    blocks: Tensor
+    plan: portable.ReadPlan
     lengths: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """N whole sequences end to end, T = sum(lengths). `caches` maps a layer to its pool when keys are to be kept."""
+    """N whole sequences end to end, T = sum(lengths): the stream. The model computes T' <= T rows for it.
+
+    `shared`, if given, has for each sequence (i, n): it begins with the same n tokens as sequence i, which is before it
+    (or itself, with n = 0). Those tokens are computed once, as rows of sequence i.
+    `caches` maps a layer to its pool, and its place there, when keys are to be kept (then nothing is shared).
+    """
 
     lengths: tuple[int, ...]
     device: torch.device
-    caches: dict[int, tuple[Cached, int]] = field(default_factory=dict)  # layer -> (pool, layer within the pool)
+    caches: dict[int, tuple[Cached, int]] = field(default_factory=dict)
+    shared: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
-        """Starts of the sequences and the end of the last, int32 [N + 1]."""
-        return F.pad(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(self.device, torch.int32)
+        """Starts of the sequences in the stream and the end of the last, int32 [N + 1]."""
+        return _cumulative(self.lengths).to(self.device)
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """The model's row of each token of the stream, int64 [T]."""
+        rows: list[Tensor] = []
+        end = 0
+        for i, length in enumerate(self.lengths):
+            parent, n = self.shared[i] if self.shared else (i, 0)
+            own = torch.arange(end, end := end + length - n)
+            rows.append(torch.cat([rows[parent][:n], own]) if n else own)
+        return torch.cat([torch.arange(0), *rows]).to(self.device)
+
+    @functools.cached_property
+    def kept(self) -> Tensor:
+        """The token of the stream that each of the model's rows is, int64 [T']."""
+        spans, end = [], 0
+        for length, n in zip(self.lengths, self.num_shared, strict=True):
+            spans.append(torch.arange(end + n, end := end + length))
+        return torch.cat([torch.arange(0), *spans]).to(self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Position of each token in its sequence, int64 [T]."""
-        return torch.cat([torch.arange(0), *map(torch.arange, self.lengths)]).to(self.device)
+        """Position in its sequence of each of the model's rows, int64 [T']."""
+        spans = map(torch.arange, self.num_shared, self.lengths)
+        return torch.cat([torch.arange(0), *spans]).to(self.device)
+
+    @property
+    def num_shared(self) -> tuple[int, ...]:
+        """How many tokens each sequence has from another."""
+        return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
+
+    def plan(self, window: int | None, groups: int) -> portable.PackedPlan:
+        """The portable kernel's plan for layers with this window and number of heads per key head, made once."""
+        if (window, groups) not in self._plans:
+            plan = portable.plan_packed(self.lengths, self.num_shared, self.row, window=window, groups=groups)
+            self._plans[window, groups] = plan
+        return self._plans[window, groups]
 
     @functools.cached_property
-    def query_blocks(self) -> dict:
-        """Cache of `_query_blocks` by (window, heads per key head): one plan serves every layer."""
+    def _plans(self) -> dict[tuple[int | None, int], portable.PackedPlan]:
         return {}
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -134,144 +162,50 @@ Layout = PackedLayout | DecodeLayout
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
-    """Causal attention of q [T, H, C] over k, v [T, K, C] (and, when decoding, over the cache) -> [T, H, C].
+    """Causal attention of q [T', H, C] over k, v [T', K, C] (and, when decoding, over the cache) -> [T', H, C].
 
-    Stores k and v in the layout's cache for `layer`, where it has one.
+    Stores k and v in the layout's cache for `layer`, where it has one. Rows beyond the layout's (the padding of
+    `numerics.pad_rows`) are neither stored nor seen.
     """
     cached, index = layout.caches.get(layer, (None, 0))
     if cached is not None:
-        token = cached.write.token
-        cached.pool.write(index, k[token], v[token], cached.write.block, cached.write.offset)
+        write = cached.write
+        kept = slice(0, len(write.block)) if write.token is None else write.token
+        cached.pool.write(index, k[kept], v[kept], write.block, write.offset)
     if isinstance(layout, PackedLayout):
         kernel = kernel_for(q.device, q.dtype)
         if kernel == "portable":
-            return _attend_portable(q, k, v, layout, window)
+            return portable.attend_packed(q, k, v, layout.plan(window, q.shape[1] // k.shape[1]))
         return _attend_varlen(q, k, v, layout, window, kernel)
     assert cached is not None, f"layer {layer} has no cache to decode from"
     assert cached.read is not None, f"layer {layer} has no block table to decode from"
     if cached.pool.is_flash:
         return _decode_flash(q, cached.pool, index, cached.read)
-    return _decode_portable(q, cached.pool, index, cached.read, layout.positions)
+    pool, read = cached.pool, cached.read
+    return portable.decode(q, pool.keys[index], pool.values[index], read.plan, read.mask)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str) -> Tensor:
-    cu, longest = layout.cu_seqlens, max(layout.lengths, default=0)
+    longest = max(layout.lengths, default=0)
     if longest == 0:
         return q + 0 * (k.sum() + v.sum())
+    cu_k, cu_q, max_q = layout.cu_seqlens, layout.cu_seqlens, longest
+    if layout.shared:  # queries are the last of their sequence's keys, which the kernels take for granted
+        k, v = k.index_select(0, layout.row), v.index_select(0, layout.row)
+        own = [length - n for length, n in zip(layout.lengths, layout.num_shared, strict=True)]
+        cu_q, max_q = _cumulative(own).to(q.device), max(own)
     left = -1 if window is None else window - 1
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True, window_size=(left, 0))
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, longest, causal=True, window_size=(left, 0))
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]  # torch 2.11 has no flag for shared key heads, so they are repeated
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(left, 0))
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, longest, window_size=(left, 0))
     assert isinstance(out, Tensor)
     return out
-
-
-@dataclass(frozen=True)
-class _QueryBlock:
-    """The i-th block of queries of every sequence that has one, and the keys that it can see.
-
-    queries [n, R], keys [n, blocks x BLOCK]: indices into the stream, T for "no such token". mask [R, keys], additive.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor
-
-
-def _query_blocks(layout: PackedLayout, window: int | None, groups: int) -> tuple[list[_QueryBlock], Tensor]:
-    """The query blocks of a layout, and for each token its place among their queries, flattened [T]."""
-    lengths = torch.tensor(layout.lengths, dtype=torch.int64)
-    num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths
-    plan, place, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
-    for start in range(0, max(1, int(lengths.max()) if len(lengths) else 0), BLOCK):
-        chosen = (lengths > start).nonzero()[:, 0]
-        rows = int((lengths[chosen] - start).clamp(max=BLOCK).max()) if len(chosen) else 0
-        rows = max(rows, -(-MIN_QUERIES // groups))
-        query = start + torch.arange(rows)
-        first = 0 if window is None else max(0, start - window + 1) // BLOCK * BLOCK
-        key = torch.arange(first, start + BLOCK)
-        hidden = key > query[:, None]
-        if window is not None:
-            hidden |= key <= query[:, None] - window
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-        starts_here, ends_here = starts[chosen, None], (starts + lengths)[chosen, None]
-        queries, keys = starts_here + query, starts_here + key
-        is_token = (query < start + BLOCK) & (queries < ends_here)
-        slots = offset + torch.arange(is_token.numel()).view(is_token.shape)
-        place[queries[is_token]] = slots[is_token]
-        offset += is_token.numel()
-        block = (queries.masked_fill(~is_token, num_tokens), keys.masked_fill(keys >= ends_here, num_tokens), mask)
-        plan.append(_QueryBlock(*(x.to(layout.device) for x in block)))
-    return plan, place.to(layout.device)
-
-
-def _attend_portable(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None) -> Tensor:
-    num_heads, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
-    groups = num_heads // num_kv
-    if (window, groups) not in layout.query_blocks:
-        layout.query_blocks[window, groups] = _query_blocks(layout, window, groups)
-    plan, place = layout.query_blocks[window, groups]
-    q, k, v = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (q, k, v))
-    outputs = []
-    for part in plan:
-        n, rows = part.queries.shape
-        blocks = part.keys.shape[1] // BLOCK
-        qs = q.index_select(0, part.queries.flatten()).view(n, rows, num_kv, groups, dim)
-        qs = qs.permute(0, 2, 3, 1, 4).reshape(n, num_kv, 1, groups * rows, dim)
-        ks = k.index_select(0, part.keys.flatten()).view(n, blocks, BLOCK, num_kv, dim).permute(0, 3, 1, 2, 4)
-        vs = v.index_select(0, part.keys.flatten()).view(n, blocks, BLOCK, num_kv, dim).permute(0, 3, 1, 2, 4)
-        scores = qs @ ks.transpose(-1, -2)  # [n, K, blocks, groups * rows, BLOCK]
-        scores = scores.transpose(2, 3).reshape(n, num_kv, groups, rows, blocks * BLOCK)
-        probs = _softmax(scores, part.mask, dim).view(n, num_kv, groups * rows, blocks, BLOCK).transpose(2, 3)
-        out = _sum_in_order((probs @ vs).unbind(2)).to(q.dtype)  # [n, K, groups * rows, C]
-        outputs.append(out.view(n, num_kv, groups, rows, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim))
-    return torch.cat(outputs).index_select(0, place)
-
-
-def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
-    wide = scores.to(numerics.at_least_fp32(scores.dtype))
-    return torch.softmax(wide * (1 / math.sqrt(dim)) + mask.to(wide.dtype), -1).to(scores.dtype)
-
-
-def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    total = parts[0].to(numerics.at_least_fp32(parts[0].dtype))
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _decode_portable(q: Tensor, pool: CachePool, layer: int, read: DecodeRead, positions: Tensor) -> Tensor:
-    """Products over the live pool block by block, without gathering keys; a softmax over each row's own blocks."""
-    (num_live, num_users), (rows, n) = read.users.shape, read.table.shape
-    num_kv, dim = pool.keys.shape[2], q.shape[2]
-    groups = q.shape[1] // num_kv
-    qs = q.index_select(0, read.users.flatten()).view(num_live, num_users, num_kv, groups, dim)
-    qs = qs.transpose(1, 2).reshape(num_live, num_kv, num_users * groups, dim)
-    scores = qs @ pool.keys[layer, :num_live].transpose(-1, -2)  # [S', K, U * groups, BLOCK]
-    scores = scores.view(num_live, num_kv, num_users, groups, BLOCK).transpose(1, 2).reshape(-1, num_kv, groups, BLOCK)
-    scores = scores.index_select(0, read.table.flatten()).view(rows, n, num_kv, groups, BLOCK)
-    key = read.first[:, None] + torch.arange(n * BLOCK, device=q.device)
-    hidden = key > positions[:, None]
-    if pool.window is not None:
-        hidden |= key <= positions[:, None] - pool.window
-    mask = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)[:, None, None]
-    probs = _softmax(scores.permute(0, 2, 3, 1, 4).reshape(rows, num_kv, groups, n * BLOCK), mask, dim)
-    probs = probs.view(rows, num_kv, groups, n, BLOCK).permute(0, 3, 1, 2, 4).reshape(rows * n, num_kv, groups, BLOCK)
-    probs = probs.index_select(0, read.source.flatten()).view(num_live, num_users, num_kv, groups, BLOCK)
-    probs = probs.transpose(1, 2).reshape(num_live, num_kv, num_users * groups, BLOCK)
-    out = (probs @ pool.values[layer, :num_live]).view(num_live, num_kv, num_users, groups, dim)
-    out = out.transpose(1, 2).reshape(-1, num_kv, groups, dim).index_select(0, read.table.flatten())
-    out = out.view(rows, n, num_kv * groups, dim)
-    if n > 1:  # unused table entries point at some block: drop what they gave
-        unused = torch.arange(n, device=q.device) >= read.num_blocks[:, None]
-        out = out.masked_fill(unused[:, :, None, None], 0)
-    return _sum_in_order(out.unbind(1)).to(q.dtype)
 
 
 def _decode_flash(q: Tensor, pool: CachePool, layer: int, read: DecodeRead) -> Tensor:
@@ -283,7 +217,7 @@ def _decode_flash(q: Tensor, pool: CachePool, layer: int, read: DecodeRead) -> T
         pool.keys[layer],
         pool.values[layer],
         cache_seqlens=read.lengths,
-        block_table=read.blocks,
+        block_table=read.plan.blocks,
         causal=True,
         window_size=(left, 0),
     )[:, 0]

@@ -1,12 +1,10 @@
-"""Rollouts as packed streams, the plan of who trains on what, and the one exchange that carries it out.
+"""Rollouts as packed streams, and the one exchange that brings each to the rank that trains on it (`plan`).
 
 `Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element
-t of every stream is about token t. Plans are pure functions of lengths that every rank holds: `plan_microbatches`
-balances tokens, `plan_updates` plans a whole step. `gather_table`, `gather_by_row` and `exchange` communicate.
+t of every stream is about token t. `gather_table`, `gather_by_row` and `exchange` communicate.
 """
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from minirl.attention import PackedLayout
 from minirl.distributed import all_gather_rows, all_reduce_sum, world_size
+from minirl.plan import Prompt
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,16 @@ class RolloutTable:
 
     prompt: Tensor
     sample: Tensor
+    num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
     is_truncated: Tensor  # bool: the length limit ended it
     rewards: Tensor  # fp64 [N, K], one column per reward
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each rollout."""
+        return [Prompt(*pair) for pair in zip(self.prompt.tolist(), self.num_prompt_tokens.tolist(), strict=True)]
 
     def select(self, rows: Sequence[int]) -> "RolloutTable":
         """The table of these rows."""
@@ -75,7 +80,8 @@ def _later(*, per_sequence: bool = False) -> Tensor:
 class Batch:
     """N rollouts end to end. Streams are [T], per-sequence fields [N]; those not made yet are None.
 
-    A new stream is one more line here: `select`, `to` and `replace` iterate over the fields.
+    A new stream is one more line here: `select`, `to` and `replace` iterate over the fields. With `prompts` the model
+    computes a prompt once for all its rollouts in the batch.
     """
 
     lengths: tuple[int, ...]
@@ -89,10 +95,14 @@ class Batch:
     values: Tensor = _later()  # noqa: RUF009
     returns: Tensor = _later()  # noqa: RUF009
     row: Tensor = _later(per_sequence=True)  # noqa: RUF009 - int64 [N], the rollout's row in the table
+    prompts: tuple[Prompt, ...] = ()
 
     def layout(self) -> PackedLayout:
         """The layout of this stream for the model."""
-        return PackedLayout(self.lengths, self.tokens.device)
+        first: dict[Prompt, int] = {}
+        shared = tuple((first.setdefault(p, i), p.num_tokens) for i, p in enumerate(self.prompts))
+        shared = tuple((parent, n if parent != i else 0) for i, (parent, n) in enumerate(shared))
+        return PackedLayout(self.lengths, self.tokens.device, shared=shared if len(first) < len(shared) else ())
 
     def replace(self, **fields: Tensor) -> "Batch":
         """A copy with these fields set."""
@@ -113,7 +123,9 @@ class Batch:
         places = torch.tensor(sequences, dtype=torch.int64, device=self.tokens.device)
         index = {True: places, False: self.token_index(sequences)}
         chosen = {name: x[index[_PER_SEQUENCE[name]]] for name, x in self._tensors().items()}
-        return dataclasses.replace(self, lengths=tuple(self.lengths[i] for i in sequences), **chosen)
+        lengths = tuple(self.lengths[i] for i in sequences)
+        prompts = tuple(self.prompts[i] for i in sequences) if self.prompts else ()
+        return dataclasses.replace(self, lengths=lengths, prompts=prompts, **chosen)
 
     def spread(self, values: Tensor) -> Tensor:
         """Per-sequence values [N] as a stream [T] that is 0 outside the loss mask."""
@@ -127,85 +139,25 @@ class Batch:
 
 
 _PER_SEQUENCE = {
-    f.name: f.metadata.get("per_sequence", False) for f in dataclasses.fields(Batch) if f.name != "lengths"
+    f.name: f.metadata.get("per_sequence", False)
+    for f in dataclasses.fields(Batch)
+    if f.name not in ("lengths", "prompts")
 }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who trains on what in one step; the same on every rank. Numbers are rows of the table.
-
-    minibatches[i]: the rollouts of one optimizer step, contiguous rows. microbatches[i][rank][j]: one forward-backward.
-    """
-
-    minibatches: list[list[int]]
-    microbatches: list[list[list[list[int]]]]
-
-    @property
-    def rank_of(self) -> list[int]:
-        """The rank that trains on each rollout."""
-        owner = {row: r for ranks in self.microbatches for r, micros in enumerate(ranks) for m in micros for row in m}
-        return [owner[row] for row in range(len(owner))]
-
-    def of_rank(self, rank: int) -> list[list[list[int]]]:
-        """This rank's [minibatch][microbatch], as places in the batch that `exchange` gives it."""
-        rows = sorted(row for ranks in self.microbatches for micro in ranks[rank] for row in micro)
-        place = {row: i for i, row in enumerate(rows)}
-        return [[[place[row] for row in micro] for micro in ranks[rank]] for ranks in self.microbatches]
-
-
-def plan_updates(lengths: Sequence[int], *, num_minibatches: int, num_ranks: int, max_tokens: int) -> Plan:
-    """Cut the rollouts into minibatches in their order, and each into balanced microbatches. Pure."""
-    cuts = [len(lengths) * i // num_minibatches for i in range(num_minibatches + 1)]
-    minibatches = [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
-    microbatches = []
-    for rows in minibatches:
-        bins = plan_microbatches([lengths[row] for row in rows], num_ranks=num_ranks, max_tokens=max_tokens)
-        microbatches.append([[[rows[i] for i in micro] for micro in per_rank] for per_rank in bins])
-    return Plan(minibatches, microbatches)
-
-
-def plan_microbatches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
-
-    Longest first to the emptiest rank, then on each rank into the emptiest of m bins, for the least m that fits all
-    ranks: counts are equal, and a microbatch may be empty. Pure. Raises ValueError for a sequence over `max_tokens`.
-    """
-    if max(lengths, default=0) > max_tokens:
-        raise ValueError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    ranks = _longest_first(order, lengths, num_ranks)
-    num_bins = max(1, -(-max(sum(lengths[i] for i in members) for members in ranks) // max_tokens))
-    while True:
-        plan = [_longest_first(members, lengths, num_bins) for members in ranks]
-        if all(sum(lengths[i] for i in micro) <= max_tokens for micros in plan for micro in micros):
-            return [[sorted(micro) for micro in micros] for micros in plan]
-        num_bins += 1
-
-
-def _longest_first(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Sequences, longest first in `order`, each into the bin with the fewest tokens so far."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]
-    for i in order:
-        load, b = heap[0]
-        bins[b].append(i)
-        heapq.heapreplace(heap, (load + lengths[i], b))
-    return bins
 
 
 def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     """Lengths, ends, rewards [n_r, K] and ids of all ranks' rollouts, in order of their ids (collective)."""
     facts = [
-        (r.rollout_id.prompt, r.rollout_id.sample, len(r.tokens), int(r.loss_mask.sum()), r.finish_reason == "length")
+        [r.rollout_id.prompt, r.rollout_id.sample, r.num_prompt_tokens, len(r.tokens), int(r.loss_mask.sum())]
         for r in rollouts
     ]
-    own = torch.cat([torch.tensor(facts, dtype=torch.float64).view(-1, 5), rewards.double()], 1)
+    is_truncated = torch.tensor([[r.finish_reason == "length"] for r in rollouts]).view(-1, 1)
+    own = torch.cat([torch.tensor(facts).view(-1, 5), is_truncated, rewards], 1).double()
     table = all_gather_rows(own)
     keys = list(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
     table = table[sorted(range(len(keys)), key=keys.__getitem__)]
-    prompt, sample, num_tokens, num_loss_tokens = table[:, :4].long().T
-    return RolloutTable(prompt, sample, num_tokens, num_loss_tokens, table[:, 4].bool(), rewards=table[:, 5:])
+    prompt, sample, num_prompt, num_tokens, num_loss = table[:, :5].long().T
+    return RolloutTable(prompt, sample, num_prompt, num_tokens, num_loss, table[:, 5].bool(), rewards=table[:, 6:])
 
 
 def gather_by_row(batch: Batch, values: Tensor, num_rows: int) -> Tensor:
@@ -218,7 +170,7 @@ def gather_by_row(batch: Batch, values: Tensor, num_rows: int) -> Tensor:
 def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
     """Send each rollout to rank_of[its row in the table]; returns this rank's, in table order, on the host.
 
-    Collective.
+    Collective. Rollouts with one prompt ordinal must begin with the same prompt.
     """
     mine = list(zip(table.rows_of(rollouts), rollouts, strict=True))
     sent = {rank: [pair for pair in mine if rank_of[pair[0]] == rank] for rank in range(world_size())}
@@ -227,8 +179,11 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
         name: _all_to_all([_cat([getattr(x, name) for _, x in sent[r]], dtype) for r in sent])
         for name, dtype in (("tokens", torch.int64), ("loss_mask", torch.bool), ("sample_logprobs", torch.float32))
     }
-    lengths = tuple(table.num_tokens[rows].tolist())
-    return Batch(lengths, **streams, row=rows).select(rows.argsort().tolist())
+    lengths, prompts = tuple(table.num_tokens[rows].tolist()), tuple(table.select(rows.tolist()).prompts)
+    batch = Batch(lengths, **streams, row=rows, prompts=prompts).select(rows.argsort().tolist())
+    layout = batch.layout()
+    assert torch.equal(batch.tokens[layout.kept][layout.row], batch.tokens), "one prompt's rollouts begin differently"
+    return batch
 
 
 def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -241,6 +241,8 @@ class Engine:
             else:
                 running.append(row)
         self._rows = running
+        if finished and not self._waiting:  # else the requests that wait will fill the holes
+            self._live_cache.compact([row.cached for row in running])
         return finished
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from minirl import numerics
 from minirl.attention import (
-    BLOCK,
     FLASH_BLOCK,
-    MIN_QUERIES,
     Cached,
     CachePool,
     DecodeLayout,
@@ -23,6 +22,7 @@ from minirl.attention import (
     PoolWrite,
     kernel_for,
 )
+from minirl.portable import BLOCK, ReadPlan, min_queries, plan_reads
 
 
 @dataclass
@@ -58,6 +58,16 @@ class _Blocks:
         if self.references[block] == 0:
             heapq.heappush(self.free, block)
 
+    def compact(self) -> dict[int, int]:
+        """Rename the highest blocks in use to lower free ones; returns old: new."""
+        num_live = len(self.references) - len(self.free)
+        moved = [block for block in range(num_live, len(self.references)) if self.references[block]]
+        moves = {block: heapq.heappop(self.free) for block in moved}
+        for old, new in moves.items():
+            self.references[new], self.references[old] = self.references[old], 0
+            heapq.heappush(self.free, old)
+        return moves
+
 
 class KVCache:
     """Cache for up to `num_tokens` tokens per layer (rounded up to blocks), shared by up to `max_sequences`.
@@ -79,8 +89,8 @@ class KVCache:
     ):
         is_flash = kernel_for(device, dtype) == "flash"
         self.block_size = FLASH_BLOCK if is_flash else BLOCK
-        self.min_users = -(-MIN_QUERIES // num_query_groups)
-        self.device = device
+        self.num_kv_heads, self.num_query_groups, self.device = num_kv_heads, num_query_groups, device
+        self.min_users = -(-min_queries(head_dim, dtype) // num_query_groups)
         self.pools: list[CachePool] = []
         self.free_lists: list[_Blocks] = []
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
@@ -90,11 +100,14 @@ class KVCache:
             num_blocks = -(-num_tokens // self.block_size)
             if window is not None:
                 num_blocks = min(num_blocks, max_sequences * ((window - 1) // self.block_size + 2))
-            block = (self.block_size, num_kv_heads) if is_flash else (num_kv_heads, self.block_size)
-            shape = (len(layers), num_blocks, *block, head_dim)
-            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            key, value = (num_kv_heads, head_dim, self.block_size), (num_kv_heads, self.block_size, head_dim)
+            if is_flash:
+                key = value = (self.block_size, num_kv_heads, head_dim)
+            shapes = ((len(layers), num_blocks, *block) for block in (key, value))
+            keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             self.pools.append(CachePool(keys, values, window, is_flash))
             self.free_lists.append(_Blocks(num_blocks))
+        self._planned: list[tuple[list[list[int]], ReadPlan] | None] = [None] * len(self.pools)
 
     def _first_block(self, pool: CachePool, position: int) -> int:
         """The block of the first key that a token at `position` sees."""
@@ -122,7 +135,13 @@ class KVCache:
             first = self._first_block(pool, num_tokens)
             last = (num_tokens - 1) // self.block_size
             tables.append(BlockTable(first, [blocks.take() for _ in range(first, last + 1)]))
+            self._clear(pool, tables[-1].blocks[-1:])
         return CachedSequence(num_tokens, tables)
+
+    def _clear(self, pool: CachePool, blocks: list[int]) -> None:
+        """Zero blocks that are not about to be filled: the portable kernel multiplies what it masks."""
+        if not pool.is_flash:
+            pool.keys[:, blocks], pool.values[:, blocks] = 0, 0
 
     def fork(self, parent: CachedSequence) -> CachedSequence | None:
         """A second sequence with the same tokens; None when there is no room for its last block."""
@@ -154,10 +173,11 @@ class KVCache:
         if needs_block and self.num_free_blocks == 0:
             return False
         if needs_block:
-            for blocks, table in zip(self.free_lists, sequence.tables, strict=True):
+            for pool, blocks, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
                 if not table.blocks:
                     table.first = position // self.block_size
                 table.blocks.append(blocks.take())
+                self._clear(pool, table.blocks[-1:])
         sequence.length += 1
         return True
 
@@ -167,6 +187,19 @@ class KVCache:
             for block in table.blocks:
                 blocks.release(block)
             table.blocks.clear()
+
+    def compact(self, sequences: list[CachedSequence]) -> None:
+        """Move blocks of these sequences, all that there are, into lower free ones: a decode step reads the live part.
+
+        For the portable kernel only.
+        """
+        for i, (pool, blocks) in enumerate(zip(self.pools, self.free_lists, strict=True)):
+            moves = {} if pool.is_flash else blocks.compact()
+            if moves:
+                source, target = list(moves), list(moves.values())
+                pool.keys[:, target], pool.values[:, target] = pool.keys[:, source], pool.values[:, source]
+                for table in (sequence.tables[i] for sequence in sequences):
+                    table.blocks = [moves.get(block, block) for block in table.blocks]
 
     def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
         """Layout of these sequences' tokens end to end, stored as they pass."""
@@ -188,37 +221,32 @@ class KVCache:
         """Layout of the last token of each sequence, for which `extend` has made room."""
         lengths = torch.tensor([s.length for s in sequences])
         offset = ((lengths - 1) % self.block_size).to(self.device)
-        row = torch.arange(len(sequences), device=self.device)
         cached = []
         for i, pool in enumerate(self.pools):
             tables = [s.tables[i] for s in sequences]
             last = torch.tensor([t.blocks[-1] for t in tables], device=self.device)
-            cached.append(Cached(pool, PoolWrite(row, last, offset), self._read(tables, lengths)))
+            cached.append(Cached(pool, PoolWrite(None, last, offset), self._read(i, tables, lengths)))
         return DecodeLayout((lengths - 1).to(self.device), self._by_layer(cached))
 
     def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
         return {layer: (cached[pool], index) for layer, (pool, index) in self.pool_of_layer.items()}
 
-    def _read(self, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
-        num_blocks = torch.tensor([len(t.blocks) for t in tables])
-        n = int(num_blocks.max())
-        blocks = torch.tensor([t.blocks + [0] * (n - len(t.blocks)) for t in tables])  # [B, n]
+    def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
         first = torch.tensor([t.first for t in tables]) * self.block_size
-        used = torch.arange(n) < num_blocks[:, None]
-        rows = torch.arange(len(tables))[:, None].expand(-1, n)[used]
-        block = blocks[used]
-        order = block.argsort(stable=True)
-        counts = torch.bincount(block)
-        place = torch.empty_like(block)  # which of its block's users an entry is
-        place[order] = torch.arange(len(block)) - (counts.cumsum(0) - counts)[block[order]]
-        num_live, num_users = len(counts), max(self.min_users, int(counts.max()))
-        slot = block * num_users + place
-        table = torch.zeros_like(blocks)
-        table[used] = slot
-        users = torch.zeros(num_live * num_users, dtype=torch.int64)
-        users[slot] = rows
-        source = torch.zeros_like(users)
-        source[slot] = used.flatten().nonzero()[:, 0]
-        shape = (num_live, num_users)
-        reads = (table, first, num_blocks, users.view(shape), source.view(shape), blocks.int(), (lengths - first).int())
-        return DecodeRead(*(x.to(self.device) for x in reads))
+        plan, window = self._plan(pool, [list(t.blocks) for t in tables]), self.pools[pool].window
+        key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)
+        hidden = key >= lengths[:, None]
+        if window is not None:
+            hidden |= key < lengths[:, None] - window
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
+        return DecodeRead(plan, (lengths - first).int().to(self.device), mask.to(self.device))
+
+    def _plan(self, pool: int, tables: list[list[int]]) -> ReadPlan:
+        """The plan of the step before where nothing has changed, as in most steps."""
+        last = self._planned[pool]
+        if last is None or last[0] != tables:
+            heads = dict(num_kv=self.num_kv_heads, groups=self.num_query_groups)
+            num_padded = numerics.num_padded(len(tables), self.device)
+            plan = plan_reads(tables, **heads, min_users=self.min_users, num_padded=num_padded).to(self.device)
+            self._planned[pool] = last = (tables, plan)
+        return last[1]

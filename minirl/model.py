@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,9 +70,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(numerics.at_least_fp32(x.dtype))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Linear(nn.Linear):
@@ -82,7 +81,7 @@ class Linear(nn.Linear):
 
 
 def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_position_embeddings, C / 2] in fp32, looked up by position.
+    """cos and signed sin [max_position_embeddings, C] in fp32, for `rotate`, looked up by position.
 
     A table, since the vectorised cosine and its scalar tail differ in the last bit.
     """
@@ -95,13 +94,14 @@ def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tenso
         smooth = smooth.clamp(0, 1)  # 0: long waves, fully stretched; 1: short waves, as they are
         frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
     angle = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequency
-    return angle.cos().to(device), angle.sin().to(device)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, C] by the angles of cos, sin [T, 1, C / 2]; halves pair up, as in Hugging Face."""
-    a, b = x.to(numerics.at_least_fp32(x.dtype)).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    """Rotate x [T, heads, C] by the angles of cos and signed sin [T, 1, C]; halves pair up, as in Hugging Face."""
+    wide = x.to(numerics.at_least_fp32(x.dtype))
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -124,10 +124,8 @@ class Attention(nn.Module):
         q, k, v = (proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        num_tokens = len(cos)  # rows beyond are padding for the products and take no part in attention
-        q, k, v = rotate(q[:num_tokens], cos, sin), rotate(k[:num_tokens], cos, sin), v[:num_tokens]
-        out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
-        return self.o_proj(numerics.pad_rows(out))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return self.o_proj(attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1))
 
 
 class MLP(nn.Module):
@@ -191,8 +189,8 @@ class Transformer(nn.Module):
         """Hidden states [T, D] after the final norm, for tokens and positions int64 [T]. Not collective."""
         if self.rope is None:  # no buffer: it must survive the meta device and never be cast
             self.rope = rope_table(self.config, tokens.device)
-        cos, sin = (table[positions][:, None] for table in self.rope)  # [T, 1, C / 2]
-        x = numerics.pad_rows(self.model.embed_tokens(tokens))
+        cos, sin = (table[numerics.pad_rows(positions)][:, None] for table in self.rope)  # [T, 1, C]
+        x = self.model.embed_tokens(numerics.pad_rows(tokens))
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)

@@ -20,11 +20,14 @@ SILU_WIDTH = 32  # the vectorised silu and its scalar tail differ in the last bi
 
 def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
     """On the CPU, append zero rows to `x` [T, ...] up to at least MIN_ROWS rows and a multiple of `multiple`."""
-    if x.device.type != "cpu":
-        return x
-    rows = max(MIN_ROWS, x.shape[0])
+    rows = num_padded(x.shape[0], x.device)
     missing = rows + -rows % multiple - x.shape[0]
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def num_padded(rows: int, device: torch.device) -> int:
+    """The rows of a stream of `rows` with the padding of `pad_rows`."""
+    return max(MIN_ROWS, rows) if device.type == "cpu" else rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

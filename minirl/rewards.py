@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from minirl.attention import PackedLayout
-from minirl.batch import Rollout, plan_microbatches
+from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
+from minirl.plan import plan_microbatches
 from minirl.scoring import predict, unparked
 from minirl.tasks import Messages, RewardFunction, Row
 from minirl.weights import load_replica

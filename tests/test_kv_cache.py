@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from minirl.attention import BLOCK, DecodeLayout, PackedLayout
+from minirl.attention import DecodeLayout, PackedLayout
 from minirl.kv_cache import CachedSequence, KVCache
+from minirl.portable import BLOCK, ReadPlan
 
 FULL = (None, None)
 WINDOWED = (200, 200)
@@ -255,29 +256,45 @@ def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)[:, None, None]
     for layer, (cached, index) in layout.caches.items():
         write = cached.write
-        k = (x + layer)[write.token]
+        k = x + layer if write.token is None else (x + layer)[write.token]
         cached.pool.write(index, k, -k, write.block, write.offset)
 
 
+def block_of_slot(plan: ReadPlan, slot: int) -> int:
+    """The block that a slot's queries meet: the live ones come first, then the shared ones."""
+    num_own = plan.num_live * plan.num_users
+    if slot < num_own:
+        return slot // plan.num_users
+    return int(plan.shared[(slot - num_own) // plan.num_sharing])
+
+
 def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
-    """Each row reads its own history at every position that it sees, through both forms of the table."""
+    """Each row reads its own history at every position that it sees, through the block table and through the slots."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
     for layer, (cached, index) in layout.caches.items():
-        read, window = cached.read, cached.pool.window
-        (num_live, num_users), n = read.users.shape, read.table.shape[1]
+        read, plan, window = cached.read, cached.read.plan, cached.pool.window
+        rows, n = plan.blocks.shape
+        score, out = plan.score.view(rows, 2, n), plan.out.view(n, -1, 2)
+        assert plan.unused.shape[:2] == out.shape[:2]
         for b, history in enumerate(histories):
-            first = int(read.first[b])
-            assert first + int(read.lengths[b]) == len(history)
+            first = len(history) - int(read.lengths[b])
             oldest = 0 if window is None else max(0, len(history) - window)
             assert first <= oldest
+            visible = [i + first for i, x in enumerate(read.mask[b, 0, 0].tolist()) if x == 0]
+            assert visible == list(range(oldest, len(history)))
+            num_blocks = (len(history) - 1 - first) // BLOCK + 1
+            assert plan.unused[:, b, 0, 0].tolist() == [entry >= num_blocks for entry in range(n)]
             for position in {oldest, len(history) - 1, *range(oldest, len(history), 37)}:
                 entry, offset = divmod(position - first, BLOCK)
-                assert entry < int(read.num_blocks[b])
-                block, slot = int(read.blocks[b, entry]), int(read.table[b, entry])
-                assert slot // num_users == block < num_live
-                assert int(read.users.flatten()[slot]) == b
-                assert int(read.source.flatten()[slot]) == b * n + entry
-                assert cached.pool.keys[index, block, 0, offset, 0].item() == history[position] + layer
+                block = int(plan.blocks[b, entry])
+                for g in range(2):
+                    product = int(score[b, g, entry])
+                    assert int(out[entry, b, g]) == product
+                    assert int(plan.prob[product]) == (b * 2 + g) * n + entry
+                    assert product % 2 == g
+                    assert int(plan.query[product // 2]) == b
+                    assert block_of_slot(plan, product // 2) == block
+                assert cached.pool.keys[index, block, 0, 0, offset].item() == history[position] + layer
                 assert cached.pool.values[index, block, 0, offset, 0].item() == -history[position] - layer
 
 
@@ -290,8 +307,14 @@ def test_every_sequence_reads_back_its_own_tokens(windows, seed):
     live: list[tuple[CachedSequence, list[float]]] = []
     counter, decoded, forked = 0, 0, 0
     for _ in range(40):
-        kind = rng.choice(["prefill", "fork", "decode", "decode", "free"])
-        if kind == "prefill":
+        kind = rng.choice(["prefill", "fork", "decode", "decode", "free", "compact"])
+        if kind == "compact":
+            cache.compact([s for s, _ in live])
+            for blocks in cache.free_lists:
+                used = [block for block, references in enumerate(blocks.references) if references]
+                assert used == list(range(len(used))), "a hole is left below a block in use"
+            check_accounting(cache, [s for s, _ in live])
+        elif kind == "prefill":
             lengths = [rng.choice([1, 128, 129, rng.randint(1, 400)]) for _ in range(rng.randint(1, 2))]
             made = [s for s in map(cache.add, lengths) if s is not None]
             if made:

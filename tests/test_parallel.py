@@ -11,13 +11,14 @@ from torch import Tensor
 
 from minirl import batch as batching
 from minirl.advantages import gae, loss_weights, token_rewards, whiten
-from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gather_table, plan_updates
+from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gather_table
 from minirl.checkpoint import save_checkpoint
 from minirl.distributed import agree, all_gather_rows, world_size
 from minirl.engine import Engine, Request
 from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty, value_loss
 from minirl.model import Transformer
 from minirl.parallel import ShardedModel
+from minirl.plan import plan_updates
 from minirl.sampling import request_key
 from minirl.scoring import predict, score
 from minirl.weights import config_from_dict, load_replica, named_parameters, read_config, save_folder, scalar_config
@@ -63,10 +64,11 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
     rng = random.Random(0)
     rollouts = []
     for prompt in range(num_prompts):
-        num_prompt = rng.randint(1, 20)
+        opening = [rng.randrange(33) for _ in range(rng.randint(1, 60))]
+        num_prompt = len(opening)
         for sample in range(group_size):
-            length = num_prompt + rng.randint(1, 150)
-            tokens = torch.tensor([rng.randrange(33) for _ in range(length)])
+            length = num_prompt + rng.randint(1, 130)
+            tokens = torch.tensor([*opening, *(rng.randrange(33) for _ in range(length - num_prompt))])
             mask = torch.arange(length) >= num_prompt
             logprobs = torch.where(mask, torch.tensor([-rng.random() for _ in range(length)]), 0.0)
             versions = torch.zeros(length, dtype=torch.int32)
@@ -82,8 +84,8 @@ def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[li
     share = rollouts[: len(rollouts) // 4] if rank == 0 else rollouts[len(rollouts) // 4 :]
     mine = share if world_size() > 1 else rollouts
     table = gather_table(mine, torch.tensor([[float(r.rollout_id.sample == 0)] for r in mine]))
-    lengths = table.num_tokens.tolist()
-    plan = plan_updates(lengths, num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    plan = plan_updates(table.num_tokens.tolist(), table.prompts, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
