@@ -192,7 +192,7 @@ def main(config: Config) -> None:
     policy = ShardedModel(shape, source, **where, recompute_layers=config.recompute_layers)
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
     reference = load_replica(source, dtype=dtype) if config.kl_coef or config.kl_reward_coef else None
-    engine = Engine(policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
+    engine = Engine(policy.decoder, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
     is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
     num_minibatches = config.num_minibatches or (1 if config.model else 2)
     updates_per_step = config.num_epochs * num_minibatches
@@ -246,6 +246,8 @@ def main(config: Config) -> None:
                 kept, missing = select_groups(groups[:, : config.group_size, 0], config.prompts_per_step)
             if not missing:
                 break
+        stats = engine.take_stats()
+        metrics.add("perf/decode_waste", stats.padding_rows, stats.padding_rows + stats.decode_tokens)
 
         with metrics.timer("score"):
             trained = [p * groups.shape[1] + s for p in kept for s in range(config.group_size)]  # rows of the table
@@ -261,7 +263,7 @@ def main(config: Config) -> None:
             if old_logprobs == "sampled":
                 batch = batch.replace(old_logprobs=batch.sample_logprobs)
             elif old_logprobs == "scored":
-                batch = batch.replace(old_logprobs=score_frozen(policy.module, batch, microbatches, **temperature))
+                batch = batch.replace(old_logprobs=score_frozen(policy.decoder, batch, microbatches, **temperature))
             if reference is not None:
                 with unparked(reference, device, park=config.park_frozen):
                     batch = batch.replace(ref_logprobs=score_frozen(reference, batch, microbatches, **temperature))

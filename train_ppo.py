@@ -172,7 +172,7 @@ def main(config: Config) -> None:
     value = ShardedModel(value_shape, value_source, **where, recompute_layers=config.recompute_layers)
     value_optimizer = value.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
     reference = load_replica(source, dtype=dtype) if config.kl_reward_coef else None
-    engine = Engine(policy.module, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
+    engine = Engine(policy.decoder, max_rows=config.max_rows, cache_tokens=config.cache_tokens, **where)
     is_exact = config.threads == 1 and shape.is_row_invariant(dtype, device)
     num_minibatches = config.num_minibatches or (1 if config.model else 2)
     updates_per_step = config.num_epochs * num_minibatches
@@ -224,6 +224,8 @@ def main(config: Config) -> None:
         with metrics.timer("reward"):
             judged = judge(functions, prompts, rollouts)
             metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
+            stats = engine.take_stats()
+            metrics.add("perf/decode_waste", stats.padding_rows, stats.padding_rows + stats.decode_tokens)
             table = gather_table(judged.rollouts, judged.rewards)
 
         with metrics.timer("score"):
@@ -236,12 +238,12 @@ def main(config: Config) -> None:
             if old_logprobs == "sampled":
                 batch = batch.replace(old_logprobs=batch.sample_logprobs)
             elif old_logprobs == "scored":
-                batch = batch.replace(old_logprobs=score_frozen(policy.module, batch, microbatches, **temperature))
+                batch = batch.replace(old_logprobs=score_frozen(policy.decoder, batch, microbatches, **temperature))
             if reference is not None:
                 with unparked(reference, device, park=config.park_frozen):
                     batch = batch.replace(ref_logprobs=score_frozen(reference, batch, microbatches, **temperature))
 
-            values, last_values = predict_frozen(value.module, batch, microbatches)
+            values, last_values = predict_frozen(value.decoder, batch, microbatches)
 
             batch = batch.replace(values=values).to(torch.device("cpu"))
             logprobs, mask = batch.old_logprobs if old_logprobs == "scored" else batch.sample_logprobs, batch.loss_mask

@@ -78,11 +78,15 @@ class Cached:
 
 @dataclass(frozen=True)
 class DecodeRead:
-    """A plan, with lengths [B], the keys from the first block of a row on, and their additive mask [B, 1, 1, keys]."""
+    """What B rows read: their block table [B, n] and the number of keys from the first block on, lengths [B], int32.
 
-    plan: portable.ReadPlan
+    For the portable kernel also the plan and the additive mask of those keys [B, 1, 1, n x BLOCK].
+    """
+
+    blocks: Tensor
     lengths: Tensor
-    mask: Tensor
+    plan: portable.ReadPlan | None = None
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,12 @@ class PackedLayout:
     def cu_seqlens(self) -> Tensor:
         """Starts of the sequences in the stream and the end of the last, int32 [N + 1]."""
         return _cumulative(self.lengths).to(self.device)
+
+    @functools.cached_property
+    def cu_queries(self) -> Tensor:
+        """As `cu_seqlens`, of the model's rows."""
+        own = [length - n for length, n in zip(self.lengths, self.num_shared, strict=True)]
+        return _cumulative(own).to(self.device)
 
     @functools.cached_property
     def row(self) -> Tensor:
@@ -134,12 +144,12 @@ class PackedLayout:
         """How many tokens each sequence has from another."""
         return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
 
-    def plan(self, window: int | None, groups: int) -> portable.PackedPlan:
-        """The portable kernel's plan for layers with this window and number of heads per key head, made once."""
-        if (window, groups) not in self._plans:
-            plan = portable.plan_packed(self.lengths, self.num_shared, self.row, window=window, groups=groups)
-            self._plans[window, groups] = plan
-        return self._plans[window, groups]
+    def plan(self, window: int | None, num_kv: int) -> portable.PackedPlan:
+        """The portable kernel's plan for layers with this window and number of key heads, made once."""
+        if (window, num_kv) not in self._plans:
+            plan = portable.plan_packed(self.lengths, self.num_shared, self.row, window=window, num_kv=num_kv)
+            self._plans[window, num_kv] = plan
+        return self._plans[window, num_kv]
 
     @functools.cached_property
     def _plans(self) -> dict[tuple[int | None, int], portable.PackedPlan]:
@@ -175,25 +185,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     if isinstance(layout, PackedLayout):
         kernel = kernel_for(q.device, q.dtype)
         if kernel == "portable":
-            return portable.attend_packed(q, k, v, layout.plan(window, q.shape[1] // k.shape[1]))
+            return portable.attend_packed(q, k, v, layout.plan(window, k.shape[1]))
         return _attend_varlen(q, k, v, layout, window, kernel)
     assert cached is not None, f"layer {layer} has no cache to decode from"
     assert cached.read is not None, f"layer {layer} has no block table to decode from"
     if cached.pool.is_flash:
         return _decode_flash(q, cached.pool, index, cached.read)
-    pool, read = cached.pool, cached.read
-    return portable.decode(q, pool.keys[index], pool.values[index], read.plan, read.mask)
+    pool, plan, mask = cached.pool, cached.read.plan, cached.read.mask
+    assert plan is not None, "the cache was laid out for flash-attn"
+    assert mask is not None, "the cache was laid out for flash-attn"
+    return portable.decode(q, pool.keys[index], pool.values[index], plan, mask)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str) -> Tensor:
     longest = max(layout.lengths, default=0)
     if longest == 0:
         return q + 0 * (k.sum() + v.sum())
-    cu_k, cu_q, max_q = layout.cu_seqlens, layout.cu_seqlens, longest
+    cu_k, cu_q = layout.cu_seqlens, layout.cu_queries
     if layout.shared:  # queries are the last of their sequence's keys, which the kernels take for granted
         k, v = k.index_select(0, layout.row), v.index_select(0, layout.row)
-        own = [length - n for length, n in zip(layout.lengths, layout.num_shared, strict=True)]
-        cu_q, max_q = _cumulative(own).to(q.device), max(own)
+    max_q = max(length - n for length, n in zip(layout.lengths, layout.num_shared, strict=True))
     left = -1 if window is None else window - 1
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
@@ -217,7 +228,7 @@ def _decode_flash(q: Tensor, pool: CachePool, layer: int, read: DecodeRead) -> T
         pool.keys[layer],
         pool.values[layer],
         cache_seqlens=read.lengths,
-        block_table=read.plan.blocks,
+        block_table=read.blocks,
         causal=True,
         window_size=(left, 0),
     )[:, 0]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minirl import numerics
 from minirl.batch import Rollout, RolloutId
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.model import Transformer
@@ -44,10 +45,14 @@ class Request:
 
 @dataclass
 class EngineStats:
-    """Work done since the engine was made, in tokens; `decode_steps` and `preemptions` are counts."""
+    """Work done since `take_stats`, in tokens; `decode_steps` and `preemptions` are counts.
+
+    `padding_rows` were computed for nothing in decode steps of few rows (`numerics.pad_rows`).
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    padding_rows: int = 0
     decode_steps: int = 0
     preemptions: int = 0
 
@@ -128,6 +133,11 @@ class Engine:
         while self._rows or self._waiting:
             done |= {rollout.rollout_id: rollout for rollout in self.step()}
         return [done[request.rollout_id] for request in requests]
+
+    def take_stats(self) -> EngineStats:
+        """The work done since the last call."""
+        stats, self.stats = self.stats, EngineStats()
+        return stats
 
     @property
     def _live_cache(self) -> KVCache:
@@ -217,6 +227,7 @@ class Engine:
         tokens = torch.tensor([row.sampled[-1].token for row in self._rows], device=self.device)
         self._sample(self._rows, self.model(tokens, layout.positions, layout))
         self.stats.decode_tokens += len(tokens)
+        self.stats.padding_rows += numerics.num_padded(len(tokens), self.device) - len(tokens)
         self.stats.decode_steps += 1
 
     def _sample(self, rows: list[_Row], hidden: Tensor) -> None:

@@ -22,7 +22,7 @@ from minirl.attention import (
     PoolWrite,
     kernel_for,
 )
-from minirl.portable import BLOCK, ReadPlan, min_queries, plan_reads
+from minirl.portable import BLOCK, ReadPlan, block_table, min_queries, plan_reads
 
 
 @dataclass
@@ -194,6 +194,8 @@ class KVCache:
         For the portable kernel only.
         """
         for i, (pool, blocks) in enumerate(zip(self.pools, self.free_lists, strict=True)):
+            held = {block for sequence in sequences for block in sequence.tables[i].blocks}
+            assert len(held) == len(blocks.references) - len(blocks.free), "a sequence was left out of compact()"
             moves = {} if pool.is_flash else blocks.compact()
             if moves:
                 source, target = list(moves), list(moves.values())
@@ -233,13 +235,16 @@ class KVCache:
 
     def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
         first = torch.tensor([t.first for t in tables]) * self.block_size
-        plan, window = self._plan(pool, [list(t.blocks) for t in tables]), self.pools[pool].window
+        blocks, num_keys = [list(t.blocks) for t in tables], (lengths - first).int().to(self.device)
+        if self.pools[pool].is_flash:
+            return DecodeRead(block_table(blocks).to(self.device), num_keys)
+        plan, window = self._plan(pool, blocks), self.pools[pool].window
         key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)
         hidden = key >= lengths[:, None]
         if window is not None:
             hidden |= key < lengths[:, None] - window
         mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
-        return DecodeRead(plan, (lengths - first).int().to(self.device), mask.to(self.device))
+        return DecodeRead(plan.blocks, num_keys, plan, mask.to(self.device))
 
     def _plan(self, pool: int, tables: list[list[int]]) -> ReadPlan:
         """The plan of the step before where nothing has changed, as in most steps."""

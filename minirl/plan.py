@@ -5,8 +5,9 @@ microbatches (forward-backward passes) that balance the tokens the model compute
 once for all its rollouts in a microbatch, so groups are kept together as far as the balance allows.
 """
 
+import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,55 +67,102 @@ def plan_microbatches(
     """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
 
     What counts are the tokens that the model computes: a prompt once in each microbatch (without `prompts` nothing is
-    in common). `_distribute` to the ranks, then on each rank to m bins, for the least m that fits all ranks: counts are
-    equal, and a microbatch may be empty. Pure. Raises ValueError for a sequence over `max_tokens`.
+    in common). Counts are equal on all ranks, so a microbatch may be empty. Pure. Raises ValueError for a sequence over
+    `max_tokens`.
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
     prompts = prompts or [Prompt(i, 0) for i in range(len(lengths))]
-    ranks = _distribute(range(len(lengths)), lengths, prompts, num_ranks)
-    num_bins = max(1, -(-max(_num_computed(members, lengths, prompts) for members in ranks) // max_tokens))
-    while True:
-        plan = [_distribute(members, lengths, prompts, num_bins) for members in ranks]
-        if all(_num_computed(micro, lengths, prompts) <= max_tokens for micros in plan for micro in micros):
-            return [[sorted(micro) for micro in micros] for micros in plan]
-        num_bins += 1
+    members = _balance(_Pieces(range(len(lengths)), lengths, prompts), num_ranks)
+    plan = [_first_fit(_Pieces(own, lengths, prompts), max_tokens) for own in members]
+    most = max(1, *map(len, plan))
+    return [[sorted(micro) for micro in micros] + [[]] * (most - len(micros)) for micros in plan]
 
 
-def _num_computed(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt]) -> int:
-    """Tokens that the model computes for these sequences."""
-    own = sum(lengths[i] - prompts[i].num_tokens for i in members)
-    return own + sum(prompt.num_tokens for prompt in {prompts[i] for i in members})
+class _Bin:
+    """Sequences that are computed together."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.prompts: set[Prompt] = set()
+        self.load = 0
+
+    def load_with(self, piece: "_Piece") -> int:
+        return self.load + piece.size - piece.prompt.num_tokens * (piece.prompt in self.prompts)
+
+    def add(self, piece: "_Piece") -> None:
+        self.load = self.load_with(piece)
+        self.members += piece.members
+        self.prompts.add(piece.prompt)
 
 
-def _distribute(
-    members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt], num_bins: int
-) -> list[list[int]]:
-    """Sequences in bins of about equally many computed tokens.
+class _Piece(NamedTuple):
+    """Sequences of one prompt, which order by `key`: most computed tokens first."""
 
-    First whole groups, longest first, each into the emptiest bin if it does not overfill it; then the sequences of the
-    groups that are left, longest first, each to where it leaves the fewest. A group stays whole or is spread: so most
-    prompts are computed once, and the balance is that of single sequences.
+    key: tuple[int, int]
+    members: list[int]
+    prompt: Prompt
+
+    @property
+    def size(self) -> int:
+        """Tokens that the model computes for it alone."""
+        return -self.key[0]
+
+
+class _Pieces:
+    """A heap of whole groups at first, longest first; what `halve` cuts comes back as two."""
+
+    def __init__(self, members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt]):
+        self._lengths, self._prompts = lengths, prompts
+        groups: dict[Prompt, list[int]] = {}
+        for i in sorted(members, key=lambda i: (-lengths[i], i)):
+            groups.setdefault(prompts[i], []).append(i)
+        self._heap = [self._piece(group) for group in groups.values()]
+        heapq.heapify(self._heap)
+
+    def _piece(self, members: list[int]) -> _Piece:
+        prompt = self._prompts[members[0]]
+        size = prompt.num_tokens + sum(self._lengths[i] - prompt.num_tokens for i in members)
+        return _Piece((-size, members[0]), members, prompt)
+
+    def __iter__(self) -> Iterator[_Piece]:
+        while self._heap:
+            yield heapq.heappop(self._heap)
+
+    def halve(self, piece: _Piece) -> None:
+        for half in (piece.members[::2], piece.members[1::2]):
+            heapq.heappush(self._heap, self._piece(half))
+
+    def total(self) -> int:
+        return sum(piece.size for piece in self._heap)
+
+
+def _balance(pieces: _Pieces, num_bins: int) -> list[list[int]]:
+    """Pieces into bins of about equally many computed tokens, each to where it leaves the fewest.
+
+    A piece that would overfill its bin is halved: most prompts are computed once, and the balance is that of sequences.
     """
-    groups: dict[Prompt, list[int]] = {}
-    for i in members:
-        groups.setdefault(prompts[i], []).append(i)
-    sizes = {prompt: _num_computed(group, lengths, prompts) for prompt, group in groups.items()}
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    known: list[set[Prompt]] = [set() for _ in bins]
-    loads, loose = [0] * num_bins, []
-    for prompt in sorted(groups, key=lambda prompt: (-sizes[prompt], prompt)):
-        b = loads.index(min(loads))
-        if len(groups[prompt]) > 1 and (loads[b] + sizes[prompt]) * num_bins > sum(sizes.values()):
-            loose += groups[prompt]
-            continue
-        bins[b] += groups[prompt]
-        known[b].add(prompt)
-        loads[b] += sizes[prompt]
-    for i in sorted(loose, key=lambda i: (-lengths[i], i)):
-        costs = [lengths[i] - prompts[i].num_tokens * (prompts[i] in known[b]) for b in range(num_bins)]
-        b = min(range(num_bins), key=lambda b: loads[b] + costs[b])
-        bins[b].append(i)
-        known[b].add(prompts[i])
-        loads[b] += costs[b]
-    return bins
+    limit, bins = pieces.total() / num_bins, [_Bin() for _ in range(num_bins)]
+    for piece in pieces:
+        best = min(bins, key=lambda b: b.load_with(piece))
+        if len(piece.members) > 1 and best.load_with(piece) > limit:
+            pieces.halve(piece)
+        else:
+            best.add(piece)
+    return [b.members for b in bins]
+
+
+def _first_fit(pieces: _Pieces, limit: int) -> list[list[int]]:
+    """Pieces into as few bins as come of the first with room, one that has the prompt before others."""
+    bins: list[_Bin] = []
+    for piece in pieces:
+        fitting = [b for b in bins if b.load_with(piece) <= limit]
+        known = [b for b in fitting if piece.prompt in b.prompts]
+        if piece.size > limit:
+            pieces.halve(piece)
+        elif fitting:
+            (known or fitting)[0].add(piece)
+        else:
+            bins.append(_Bin())
+            bins[-1].add(piece)
+    return [b.members for b in bins]

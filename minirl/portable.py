@@ -7,7 +7,7 @@ bits in training, prefill and decode (`numerics`). Which rows go into which prod
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch import Tensor
 from minirl import numerics
 
 BLOCK = 128  # keys of one product, and tokens of a cache block
+QUERIES = (16, 32, 64)  # queries of one product where sequences are packed; the least that holds a tile's
 
 
 @functools.cache
 def min_queries(head_dim: int, dtype: torch.dtype) -> int:
     """The least number of queries that decoding may multiply with a block of keys and of values, on this machine's CPU.
 
-    A probe: from there on a row has the bits of `_attend_portable`'s products. MIN_ROWS where nothing less will do.
+    A probe: from there on a row has the bits of `attend_packed`'s products. MIN_ROWS where nothing less will do.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 64, head_dim), (3, BLOCK, head_dim), (3, 64, BLOCK), (3, BLOCK, head_dim))
@@ -39,10 +40,11 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True)
-class _QueryBlock:
-    """The i-th block of queries of every sequence that has one, and the keys that it can see.
+class _Tiles:
+    """n tiles of R queries that see the same number of key blocks.
 
-    queries [n, R], keys [n, blocks x BLOCK]: rows of the model, T' for "no such token". mask [R, keys], additive.
+    queries [n x K x R] and keys [n x K x blocks x BLOCK]: rows of the model's q [T' x K, g x C] and k, v [T' x K, C];
+    where a sequence has no such token, another of its own. mask [n, 1, R, 1, blocks x BLOCK], additive.
     """
 
     queries: Tensor
@@ -52,64 +54,66 @@ class _QueryBlock:
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """The products of a stream: its query blocks, and the place of each row of the model [T'] among their queries."""
+    """The products of a stream: its tiles, and where among their queries each row of q is, [T' x K]."""
 
-    blocks: list[_QueryBlock]
+    tiles: list[_Tiles]
     place: Tensor
 
 
 def plan_packed(
-    lengths: Sequence[int], num_shared: Sequence[int], row: Tensor, *, window: int | None, groups: int
+    lengths: Sequence[int], num_shared: Sequence[int], row: Tensor, *, window: int | None, num_kv: int
 ) -> PackedPlan:
     """Plan attention over sequences of these lengths, end to end; the first `num_shared` tokens of each ask nothing.
 
-    row int64 [T]: the model's row of each token of the stream. groups: query heads per key head.
+    row int64 [T]: the model's row of each token of the stream.
     """
+    found: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # tiles by their numbers of blocks and queries
+    stream = 0
+    for length, shared in zip(lengths, num_shared, strict=True):
+        for start in range(shared, length, QUERIES[-1]):
+            end = min(start + QUERIES[-1], length)
+            first = 0 if window is None else max(0, start - window + 1) // BLOCK
+            size = -(-end // BLOCK) - first, next(n for n in QUERIES if n >= end - start)
+            found.setdefault(size, []).append((stream, start, end, first * BLOCK))
+        stream += length
     device, row = row.device, row.cpu()
-    ends, shared = torch.tensor([*lengths], dtype=torch.int64), torch.tensor([*num_shared], dtype=torch.int64)
-    starts, num_tokens, num_rows = ends.cumsum(0) - ends, len(row), int((ends - shared).sum())
-    row = F.pad(row, (0, 1), value=num_rows)
-    blocks, place, offset = [], torch.empty(num_rows, dtype=torch.int64), 0
-    for start in range(0, max([1, *lengths]), BLOCK):
-        chosen = ((ends > start) & (shared < start + BLOCK)).nonzero()[:, 0]
-        num_queries = int((ends[chosen] - start).clamp(max=BLOCK).max()) if len(chosen) else 0
-        query = start + torch.arange(max(num_queries, -(-numerics.MIN_ROWS // groups)))
-        first = 0 if window is None else max(0, start - window + 1) // BLOCK * BLOCK
-        key = torch.arange(first, start + BLOCK)
-        hidden = key > query[:, None]
+    tiles, place, offset = [], torch.empty(sum(lengths) - sum(num_shared), num_kv, dtype=torch.int64), 0
+    for (num_blocks, num_queries), members in found.items():
+        stream, start, end, first = (x[:, None] for x in torch.tensor(members).T)
+        ahead, key = start + torch.arange(num_queries), first + torch.arange(num_blocks * BLOCK)  # [n, ...]
+        is_query, query = ahead < end, ahead.minimum(end - 1)  # the last once more: a row of -inf would give NaN
+        hidden = key[:, None] > query[:, :, None]
         if window is not None:
-            hidden |= key <= query[:, None] - window
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-        end = ends[chosen, None]
-        is_query = (query < start + BLOCK) & (query < end) & (query >= shared[chosen, None])
-        queries = row[(starts[chosen, None] + query).masked_fill(~is_query, num_tokens)]
-        keys = row[(starts[chosen, None] + key).masked_fill(key >= end, num_tokens)]
-        place[queries[is_query]] = offset + is_query.flatten().nonzero()[:, 0]
-        offset += is_query.numel()
-        blocks.append(_QueryBlock(queries.to(device), keys.to(device), mask.to(device)))
-    return PackedPlan(blocks, place.to(device))
+            hidden |= key[:, None] <= query[:, :, None] - window
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, :, None]
+        queries, keys = row[stream + query], row[stream + key.where(key < end, 0)]
+        slot = offset + torch.arange(queries.numel() * num_kv).view(len(members), num_kv, -1).transpose(1, 2)
+        place[queries[is_query]] = slot[is_query]
+        offset += slot.numel()
+        queries, keys = ((x[:, None] * num_kv + torch.arange(num_kv)[:, None]).flatten() for x in (queries, keys))
+        tiles.append(_Tiles(queries.to(device), keys.to(device), mask.to(device)))
+    return PackedPlan(tiles, place.flatten().to(device))
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan) -> Tensor:
     """Causal attention of q [T', H, C] over k, v [T', K, C] -> [T', H, C]; rows beyond the plan's give 0."""
-    num_heads, num_kv, dim = q.shape[1], k.shape[1], q.shape[2]
-    groups, num_rows, num_padded = num_heads // num_kv, len(plan.place), len(q)
-    q, k, v = (torch.cat([x[:num_rows], x.new_zeros(1, *x.shape[1:])]) for x in (q, k, v))
+    (num_heads, dim), num_kv = q.shape[1:], k.shape[1]
+    num_rows = len(plan.place) // num_kv
+    if num_rows == 0:
+        return 0 * q + 0 * (k.sum() + v.sum())
+    groups = num_heads // num_kv
+    q, k, v = q.reshape(-1, groups * dim), k.reshape(-1, dim), v.reshape(-1, dim)
     outputs = []
-    for part in plan.blocks:
-        n, rows = part.queries.shape
-        blocks = part.keys.shape[1] // BLOCK
-        qs = q.index_select(0, part.queries.flatten()).view(n, rows, num_kv, groups, dim)
-        qs = qs.permute(0, 2, 3, 1, 4).reshape(n, num_kv, 1, groups * rows, dim)
-        ks = k.index_select(0, part.keys.flatten()).view(n, blocks, BLOCK, num_kv, dim).permute(0, 3, 1, 2, 4)
-        vs = v.index_select(0, part.keys.flatten()).view(n, blocks, BLOCK, num_kv, dim).permute(0, 3, 1, 2, 4)
-        scores = qs @ ks.transpose(-1, -2)  # [n, K, blocks, groups * rows, BLOCK]
-        scores = scores.transpose(2, 3).reshape(n, num_kv, groups, rows, blocks * BLOCK)
-        probs = _softmax(scores, part.mask, dim).view(n, num_kv, groups * rows, blocks, BLOCK).transpose(2, 3)
-        out = _sum_in_order((probs @ vs).unbind(2)).to(q.dtype)  # [n, K, groups * rows, C]
-        outputs.append(out.view(n, num_kv, groups, rows, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim))
-    out = torch.cat(outputs).index_select(0, plan.place)
-    return F.pad(out, (0, 0, 0, 0, 0, num_padded - num_rows))
+    for tiles in plan.tiles:
+        n, _, num_queries, _, num_keys = tiles.mask.shape
+        qs = q.index_select(0, tiles.queries).view(n * num_kv, num_queries * groups, dim)
+        ks, vs = (x.index_select(0, tiles.keys).view(n * num_kv, num_keys, dim) for x in (k, v))
+        scores = torch.bmm(qs, ks.transpose(1, 2)).view(n, num_kv, num_queries, groups, num_keys)
+        probs = _softmax(scores, tiles.mask, dim).view(n * num_kv, -1, num_keys)
+        products = map(torch.bmm, probs.split(BLOCK, 2), vs.split(BLOCK, 1))
+        outputs.append(_sum_in_order(products).to(q.dtype).view(-1, groups * dim))
+    out = torch.cat(outputs).index_select(0, plan.place).view(num_rows, num_heads, dim)
+    return out if num_rows == len(q) // num_kv else F.pad(out, (0, 0, 0, 0, 0, len(q) // num_kv - num_rows))
 
 
 @dataclass(frozen=True)
@@ -141,17 +145,23 @@ class ReadPlan:
         return ReadPlan(**fields)
 
 
+def block_table(tables: Sequence[Sequence[int]]) -> Tensor:
+    """The blocks of each row, int32 [B, n], 0 where a row has fewer than n."""
+    n = max(map(len, tables))
+    return torch.tensor([[*blocks, *[0] * (n - len(blocks))] for blocks in tables], dtype=torch.int32)
+
+
 def plan_reads(
     tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int, num_padded: int
 ) -> ReadPlan:
     """Plan what rows with these block tables read. A block meets at least `min_users` rows' queries; on the host."""
-    rows, num_blocks = len(tables), torch.tensor([len(blocks) for blocks in tables])
-    n = int(num_blocks.max())
-    blocks = torch.tensor([[*t, *[0] * (n - len(t))] for t in tables])  # [B, n]
+    rows, num_blocks, blocks = len(tables), torch.tensor([len(blocks) for blocks in tables]), block_table(tables)
+    n = blocks.shape[1]
     used = torch.arange(n) < num_blocks[:, None]
-    users = _users(blocks[used], num_users=min_users)
+    users = _users(blocks[used].long(), num_users=min_users)
     slot = torch.zeros(rows, n, num_kv, dtype=torch.int64)
     slot[used] = users.slots(num_kv)
+    slot = torch.where(used[:, :, None], slot, slot[:, :1])  # a row that has fewer reads its own first, not another's
     query = torch.zeros(users.num_slots * num_kv, dtype=torch.int64)
     query[slot[used]] = torch.arange(rows * num_kv).view(rows, 1, num_kv).expand(-1, n, -1)[used]
     score = slot.permute(0, 2, 1)[:, :, None] * groups + torch.arange(groups)[:, None]  # [B, K, g, n]
@@ -161,7 +171,7 @@ def plan_reads(
     out = F.pad(score.permute(3, 0, 1, 2).flatten(2), (0, 0, 0, num_padded - rows)).flatten()
     unused = F.pad(~used.T[:, :, None, None], (0, 0, 0, 0, 0, num_padded - rows), value=True)
     counts = users.num_live, users.num_users, users.num_sharing
-    return ReadPlan(*counts, blocks.int(), users.shared, query, score.flatten(), prob, out, unused)
+    return ReadPlan(*counts, blocks, users.shared, query, score.flatten(), prob, out, unused)
 
 
 @dataclass(frozen=True)
@@ -238,8 +248,9 @@ def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
     return torch.softmax(torch.add(mask, scores, alpha=1 / math.sqrt(dim)), -1).to(scores.dtype)
 
 
-def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    total = parts[0].to(numerics.at_least_fp32(parts[0].dtype))
-    for part in parts[1:]:
+def _sum_in_order(parts: Iterable[Tensor]) -> Tensor:
+    first, *rest = parts
+    total = first.to(numerics.at_least_fp32(first.dtype))
+    for part in rest:
         total = total + part
     return total

@@ -3,7 +3,8 @@
 A request's key is 64 bits from (seed, purpose, prompt, sample). The uniform of a token is a hash of the key and the
 token's position, so the same request draws the same noise in any batch, on any rank, in any order. The token is the
 inverse of the cumulative distribution at that uniform, in fp64: an fp32 cumulative sum leaves most tokens of a large
-vocabulary unreachable. Logprobs are natural logs at the sampling temperature; the same `log_softmax` scores them.
+vocabulary unreachable. Logprobs are natural logs at the sampling temperature; the same tiles of logits and the same
+`log_softmax` score them.
 """
 
 import torch
@@ -57,37 +58,67 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probabilities [T, V] of fp32 `logits` [T, V] at `temperature` [T, 1]."""
-    return torch.log_softmax(logits / temperature, -1)
+def vocab_tile(device: torch.device) -> int:
+    """Tokens of the vocabulary per product with the head: what fits the CPU's caches, few launches on CUDA."""
+    return 2048 if device.type == "cpu" else 32768
+
+
+def tile_logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [T, W] at `temperature` [T, 1] or [1, 1], in fp32, of hidden [T, D] and a tile [W, D] of the head."""
+    return numerics.head_logits(hidden, head).div_(temperature)
+
+
+def log_softmax(logits: Tensor, totals: Tensor | None) -> Tensor:
+    """Log-probabilities [T, W] from logits [T, W] and the logsumexp of each tile of the vocabulary [T, tiles].
+
+    No totals where the W tokens are all there are.
+    """
+    return torch.log_softmax(logits, -1) if totals is None else logits - totals.logsumexp(-1, keepdim=True)
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """The token [B] at which the cumulative distribution of `logprobs` [B, V] passes `uniform` [B] (fp64)."""
     rows, vocab = logprobs.shape
-    probs = torch.nn.functional.pad(logprobs.double().exp(), (0, -vocab % CDF_BLOCK)).view(rows, -1, CDF_BLOCK)
+    if vocab <= CDF_BLOCK:
+        cdf = logprobs.double().exp().cumsum(-1)
+        return _first_above(cdf, uniform[:, None] * cdf[:, -1:])[:, 0]
+    padded = torch.nn.functional.pad(logprobs, (0, -vocab % CDF_BLOCK), value=-torch.inf)
+    probs = padded.double().exp_().view(rows, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # [B, V / CDF_BLOCK]
-    total = block_ends[:, -1:]
-    target = uniform[:, None] * total  # below total, since a uniform is at most 1 - 2^-53
-    block = (block_ends <= target).sum(-1, keepdim=True)
-    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), torch.zeros_like(total))
-    within = probs.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK))[:, 0]
-    token = (within.cumsum(-1) <= target - before).sum(-1)
+    target = uniform[:, None] * block_ends[:, -1:]
+    block = _first_above(block_ends, target)
+    before = torch.nn.functional.pad(block_ends, (1, 0)).gather(1, block)
+    cdf = probs[torch.arange(rows, device=block.device), block[:, 0]].cumsum(-1)
     # The two levels round differently: never pass the block's last token that has any probability.
-    last = (torch.arange(CDF_BLOCK, device=probs.device) * (within > 0)).amax(-1)
-    return block[:, 0] * CDF_BLOCK + torch.minimum(token, last)
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
+    token = block * CDF_BLOCK + torch.minimum(_first_above(cdf, target - before), last)
+    return token[:, 0].clamp_(max=vocab - 1)
+
+
+def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
+    """The first place [B, 1] where `cdf` [B, W] exceeds `target` [B, 1], at most the last.
+
+    There is one where target is a uniform times the cdf's end, since a uniform is at most 1 - 2^-53, unless all is NaN:
+    then the token's logprob tells.
+    """
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
 
 
 def sample(
-    hidden: Tensor, head: Tensor, *, keys: Tensor, positions: Tensor, temperature: Tensor
+    hidden: Tensor, head: Tensor, *, keys: Tensor, positions: Tensor, temperature: Tensor, tile: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Next tokens int64 [B] and their logprobs fp32 [B] from hidden [B, D] and the head's weight [V, D].
 
     keys int64 [B]; positions int64 [B]: of the tokens to be sampled; temperature fp32 [B], 0 for the likeliest token
-    (whose logprob is then at temperature 1).
+    (whose logprob is then at temperature 1); tile: as `vocab_tile`.
     """
     greedy = temperature == 0
-    logits = numerics.head_logits(hidden, head)
-    logprobs = log_softmax(logits, torch.where(greedy, 1.0, temperature)[:, None])
-    tokens = torch.where(greedy, logits.argmax(-1), inverse_cdf(logprobs, uniforms(keys, positions)))
+    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    tiles = [tile_logits(hidden, part, divisor) for part in head.split(tile or vocab_tile(head.device))]
+    logits = torch.cat(tiles, -1)
+    totals = torch.stack([part.logsumexp(-1) for part in tiles], -1) if len(tiles) > 1 else None
+    logprobs = log_softmax(logits, totals)
+    tokens = inverse_cdf(logprobs, uniforms(keys, positions))
+    if greedy.is_cuda or greedy.any():  # to look at them on CUDA is to wait for the device
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

@@ -16,9 +16,10 @@ from minirl import numerics
 from minirl.attention import PackedLayout
 from minirl.batch import Batch
 from minirl.model import Transformer
-from minirl.sampling import log_softmax
+from minirl.sampling import log_softmax, tile_logits, vocab_tile
 
-CHUNK = 256  # rows of logits alive at once
+CHUNK = 512  # rows of logits alive at once
+LOWEST = -1e4  # a logprob below it is of probability 0 in fp64 too; -inf times 0 would be NaN
 
 
 def score(
@@ -93,50 +94,84 @@ def predict_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequ
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Logprobs and entropies [M] of targets [M] from hidden [M, D] and a head [V, D], in chunks of rows.
+    """Logprobs and entropies [M] of targets [M] from hidden [M, D] and a head [V, D].
 
+    Holds logits of `chunk` rows and a tile of the vocabulary (`vocab_tile`), and that tile's gradient of the head.
     Backward makes the logits again. With p = softmax(z / T): d logprob / dz_j = (1[j = y] - p_j) / T and
     d entropy / dz_j = -p_j (log p_j + entropy) / T.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int, tile: int = 0
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        ctx.temperature, ctx.chunk = temperature, chunk
-        wide = numerics.at_least_fp32(hidden.dtype)
-        logprobs, entropies = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            all_logprobs = _all_logprobs(hidden[rows], head, temperature)
-            logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
-            entropies[rows] = -(all_logprobs.exp() * all_logprobs).nan_to_num(0.0).sum(-1)
-        ctx.save_for_backward(hidden, head, targets, entropies)
+        tile = tile or vocab_tile(head.device)
+        divisor = hidden.new_full((1, 1), temperature, dtype=numerics.at_least_fp32(hidden.dtype))
+        chunks = zip(hidden.split(chunk), targets[:, None].split(chunk), strict=True)
+        parts = [_score_rows(states, head.split(tile), wanted, divisor) for states, wanted in chunks]
+        logprobs, entropies, *totals = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.chunk, ctx.tile = chunk, tile
+        ctx.save_for_backward(hidden, head, targets, divisor, entropies, *totals)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, targets, entropies = ctx.saved_tensors
-        wide = entropies.dtype
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
+        hidden, head, targets, divisor, entropies, *totals = ctx.saved_tensors
+        by_logprob, by_entropy = (grad[:, None] / divisor for grad in (grad_logprobs, grad_entropies))
         is_entropy_used = bool(grad_entropies.any())
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            all_logprobs = _all_logprobs(hidden[rows], head, ctx.temperature)
-            probs = all_logprobs.exp()
-            grad = -grad_logprobs[rows, None] * probs
-            if is_entropy_used:
-                weighted = (probs * (all_logprobs + entropies[rows, None])).nan_to_num(0.0)
-                grad -= grad_entropies[rows, None] * weighted
-            grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad /= ctx.temperature
-            grad_hidden[rows] = (grad.to(head.dtype) @ head).to(hidden.dtype)
-            grad_head.addmm_(grad.t(), hidden[rows].to(wide))
-        return grad_hidden, grad_head.to(head.dtype), None, None, None
+        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=divisor.dtype), torch.empty_like(head)
+        for first in range(0, len(head), ctx.tile):
+            tile = head[first : first + ctx.tile]
+            grad_tile = torch.zeros_like(tile, dtype=divisor.dtype)
+            for start in range(0, len(hidden), ctx.chunk):
+                rows = slice(start, start + ctx.chunk)
+                logits = tile_logits(hidden[rows], tile, divisor)
+                grad = log_softmax(logits, totals[0][rows] if totals else None)
+                if is_entropy_used:
+                    probs = grad.exp()
+                    grad.add_(entropies[rows, None]).clamp_(min=LOWEST).mul_(by_entropy[rows]).add_(by_logprob[rows])
+                    grad.mul_(probs.neg_())
+                else:
+                    grad.exp_().mul_(-by_logprob[rows])
+                place, is_here = _place(targets[rows, None] - first, len(tile))
+                grad.scatter_add_(1, place, by_logprob[rows] * is_here)
+                grad_hidden[rows].add_(numerics.wide_mm(grad, tile, head.dtype))
+                grad_tile.add_(numerics.wide_mm(grad.t(), hidden[rows], head.dtype))
+            grad_head[first : first + ctx.tile] = grad_tile
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
 
 
-def _all_logprobs(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = numerics.head_logits(hidden, head)
-    return log_softmax(logits, torch.full((len(logits), 1), temperature, dtype=logits.dtype, device=logits.device))
+def _score_rows(hidden: Tensor, tiles: Sequence[Tensor], targets: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
+    """Logprobs and entropies [T] of targets [T, 1]; with several tiles also the logsumexp of each [T, tiles].
+
+    The entropy is that of the choice of a tile and the mean of those within the tiles.
+    """
+    if len(tiles) == 1:
+        logprobs = log_softmax(tile_logits(hidden, tiles[0], divisor), None)
+        return logprobs.gather(1, targets)[:, 0], _entropies(logprobs)
+    # Results go to tensors made before the loop: small ones between freed tiles keep malloc from using those again.
+    totals, entropies = divisor.new_empty(2, len(hidden), len(tiles))
+    target_logits, first = divisor.new_empty(len(hidden), 1), 0
+    for i, tile in enumerate(tiles):
+        logits = tile_logits(hidden, tile, divisor)
+        place, is_here = _place(targets - first, len(tile))
+        target_logits.copy_(torch.where(is_here, logits.gather(1, place), target_logits))
+        totals[:, i] = logits.logsumexp(-1)
+        entropies[:, i] = _entropies(logits.sub_(totals[:, i, None]))
+        first += len(tile)
+    shares = torch.log_softmax(totals, -1)
+    entropy = (shares.exp() * (entropies - shares)).nan_to_num(0.0).sum(-1)
+    return log_softmax(target_logits, totals)[:, 0], entropy, totals
+
+
+def _entropies(logprobs: Tensor) -> Tensor:
+    """Entropies [T] of logprobs [T, W], which are overwritten: a tile has few passes and one copy."""
+    return -logprobs.mul_(logprobs.exp()).nan_to_num_(0.0).sum(-1)
+
+
+def _place(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Where targets, counted from a tile's start, are in the tile of `width` tokens, and whether they are there."""
+    place = targets.clamp(0, width - 1)
+    return place, place == targets

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import re
 import runpy
 import subprocess
@@ -217,3 +218,15 @@ def test_a_misspelt_flag_is_refused_with_the_right_one():
     assert done.returncode not in (0, 1)
     assert "--group-size" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_import_only_what_the_library_has(path):
+    """They run by hand: a name that moved would be noticed late."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minirl"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), (
+                    alias.name
+                )

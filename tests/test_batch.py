@@ -1,9 +1,8 @@
-"""Plans as pure functions of lengths, a batch against loops over its sequences, and what ranks know of each other's."""
+"""A batch against loops over its sequences, and what ranks know of each other's."""
 
 import dataclasses
 import importlib.util
 import math
-import random
 import sys
 from pathlib import Path
 
@@ -20,115 +19,9 @@ from minirl.batch import (
     gather_by_row,
     gather_table,
 )
-from minirl.plan import Prompt, plan_microbatches, plan_updates
+from minirl.plan import Prompt
 
 CPU = torch.device("cpu")
-
-
-def random_case(seed):
-    """Lengths, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
-    rng = random.Random(seed)
-    lengths = [rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(rng.choice([0, 1, 3, 17, 64]))]
-    longest = max(lengths, default=1)
-    return lengths, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
-
-
-def geometric_lengths(rng, count):
-    """Lengths like those of a step: 20 + geometric of mean 280, at most 2048."""
-    return [min(2048, 20 + int(math.log(1 - rng.random()) / math.log(1 - 1 / 280))) for _ in range(count)]
-
-
-def imbalance(lengths, plan):
-    """How much more than the mean the fullest rank has."""
-    loads = [sum(lengths[i] for micro in rank for i in micro) for rank in plan]
-    return max(loads) * len(loads) / sum(loads) - 1
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_microbatches_hold_every_sequence_once_within_the_budget(seed):
-    """Any lengths: a partition, at most max_tokens each, as many microbatches on each rank, and at least one."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in plan for micro in rank)
-    assert len(plan) == num_ranks
-    assert {len(rank) for rank in plan} == {len(plan[0])}
-    assert len(plan[0]) >= 1
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_microbatch_plan_is_a_pure_function(seed):
-    """Called again, with other random state and a tuple for a list, it says the same and leaves its input alone."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    before = list(lengths)
-    first = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    assert plan_microbatches(tuple(lengths), num_ranks=num_ranks, max_tokens=max_tokens) == first
-    assert lengths == before
-
-
-@pytest.mark.parametrize(("num_ranks", "mean_limit", "limit"), [(2, 0.002, 0.01), (8, 0.01, 0.05)])
-@pytest.mark.parametrize("max_tokens", [2048, 4096, 32768])
-def test_ranks_get_nearly_equal_tokens(num_ranks, mean_limit, limit, max_tokens):
-    """64 sequences of geometric length: within a few percent in every draw, under 1 % on average, at any budget."""
-    rng = random.Random(0)
-    draws = []
-    for _ in range(20):
-        lengths = geometric_lengths(rng, 64)
-        draws.append(imbalance(lengths, plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)))
-    assert max(draws) < limit
-    assert sum(draws) / len(draws) < mean_limit
-
-
-def test_no_more_microbatches_than_needed():
-    """A budget that the lower bound can meet is met: 64 equal sequences of 4 to a microbatch."""
-    plan = plan_microbatches([100] * 64, num_ranks=2, max_tokens=400)
-    assert [[len(micro) for micro in rank] for rank in plan] == [[4] * 8] * 2
-
-
-def test_fewer_sequences_than_ranks_gives_empty_microbatches():
-    """Ranks without a sequence still get a microbatch, so that all of them reach the collective of backward."""
-    plan = plan_microbatches([5, 7], num_ranks=4, max_tokens=10)
-    assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
-    assert plan_microbatches([], num_ranks=3, max_tokens=10) == [[[]], [[]], [[]]]
-
-
-def test_too_long_a_sequence_is_refused_with_the_flag():
-    """The error has the length, the limit and the flag to raise."""
-    with pytest.raises(ValueError, match=r"101 tokens.*--max-tokens-per-microbatch 100"):
-        plan_microbatches([5, 101], num_ranks=2, max_tokens=100)
-    with pytest.raises(ValueError, match="--max-tokens-per-microbatch"):
-        plan_updates([5, 101], num_minibatches=2, num_ranks=2, max_tokens=100)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("num_minibatches", [1, 3, 4])
-def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches):
-    """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_updates(lengths, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
-    sizes = [len(minibatch) for minibatch in plan.minibatches]
-    assert len(sizes) == num_minibatches
-    assert max(sizes) - min(sizes) <= 1
-    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        assert sorted(row for rank in ranks for micro in rank for row in micro) == minibatch
-        assert all(sum(lengths[row] for row in micro) <= max_tokens for rank in ranks for micro in rank)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_places_of_a_rank_lead_to_the_rows_of_the_plan(seed):
-    """A rank's batch has its rows in table order; of_rank's places in it are the plan's rows, none missing."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_updates(lengths, num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert len(plan.rank_of) == len(lengths)
-    for rank in range(num_ranks):
-        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
-        places = plan.of_rank(rank)
-        as_rows = [[[rows[place] for place in micro] for micro in minibatch] for minibatch in places]
-        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-        assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(range(len(rows)))
 
 
 def make_batch(lengths, seed=0):
@@ -231,6 +124,45 @@ def test_layout_has_the_lengths_of_the_batch():
     assert make_batch([3, 1, 2]).layout().positions.tolist() == [0, 1, 2, 0, 0, 1]
 
 
+PROMPTS = (Prompt(4, 2), Prompt(9, 1), Prompt(4, 2), Prompt(4, 2), Prompt(9, 1))  # of sequences with 3, 1, 5, 2, 4
+
+
+def shared_batch():
+    return dataclasses.replace(make_batch([3, 1, 5, 2, 4]), prompts=PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shared"),
+    [
+        ([0, 1, 2, 3, 4], ((0, 0), (1, 0), (0, 2), (0, 2), (1, 1))),
+        ([2, 4, 3], ((0, 0), (1, 0), (0, 2))),
+        ([4, 1], ((0, 0), (0, 1))),
+        ([3, 4], ()),
+        ([2], ()),
+        ([], ()),
+    ],
+)
+def test_a_layout_shares_prompts_within_its_own_batch(chosen, shared):
+    """Parents are places in the selection, the first that has the prompt; a parent left behind is no parent."""
+    assert shared_batch().select(chosen).layout().shared == shared
+
+
+def test_prompts_stay_with_their_sequences():
+    """Moved, or with a stream set, a batch still has them; without any, or with one each, nothing is shared."""
+    batch = shared_batch()
+    assert batch.to(CPU).prompts == batch.replace(advantages=batch.values).prompts == PROMPTS
+    assert batch.select([3, 1]).select([1]).prompts == (PROMPTS[1],)
+    assert make_batch([3, 1]).layout().shared == ()
+    assert dataclasses.replace(batch, prompts=()).layout().shared == ()
+    assert dataclasses.replace(batch, prompts=()).select([1, 0]).prompts == ()
+
+
+def test_prompts_of_one_ordinal_and_other_lengths_are_not_shared():
+    """A prompt is its ordinal and its length: where the lengths differ, nothing is taken from the other."""
+    batch = dataclasses.replace(make_batch([3, 4]), prompts=(Prompt(4, 2), Prompt(4, 3)))
+    assert batch.layout().shared == ()
+
+
 def test_a_new_stream_is_one_more_line(tmp_path):
     """With a line for `teacher` added to Batch, select and to carry it: no other line knows the streams by name."""
     source = Path(batching.__file__).read_text()
@@ -325,3 +257,22 @@ def test_numbers_per_sequence_come_back_in_table_order_on_every_rank(two_ranks, 
     for numbers in two_ranks.run(own_numbers, rank_of):
         assert numbers.dtype == torch.float64
         assert numbers.tolist() == [100 * p + 10 * s + p + s for p, s in IDS]
+
+
+def exchange_own(rank, changed):
+    """The exchange of one group, in whose second rollout one token is changed: which prompts and layout came of it."""
+    rollouts = [make_rollout(7, sample) for sample in range(3)]
+    if changed is not None:
+        rollouts[1].tokens[changed] += 1
+    batch = exchange(rollouts, gather_table(rollouts, torch.zeros(3, 1)), [0, 0, 0])
+    return batch.prompts, batch.layout().shared
+
+
+@pytest.mark.parametrize("changed", [None, 0, 6, 7])
+def test_an_exchange_refuses_one_ordinal_with_two_prompts(one_rank, changed):
+    """Rollouts of an ordinal must begin alike, else one's states would be another's; completions may differ."""
+    if changed in (0, 6):
+        with pytest.raises(AssertionError, match="begin differently"):
+            one_rank.run(exchange_own, changed)
+    else:
+        assert one_rank.run(exchange_own, changed) == [((Prompt(7, 7),) * 3, ((0, 0), (0, 7), (0, 7)))]

@@ -13,6 +13,7 @@ from minirl import numerics
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout, RolloutId
 from minirl.engine import Engine, Request
+from minirl.kv_cache import KVCache
 from minirl.model import ModelConfig, Transformer
 from minirl.sampling import request_key
 from minirl.scoring import score
@@ -367,6 +368,29 @@ def test_an_engine_can_be_drained_again_and_again_under_preemption():
     for rollout in rollouts:
         versions = rollout.weight_version[rollout.loss_mask].tolist()
         assert versions == sorted(versions)
+
+
+@variants(ALL_VARIANTS)
+def test_rollouts_do_not_depend_on_compaction(attention, dtype, monkeypatch):
+    """Rows that finish while nothing waits make the others' blocks move: the same rollouts as when none ever does."""
+    model, moved = cached_model(attention, dtype), []
+
+    def compact(cache, sequences):
+        before = [list(table.blocks) for s in sequences for table in s.tables]
+        original(cache, sequences)
+        moved.append(before != [table.blocks for s in sequences for table in s.tables])
+
+    original = KVCache.compact
+    monkeypatch.setattr(KVCache, "compact", compact)
+    requests = [
+        make_request(make_prompt(length), number=number, member=member, max_new_tokens=20 * (1 + number % 4))
+        for number, length in enumerate((1, 5, 120, 127, 128, 129, 260, 300))
+        for member in range(3)
+    ]
+    rollouts = run(make_engine(model), requests)
+    assert sum(moved) > 3, "nothing was compacted"
+    monkeypatch.setattr(KVCache, "compact", lambda *_: None)
+    assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
 
 
 # Groups.

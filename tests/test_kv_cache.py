@@ -8,7 +8,7 @@ import torch
 
 from minirl.attention import DecodeLayout, PackedLayout
 from minirl.kv_cache import CachedSequence, KVCache
-from minirl.portable import BLOCK, ReadPlan
+from minirl.portable import BLOCK, ReadPlan, plan_reads
 
 FULL = (None, None)
 WINDOWED = (200, 200)
@@ -341,3 +341,64 @@ def test_every_sequence_reads_back_its_own_tokens(windows, seed):
                     decoded += len(rows)
     assert decoded > 100
     assert forked > 3
+
+
+def test_compact_moves_the_highest_blocks_into_the_lowest_holes():
+    """Shared blocks move once for all their holders; blocks that are low enough stay, and nothing moves twice."""
+    cache = make_cache(num_blocks=12)
+    parent, other = cache.add(300), cache.add(300)
+    child = cache.fork(other)
+    pool = cache.pools[0]
+    pool.keys.copy_(torch.arange(12.0).view(1, 12, 1, 1, 1).expand_as(pool.keys))
+    pool.values.copy_(-pool.keys.transpose(-1, -2))
+    assert [s.tables[0].blocks for s in (parent, other, child)] == [[0, 1, 2], [3, 4, 5], [3, 4, 6]]
+    cache.free(parent)
+    cache.compact([other, child])
+    assert [s.tables[0].blocks for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
+    assert pool.keys[0, :4, 0, 0, 0].tolist() == [4, 5, 6, 3]
+    assert pool.values[0, :4, 0, 0, 0].tolist() == [-4, -5, -6, -3]
+    check_accounting(cache, [other, child])
+    tables = [s.tables[0].blocks for s in (other, child)]
+    cache.compact([other, child])
+    assert [s.tables[0].blocks for s in (other, child)] == tables
+    assert cache.add(1).tables[0].blocks == [4]
+
+
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_is_never_that_of_other_tables(windows, seed):
+    """After any operations in any order, equal to a plan made now; the same one again where no table has changed."""
+    rng = random.Random(seed)
+    cache, live = make_cache(windows, num_blocks=16), []
+    reused = made_again = 0
+    for _ in range(150):
+        kind = rng.choice(["add", "fork", "extend", "extend", "free", "compact", "reorder"])
+        if kind in ("add", "fork") and (live or kind == "add"):
+            made = cache.fork(rng.choice(live)) if kind == "fork" else cache.add(rng.choice([1, 127, 128, 200, 300]))
+            live += [made] if made else []
+        elif kind == "extend" and live:
+            live = [s for s in live if cache.extend(s) or cache.free(s)]
+        elif kind == "free" and len(live) > 1:
+            cache.free(live.pop(rng.randrange(len(live))))
+        elif kind == "compact":
+            cache.compact(live)
+        elif kind == "reorder":
+            rng.shuffle(live)
+        rows = [s for s in live if s.length % BLOCK]  # a sequence at a border has no block yet for its next token
+        if not rows:
+            continue
+        before = list(cache._planned)
+        caches = cache.decode_layout(rows).caches
+        for layer, (pool, _) in cache.pool_of_layer.items():
+            plan = caches[layer][0].read.plan
+            tables = [list(s.tables[pool].blocks) for s in rows]
+            shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(rows)))
+            for name, value in vars(plan_reads(tables, **shape)).items():
+                same = (
+                    torch.equal(getattr(plan, name), value) if torch.is_tensor(value) else getattr(plan, name) == value
+                )
+                assert same, name
+            is_kept = before[pool] is not None and before[pool][1] is plan
+            assert is_kept == (before[pool] is not None and before[pool][0] == tables)
+            reused, made_again = reused + is_kept, made_again + (not is_kept)
+    assert min(reused, made_again) > 20

@@ -1,5 +1,7 @@
 """The model against transformers on random checkpoints of every family, and what packing may not change."""
 
+import random
+
 import pytest
 import torch
 import transformers
@@ -332,6 +334,73 @@ def test_recomputed_layers_give_bitwise_equal_gradients(name, checkpoints):
     for key, grad in grads[0].items():
         assert grad.any(), key
         assert torch.equal(grad, grads[1][key]), key
+
+
+# Prompt, then the own tokens of each member; members of all families are shuffled, so few are beside their parent.
+FAMILIES = [
+    (1, 3, 140),
+    (127, 1, 2, 60),
+    (128, 5, 128, 1, 20),
+    (129, 1, 130, 7, 2, 40),
+    (300, 20, 1),
+    (0, 150),
+    (40, 9),
+]
+
+
+def shared_stream(model, families, seed=0):
+    """Tokens of these families' sequences end to end, and the layouts with and without shared prompts."""
+    members = [(i, prompt, n) for i, (prompt, *owns) in enumerate(families) for n in owns]
+    random.Random(seed).shuffle(members)
+    prompts = [random_tokens(model, [prompt], seed=i) for i, (prompt, *_) in enumerate(families)]
+    tokens = [torch.cat([prompts[i], random_tokens(model, [n], seed=50 + j)]) for j, (i, _, n) in enumerate(members)]
+    parents = [next(j for j, other in enumerate(members) if other[0] == i) for i, _, _ in members]
+    shared = tuple((parent, members[j][1] if parent != j else 0) for j, parent in enumerate(parents))
+    lengths = tuple(map(len, tokens))
+    return torch.cat(tokens), PackedLayout(lengths, CPU, shared=shared), PackedLayout(lengths, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*FEATURES, "qwen3_mixed_windows", "mistral_window_one_block"])
+@torch.no_grad()
+def test_hidden_states_of_shared_prompts_equal_those_of_each_sequences_own(name, dtype, checkpoints):
+    """Bit for bit where products are row-invariant: prompts of 1 to 300 tokens, one to five members, unshared ones."""
+    model = load(checkpoints(name)[1]).to(dtype)
+    is_exact = model.config.is_row_invariant(dtype, CPU)
+    if not is_exact and dtype == torch.bfloat16:
+        pytest.skip("this machine's bf16 products are not row-invariant")
+    for seed in range(2):
+        tokens, shared, alone = shared_stream(model, FAMILIES, seed)
+        assert torch.equal(tokens[shared.kept][shared.row], tokens)
+        got = model(tokens[shared.kept], shared.positions, shared)
+        expected = model(tokens, alone.positions, alone)
+        assert len(got) == sum(prompt + sum(owns) for prompt, *owns in FAMILIES) < len(expected) - 900
+        got = got[shared.row]
+        assert torch.equal(got, expected) if is_exact else relative_error(got, expected) <= 1e-5
+
+
+def shared_gradients(model, tokens, layout):
+    """What every parameter gets from a weighted sum of logprobs and entropies."""
+    starts = PackedLayout(layout.lengths, CPU).positions == 0
+    model.zero_grad()
+    outputs = torch.stack(score(model, tokens, layout, select=~starts, temperature=0.7))
+    (outputs * torch.linspace(-1, 2, outputs.numel(), dtype=outputs.dtype).view_as(outputs)).sum().backward()
+    return {key: param.grad for key, param in named_parameters(model).items()}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_gradients_of_shared_prompts_equal_those_of_each_sequences_own(name, checkpoints):
+    """In fp64, every parameter, prompt tokens under the loss too; recomputed layers change no bit of them."""
+    folder = checkpoints(name)[1]
+    model, recomputing = load(folder).double(), load(folder, recompute_layers=True).double()
+    tokens, shared, alone = shared_stream(model, FAMILIES)
+    got, expected = (shared_gradients(model, tokens, layout) for layout in (shared, alone))
+    recomputed = shared_gradients(recomputing, tokens, shared)
+    scale = max(float(grad.norm()) for grad in expected.values())
+    for key, grad in expected.items():
+        assert grad.norm() > 1e-12 * scale, key
+        assert (got[key] - grad).norm() <= 1e-12 * max(float(grad.norm()), 1e-2 * scale), key
+        assert torch.equal(recomputed[key], got[key]), key
 
 
 @pytest.fixture(scope="module")

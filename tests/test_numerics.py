@@ -15,8 +15,8 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def skip_unless_invariant(shapes, dtype):
-    if not numerics.rows_are_invariant(shapes, dtype, CPU):
+def skip_unless_invariant(shapes, dtype, **kwargs):
+    if not numerics.rows_are_invariant(shapes, dtype, CPU, **kwargs):
         pytest.skip(f"this machine's matrix library gives rows other bits in other batches for {dtype} {shapes}")
 
 
@@ -98,24 +98,53 @@ def test_silu_rows_do_not_depend_on_their_batch(width, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 100])
+@pytest.mark.parametrize("vocab", [300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_head_logits_are_wide_sums_of_narrow_inputs(rows, dtype):
+def test_head_logits_are_wide_sums_of_narrow_inputs(rows, vocab, dtype):
     """bf16 inputs give fp32 logits with fp32's error, not bf16's; fp64 stays fp64."""
-    hidden, head = randn(rows, 64, dtype=dtype), randn(300, 64, dtype=dtype, seed=1)
+    assert 300 * 64 < numerics.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
+    hidden, head = randn(rows, 64, dtype=dtype), randn(vocab, 64, dtype=dtype, seed=1)
     got = numerics.head_logits(hidden, head)
-    assert got.shape == (rows, 300)
+    assert got.shape == (rows, vocab)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_is_product(got, hidden, head, None, 1e-14 if dtype == torch.float64 else 1e-6)
 
 
+@pytest.mark.parametrize("shape", [(64, 301), (64, 701), (515, 301), (768, 2048)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_head_logits_rows_do_not_depend_on_their_batch(dtype):
+def test_head_logits_rows_do_not_depend_on_their_batch(shape, dtype):
     """A token's logits are the same bits when sampled alone, with others, and when scored."""
-    skip_unless_invariant([(64, 301)], torch.float32)
-    hidden, head = randn(200, 64, dtype=dtype), randn(301, 64, dtype=dtype, seed=1)
+    skip_unless_invariant([shape], dtype, is_head=True)
+    hidden, head = randn(200, shape[0], dtype=dtype), randn(*shape[::-1], dtype=dtype, seed=1)
     expected = numerics.head_logits(hidden, head)
     for rows in ROWS:
         assert torch.equal(numerics.head_logits(hidden[3 : 3 + rows], head), expected[3 : 3 + rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("vocab", [300, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_wide_mm_rounds_its_factors_and_nothing_else(vocab, dtype):
+    """fp32 gradients of logits times bf16 weights: the factors are bf16's, the sums and results fp32's."""
+    a, b = randn(40, 64, dtype=numerics.at_least_fp32(dtype)), randn(64, vocab, dtype=dtype, seed=1)
+    got = numerics.wide_mm(a, b, dtype)
+    assert got.dtype == numerics.at_least_fp32(dtype)
+    assert_is_product(got, a, b.t(), None, {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype])
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+def test_wide_mm_leaves_the_precision_of_other_products_alone(before):
+    """The process's switch is back where it was, after an error too: no other fp32 product is rounded."""
+    matmul = torch.backends.mkldnn.matmul
+    default, matmul.fp32_precision = matmul.fp32_precision, before
+    try:
+        a, b = randn(40, 64, dtype=torch.bfloat16), randn(64, 700, dtype=torch.bfloat16)
+        numerics.wide_mm(a, b, torch.bfloat16)
+        assert matmul.fp32_precision == before
+        with pytest.raises(RuntimeError):
+            numerics.wide_mm(a[:, :5], b, torch.bfloat16)
+        assert matmul.fp32_precision == before
+    finally:
+        matmul.fp32_precision = default
 
 
 @pytest.mark.parametrize(

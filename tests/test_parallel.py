@@ -300,7 +300,7 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
     original = named_parameters(load_replica(folder, dtype=dtype))
     report = {"loaded": all(torch.equal(model.compute_weights[n], original[n]) for n in original)}
     addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
-    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=dtype, device=CPU)
+    engine = Engine(model.decoder, max_rows=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
     tolerance = 0.0 if model.module.config.is_row_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
     gaps = []
@@ -395,7 +395,7 @@ def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folde
 def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
     """Rollouts of 10 requests, this rank's share, after an update; and the gap to the training forward."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    engine = Engine(model.module, max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    engine = Engine(model.decoder, max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(
             (1, 2, 3 + i), RolloutId(i, 0), request_key(0, purpose="train", prompt=i, sample=0), 40, 1.0, frozenset()

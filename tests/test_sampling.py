@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minirl import numerics, sampling
-from minirl.sampling import PURPOSES, inverse_cdf, log_softmax, request_key, sample, uniforms
+from minirl.sampling import CDF_BLOCK, PURPOSES, inverse_cdf, request_key, sample, uniforms
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -111,6 +111,38 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab):
     assert inverse_cdf(logprobs, uniform).tolist() == expected
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 64, 511, 512])
+def test_one_level_finds_the_token_that_two_levels_find(vocab):
+    """A vocabulary of one block has the tokens that it has as the first block of several."""
+    logprobs = random_logprobs(2000, vocab, seed=vocab)
+    wider = torch.nn.functional.pad(logprobs, (0, CDF_BLOCK + 1 - vocab), value=-torch.inf)
+    for seed in range(5):
+        uniform = uniforms(keys_of(2000, seed=seed), torch.arange(2000))
+        assert torch.equal(inverse_cdf(logprobs, uniform), inverse_cdf(wider, uniform))
+
+
+def test_inverse_cdf_does_not_write_to_its_input():
+    """fp64 logprobs need no copy to be widened, and get none of the sums written over them."""
+    for vocab in (5, 512, 513, 1024):
+        logprobs = random_logprobs(3, vocab, seed=0).double()
+        before = logprobs.clone()
+        inverse_cdf(logprobs, torch.full((3,), 0.5, dtype=torch.float64))
+        assert torch.equal(logprobs, before)
+
+
+@pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
+def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
+    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
+    rows, head = mixed_rows(torch.float32), torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4))
+    tokens, logprobs = sample(head=head, **rows, tile=tile)
+    rows["hidden"][:2] = torch.nan
+    got_tokens, got_logprobs = sample(head=head, **rows, tile=tile)
+    assert got_logprobs[:2].isnan().all()
+    assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
+    assert torch.equal(got_tokens[2:], tokens[2:])
+    assert torch.equal(got_logprobs[2:], logprobs[2:])
+
+
 @pytest.mark.parametrize("vocab", [2, 7, 512, 513, 1024, 1300, 5000])
 def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
     """The smallest and the largest uniform, and those between, land on tokens that the row can give."""
@@ -186,18 +218,17 @@ def test_every_token_of_a_peaked_large_vocabulary_is_reachable():
         (0.7, [-0.270674, -1.699245, -3.127817, -4.556388]),
     ],
 )
-def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logprobs):
-    """z = [2, 1, 0, -1] gives the reference's numbers, from `log_softmax` and from the sampler, for every token."""
-    z = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    expected = torch.tensor(logprobs)
-    torch.testing.assert_close(log_softmax(z, torch.tensor([[temperature]]))[0], expected, atol=1e-6, rtol=0)
-    rows = 200
+@pytest.mark.parametrize("tile", [2048, 3])
+def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logprobs, tile):
+    """z = [2, 1, 0, -1] gives the reference's numbers for every token, in one tile of the vocabulary and in two."""
+    expected, rows = torch.tensor(logprobs), 200
     tokens, got = sample(
         torch.ones(rows, 1),
-        z.T.contiguous(),
+        torch.tensor([[2.0], [1.0], [0.0], [-1.0]]),
         keys=keys_of(rows),
         positions=torch.arange(rows),
         temperature=torch.full((rows,), temperature),
+        tile=tile,
     )
     assert set(tokens.tolist()) == {0, 1, 2, 3}
     torch.testing.assert_close(got, expected[tokens], atol=1e-6, rtol=0)
@@ -230,7 +261,7 @@ def sample_rows(rows: dict[str, torch.Tensor], head: torch.Tensor, chosen: list[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [48, 1000])
+@pytest.mark.parametrize("vocab", [48, 1000, 2049])
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
     """Mixed temperatures in one batch, rows alone, in reverse and in pairs: the same token and logprob bit for bit."""
     rows = mixed_rows(dtype)
@@ -239,7 +270,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
     alone = [sample_rows(rows, head, [i])[0] for i in range(24)]
     backwards = sample_rows(rows, head, list(range(23, -1, -1)))[::-1]
     pairs = [x for i in range(0, 24, 2) for x in sample_rows(rows, head, [i, i + 1])]
-    exact = numerics.rows_are_invariant([(64, vocab)], torch.float32, torch.device("cpu"))
+    exact = numerics.rows_are_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
     if not exact:
         print("1e-5 instead of equal bits: this machine's matrix library gives a row other bits in other batches")
     for got in (alone, backwards, pairs):

@@ -1,14 +1,19 @@
 """Logprobs, entropies and values: against full logits, against autograd, over any cut of the work."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from minirl import numerics
 from minirl.attention import PackedLayout
 from minirl.batch import Batch
 from minirl.model import ModelConfig, Transformer
+from minirl.plan import Prompt
+from minirl.sampling import sample
 from minirl.scoring import ChunkedLogprobs, predict, predict_frozen, score, score_frozen, unparked
 
 CPU = torch.device("cpu")
@@ -134,15 +139,15 @@ def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor
     return hidden.requires_grad_(), head.requires_grad_(), targets
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 10, 11, 12, 1000])
+@pytest.mark.parametrize(("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)])
 @pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_gradients_equal_autograd_through_full_logits(chunk, of, temperature):
-    """Values and gradients of the chunked head are the full one's, for any chunk, border and last rest. Pitfall 12."""
+def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, of, temperature):
+    """Values and gradients are the full head's, for any chunk and tile, border and last rest. Pitfall 12."""
     hidden, head, targets = head_inputs()
     weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     weights *= torch.tensor([[of != "entropies"], [of != "logprobs"]])
-    got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk)
+    got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, tile)
     all_logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
     expected = all_logprobs.gather(1, targets[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
     for x, y in zip(got, expected, strict=True):
@@ -155,11 +160,95 @@ def test_head_gradients_equal_autograd_through_full_logits(chunk, of, temperatur
         torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [150, 400, 1200])
+def test_head_gradients_have_the_error_of_their_dtype(dtype, tile):
+    """fp32 loses nothing over tiles; bf16 rounds the gradients of logits and the results, not each tile's part."""
+    generator = torch.Generator().manual_seed(6)
+    leaves = [torch.randn(n, 300, generator=generator).mul(scale).to(dtype) for n, scale in ((90, 1), (1100, 0.1))]
+    targets, weights = torch.randint(0, 1100, (90,), generator=generator), torch.randn(2, 90, generator=generator)
+    results = []
+    for kind in (dtype, torch.float64):
+        hidden, head = (leaf.to(kind).requires_grad_() for leaf in leaves)
+        width = 1100 if kind == torch.float64 else tile
+        outputs = torch.stack(ChunkedLogprobs.apply(hidden, head, targets, 0.7, 40, width))
+        results.append(torch.autograd.grad((outputs * weights).sum(), (hidden, head)))
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == dtype
+        error = (got.double() - expected).norm() / expected.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize(("vocab", "tile"), [(37, 2048), (37, 16), (700, 512), (2049, 2048), (4500, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype):
+    """One tile or several with an uneven last one, few rows or many: bit for bit what training computes."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(300, 64, generator=generator).to(dtype)
+    head = torch.randn(vocab, 64, generator=generator).div(4).to(dtype)
+    exact = numerics.rows_are_invariant([(64, vocab)], dtype, CPU, is_head=True)
+    for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
+        noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
+        heat = torch.full((rows,), temperature)
+        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, tile=tile)
+        everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
+        for chunk in (1000, 37):
+            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile)
+            assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
+
+
+class LargestTemporaries(TorchDispatchMode):
+    """Bytes of every new storage that an operation returns, in the block."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.known, self.sizes = {x.untyped_storage().data_ptr() for x in known}, list[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.sizes.append(x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
+def test_no_temporary_is_as_large_as_the_logits_or_the_head_but_its_gradient(dtype, entropy_weight):
+    """Forward and backward hold one chunk of one tile, or one tile of the head: no [M, V], no fp32 [V, D]."""
+    chunk, tile, rows, vocab, width = 64, 128, 300, 5000, 32
+    hidden, head = (torch.randn(n, width).to(dtype).requires_grad_() for n in (rows, vocab))
+    with LargestTemporaries(hidden, head) as seen:
+        outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), 1.0, chunk, tile)
+        (outputs[0].sum() + entropy_weight * outputs[1].sum()).backward()
+    allowed = 4 * max(chunk * tile, rows * width, tile * width, rows * 40)  # the last: 40 tiles' normalisers
+    large = [size for size in seen.sizes if size > allowed]
+    assert set(large) == {head.grad.nbytes}
+    assert len(seen.sizes) > 100
+    with LargestTemporaries(hidden, head) as seen:
+        torch.log_softmax(hidden @ head.t(), -1).sum().backward()
+    assert max(seen.sizes) > 10 * allowed  # the recorder sees what it should
+
+
+@pytest.mark.parametrize("tile", [8, 4, 2])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
+def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_weight):
+    """Broken weights are not hidden by any tile's normaliser."""
+    head = torch.zeros(5, 3)
+    head[4, 1] = torch.nan
+    hidden = torch.ones(2, 3, requires_grad=True)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0, 4]), 1.0, 8, tile)
+    assert logprobs.isnan().all()
+    (logprobs.sum() + entropy_weight * entropies.sum()).backward()
+    assert hidden.grad.isnan().all()
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_head_passes_gradcheck(chunk):
     """Both outputs' analytic derivatives agree with finite differences."""
     hidden, head, targets = head_inputs(rows=3, vocab=5)
-    assert torch.autograd.gradcheck(lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk), (hidden, head))
+    assert torch.autograd.gradcheck(lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk, 3), (hidden, head))
 
 
 def test_one_used_output_is_enough():
@@ -193,11 +282,12 @@ def test_entropy_gradient_is_the_reference_one():
     assert grad[:, 0].tolist() == pytest.approx([-0.326688, 0.116701, 0.130076, 0.079911], abs=1e-6)
 
 
-def test_tokens_of_no_probability_leave_entropy_and_gradients_finite():
-    """0 log 0 is 0: logits so far apart that probabilities underflow, or are -inf, make no NaN."""
+@pytest.mark.parametrize("tile", [8, 3, 2, 1])
+def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
+    """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN."""
     head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
     hidden = torch.ones(1, 1, requires_grad=True)
-    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), 1.0, 8)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), 1.0, 8, tile)
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropies.item() == pytest.approx(math.log(2))
     (grad,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), head)
@@ -289,6 +379,92 @@ def test_frozen_scores_of_a_part_leave_the_rest_at_zero():
     chosen[batch.token_index([1, 3])] = True
     torch.testing.assert_close(got, torch.where(chosen, expected, 0.0), atol=1e-5, rtol=0)
     assert (got[chosen & batch.loss_mask] < 0).all()
+
+
+# Groups, whose prompt is computed once.
+
+
+def make_groups(seed: int = 0) -> Batch:
+    """A batch of shuffled groups with prompts around a block's border, and a pair of equal rollouts among them."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for ordinal, (prompt, *owns) in enumerate(
+        [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1), (129, 40, 2, 1, 7, 7), (5, 30)]
+    ):
+        opening = torch.randint(0, VOCAB, (prompt,), generator=generator)
+        parts += [(Prompt(ordinal, prompt), opening, torch.randint(0, VOCAB, (n,), generator=generator)) for n in owns]
+    parts[10] = parts[11]
+    parts = [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]
+    tokens = torch.cat([x for _, *pair in parts for x in pair])
+    mask = torch.cat([torch.arange(p.num_tokens + len(own)) >= p.num_tokens for p, _, own in parts])
+    lengths = tuple(p.num_tokens + len(own) for p, _, own in parts)
+    prompts = tuple(prompt for prompt, _, _ in parts)
+    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), row=torch.arange(len(lengths)), prompts=prompts)
+
+
+def without_prompts(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, prompts=())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_logprobs_and_values_do_not_depend_on_sharing_prompts(dtype, seed):
+    """Each completion, its first token too, has the logprobs, entropies, values and score that it has by itself."""
+    batch = make_groups(seed)
+    assert len(batch.layout().kept) < len(without_prompts(batch).layout().kept) - 700
+    for scalar_head, function in ((False, score_batch), (True, predict_batch)):
+        model = make_model(dtype, scalar_head=scalar_head)
+        for got, expected in zip(function(model, batch), function(model, without_prompts(batch)), strict=True):
+            assert expected.std() > 0.1
+            assert (got - expected).abs().max().item() <= scalar_tolerance(model, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_frozen_results_of_groups_do_not_depend_on_the_microbatches(dtype):
+    """Groups whole, torn apart, or one by one: a microbatch shares what it holds, and the results are the same."""
+    batch = make_groups()
+    places = list(range(len(batch.lengths)))
+    language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
+    expected = [score_batch(language, without_prompts(batch))[0], *predict_batch(scalar, without_prompts(batch))]
+    for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
+        got = [score_frozen(language, batch, cut, 1.0), *predict_frozen(scalar, batch, cut)]
+        for x, y, model in zip(got, expected, (language, scalar, scalar), strict=True):
+            assert (x - y).abs().max().item() <= scalar_tolerance(model, dtype)
+
+
+@pytest.mark.parametrize("scalar_head", [False, True])
+def test_gradients_do_not_depend_on_sharing_prompts(scalar_head):
+    """In fp64 every parameter's gradient is that of the stream with all prompts, to its last digits."""
+    model, grads = make_model(scalar_head=scalar_head), []
+    for batch in (make_groups(), without_prompts(make_groups())):
+        model.zero_grad(set_to_none=True)
+        outputs = torch.cat((predict_batch if scalar_head else score_batch)(model, batch))
+        (outputs * torch.randn(len(outputs), generator=torch.Generator().manual_seed(5)).double()).sum().backward()
+        grads.append({name: param.grad for name, param in model.named_parameters()})
+    for name, grad in grads[1].items():
+        assert grad.abs().max() > 1e-6, name
+        torch.testing.assert_close(grads[0][name], grad, atol=1e-12, rtol=1e-11)
+
+
+@pytest.mark.parametrize("own", [4, 0])
+@torch.no_grad()
+def test_equal_rollouts_of_a_group_have_equal_results(own):
+    """Two rollouts equal to their last token, or that are nothing but their prompt, are scored alike."""
+    tokens, lengths = torch.arange(30).repeat(2), (30, 30)
+    mask = torch.arange(30).repeat(2) >= 30 - own
+    batch = Batch(lengths, tokens, mask, torch.zeros(60), prompts=(Prompt(7, 30 - own),) * 2)
+    assert len(batch.layout().kept) == 30 + own
+    logprobs, _ = score_batch(make_model(torch.float32), batch)
+    assert torch.equal(logprobs[:30], logprobs[30:])
+    assert torch.equal(logprobs != 0, mask)
+    model = make_model(torch.float32, scalar_head=True)
+    values, after = predict_batch(model, batch)
+    assert torch.equal(values[:30], values[30:])
+    assert after[0] == after[1] != 0
+    expected = predict_batch(model, without_prompts(batch))[1]
+    assert (after - expected).abs().max().item() <= scalar_tolerance(model, torch.float32)
 
 
 def predict_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:

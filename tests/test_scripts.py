@@ -24,7 +24,7 @@ from minirl.weights import config_from_dict, named_parameters, save_folder, scal
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
 GRPO, PPO = (runpy.run_path(str(ROOT / script), run_name="imported") for script in SCRIPTS)
-FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4", "--lr-schedule", "constant")
+FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4")
 KEYWORD_REWARD = (
     "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
 )
@@ -77,7 +77,7 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
     (scores,) = re.findall(r"held-out eval/reward: ([\d.]+) before, ([\d.]+) after", output)
     assert float(scores[0]) < 0.5
-    assert float(scores[1]) > float(scores[0]) + 0.03
+    assert float(scores[1]) > float(scores[0]) + 0.1
     assert len(re.findall(r"^step ", output, re.MULTILINE)) == 40
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000030", "000040"]

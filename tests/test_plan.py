@@ -1,0 +1,280 @@
+"""Plans as pure functions of lengths and prompts: what a microbatch holds, what it costs, how even the ranks are."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from minirl.plan import Prompt, plan_microbatches, plan_updates
+
+
+def random_case(seed):
+    """Lengths, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(rng.choice([0, 1, 3, 17, 64]))]
+    longest = max(lengths, default=1)
+    return lengths, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+
+
+def geometric_lengths(rng, count):
+    """Lengths like those of a step: 20 + geometric of mean 280, at most 2048."""
+    return [min(2048, 20 + int(math.log(1 - rng.random()) / math.log(1 - 1 / 280))) for _ in range(count)]
+
+
+def imbalance(lengths, plan):
+    """How much more than the mean the fullest rank has."""
+    loads = [sum(lengths[i] for micro in rank for i in micro) for rank in plan]
+    return max(loads) * len(loads) / sum(loads) - 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_microbatches_hold_every_sequence_once_within_the_budget(seed):
+    """Any lengths: a partition, at most max_tokens each, as many microbatches on each rank, and at least one."""
+    lengths, num_ranks, max_tokens = random_case(seed)
+    plan = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in plan for micro in rank)
+    assert len(plan) == num_ranks
+    assert {len(rank) for rank in plan} == {len(plan[0])}
+    assert len(plan[0]) >= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_microbatch_plan_is_a_pure_function(seed):
+    """Called again, with other random state and a tuple for a list, it says the same and leaves its input alone."""
+    lengths, num_ranks, max_tokens = random_case(seed)
+    before = list(lengths)
+    first = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    assert plan_microbatches(tuple(lengths), num_ranks=num_ranks, max_tokens=max_tokens) == first
+    assert lengths == before
+
+
+@pytest.mark.parametrize(("num_ranks", "mean_limit", "limit"), [(2, 0.002, 0.01), (8, 0.01, 0.05)])
+@pytest.mark.parametrize("max_tokens", [2048, 4096, 32768])
+def test_ranks_get_nearly_equal_tokens(num_ranks, mean_limit, limit, max_tokens):
+    """64 sequences of geometric length: within a few percent in every draw, under 1 % on average, at any budget."""
+    rng = random.Random(0)
+    draws = []
+    for _ in range(20):
+        lengths = geometric_lengths(rng, 64)
+        draws.append(imbalance(lengths, plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)))
+    assert max(draws) < limit
+    assert sum(draws) / len(draws) < mean_limit
+
+
+def test_no_more_microbatches_than_needed():
+    """A budget that the lower bound can meet is met: 64 equal sequences of 4 to a microbatch."""
+    plan = plan_microbatches([100] * 64, num_ranks=2, max_tokens=400)
+    assert [[len(micro) for micro in rank] for rank in plan] == [[4] * 8] * 2
+
+
+def test_fewer_sequences_than_ranks_gives_empty_microbatches():
+    """Ranks without a sequence still get a microbatch, so that all of them reach the collective of backward."""
+    plan = plan_microbatches([5, 7], num_ranks=4, max_tokens=10)
+    assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
+    assert plan_microbatches([], num_ranks=3, max_tokens=10) == [[[]], [[]], [[]]]
+
+
+def test_too_long_a_sequence_is_refused_with_the_flag():
+    """The error has the length, the limit and the flag to raise."""
+    with pytest.raises(ValueError, match=r"101 tokens.*--max-tokens-per-microbatch 100"):
+        plan_microbatches([5, 101], num_ranks=2, max_tokens=100)
+    with pytest.raises(ValueError, match="--max-tokens-per-microbatch"):
+        plan_updates([5, 101], num_minibatches=2, num_ranks=2, max_tokens=100)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_minibatches", [1, 3, 4])
+def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches):
+    """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows."""
+    lengths, num_ranks, max_tokens = random_case(seed)
+    plan = plan_updates(lengths, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
+    sizes = [len(minibatch) for minibatch in plan.minibatches]
+    assert len(sizes) == num_minibatches
+    assert max(sizes) - min(sizes) <= 1
+    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+        assert sorted(row for rank in ranks for micro in rank for row in micro) == minibatch
+        assert all(sum(lengths[row] for row in micro) <= max_tokens for rank in ranks for micro in rank)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_of_a_rank_lead_to_the_rows_of_the_plan(seed):
+    """A rank's batch has its rows in table order; of_rank's places in it are the plan's rows, none missing."""
+    lengths, num_ranks, max_tokens = random_case(seed)
+    plan = plan_updates(lengths, num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert len(plan.rank_of) == len(lengths)
+    for rank in range(num_ranks):
+        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
+        places = plan.of_rank(rank)
+        as_rows = [[[rows[place] for place in micro] for micro in minibatch] for minibatch in places]
+        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
+        assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(range(len(rows)))
+
+
+# Groups whose rollouts have their prompt in common.
+
+
+def random_groups(seed):
+    """Lengths, their prompts (some longer than any completion, some of no token), ranks and budget; rows shuffled."""
+    rng = random.Random(seed)
+    rows = []
+    for ordinal in range(rng.choice([1, 2, 9, 20])):
+        prompt = Prompt(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
+        rows += [(prompt.num_tokens + rng.randint(1, rng.choice([3, 200])), prompt) for _ in range(rng.randint(1, 9))]
+    rng.shuffle(rows)
+    lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
+    longest = max(lengths)
+    return lengths, prompts, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+
+
+def num_computed(sequences, lengths, prompts):
+    """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
+    total, seen = 0, set()
+    for i in sequences:
+        total += lengths[i] - prompts[i].num_tokens
+        if prompts[i].ordinal not in seen:
+            total += prompts[i].num_tokens
+            seen.add(prompts[i].ordinal)
+    return total
+
+
+def loads_of(plan, lengths, prompts):
+    """Computed tokens of each rank, microbatch by microbatch."""
+    return [sum(num_computed(micro, lengths, prompts) for micro in rank) for rank in plan]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_microbatches_of_groups_compute_every_sequence_once_within_the_budget(seed):
+    """Any groups: a partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+    plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert all(num_computed(micro, lengths, prompts) <= max_tokens for rank in plan for micro in rank)
+    assert len(plan) == num_ranks
+    assert {len(rank) for rank in plan} == {len(plan[0])}
+    assert all(micro == sorted(micro) for rank in plan for micro in rank)
+    assert len(plan[0]) == 1 or sum(lengths) > max_tokens, "one microbatch would have held everything"
+
+
+def test_a_microbatch_may_hold_more_tokens_than_it_computes():
+    """Eight rollouts of a prompt of 90 and 10 tokens of their own are 170 tokens to compute, not 800."""
+    lengths, prompts = [100] * 8, [Prompt(3, 90)] * 8
+    assert plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
+    assert len(plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2
+    assert len(plan_microbatches(lengths, num_ranks=1, max_tokens=170)[0]) == 8
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_groups_of_one_size_stay_whole(num_ranks):
+    """Where whole groups balance the ranks and fit the budget, no prompt is computed twice, however rows are mixed."""
+    prompts = [Prompt(i % 16, 50) for i in range(128)]
+    plan = plan_microbatches([80] * 128, prompts, num_ranks=num_ranks, max_tokens=2 * (50 + 8 * 30))
+    assert [len(rank) for rank in plan] == [16 // num_ranks // 2] * num_ranks
+    for micro in (micro for rank in plan for micro in rank):
+        assert len(micro) == 16
+        assert len({prompts[i] for i in micro}) == 2
+
+
+def test_a_group_too_long_for_its_share_is_spread_and_most_others_stay_whole():
+    """One group of 8 x 100 beside eight of 8 x 10: its rollouts even out the ranks, the small groups mostly stay."""
+    lengths = [120] * 8 + [12] * 64
+    prompts = [Prompt(0, 20)] * 8 + [Prompt(1 + i // 8, 2) for i in range(64)]
+    plan = plan_microbatches(lengths, prompts, num_ranks=4, max_tokens=4096)
+    homes = [
+        {r for r, rank in enumerate(plan) for micro in rank for i in micro if prompts[i].ordinal == o} for o in range(9)
+    ]
+    assert len(homes[0]) == 4
+    assert sum(len(home) > 1 for home in homes[1:]) <= 4
+    loads = loads_of(plan, lengths, prompts)
+    assert max(loads) == min(loads)
+
+
+def groups_of_a_step(rng, group_size):
+    """512 rollouts with completions like those of a step, and prompts of 20 to 400 tokens."""
+    prompts = [Prompt(i, rng.randint(20, 400)) for i in range(512 // group_size)]
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    completions = geometric_lengths(rng, 512)
+    return [p.num_tokens + n for p, n in zip(prompts, completions, strict=True)], prompts
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 32768])
+@pytest.mark.parametrize(("group_size", "limit", "cost"), [(1, 0.005, 1.0), (8, 0.03, 1.06)])
+def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens(group_size, limit, cost, max_tokens):
+    """512 rollouts: the fullest rank has at most 0.5 % more than the mean, 3 % with groups of 8, whose prompts are
+    computed so seldom twice that all ranks together compute at most 6 % more than the fewest possible."""
+    for seed in range(8):
+        lengths, prompts = groups_of_a_step(random.Random(seed), group_size)
+        given = prompts if group_size > 1 else ()
+        plan = plan_microbatches(lengths, given, num_ranks=8, max_tokens=max_tokens)
+        loads = loads_of(plan, lengths, prompts)
+        assert max(loads) * 8 / sum(loads) - 1 <= limit
+        fewest = num_computed(range(512), lengths, prompts)
+        assert fewest <= sum(loads) <= cost * fewest
+        assert group_size == 1 or sum(lengths) > 1.3 * fewest, "there was nothing to save"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_prompts_longer_than_completions_are_still_computed_seldom(num_ranks):
+    """Prompts of 1000 with completions of 1 to 50: a sixth of the tokens, and ranks a few % apart."""
+    rng = random.Random(0)
+    prompts = [Prompt(i // 8, 1000) for i in range(512)]
+    lengths = [1000 + rng.randint(1, 50) for _ in prompts]
+    plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=8192)
+    loads, fewest = loads_of(plan, lengths, prompts), num_computed(range(512), lengths, prompts)
+    assert fewest * 6 < sum(lengths)
+    assert sum(loads) <= 1.25 * fewest
+    assert max(loads) * num_ranks / sum(loads) - 1 <= 0.05
+
+
+@pytest.mark.parametrize("max_tokens", [1010, 1011, 1019, 1100])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_tokens):
+    """Prompts of 1000 and 5 to 10 more tokens: room for one rollout of a group, or for a few."""
+    prompts = [Prompt(i // 24, 1000) for i in range(72)]
+    lengths = [1005 + i % 6 for i in range(72)]
+    plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(72))
+    assert all(num_computed(micro, lengths, prompts) <= max_tokens for rank in plan for micro in rank)
+    if max_tokens == 1010:  # 5 + 5 is all that goes together
+        assert len(plan[0]) * num_ranks >= 66
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_of_groups_is_a_pure_function(seed):
+    """Called again, with other random state and tuples for lists, it says the same and leaves its input alone."""
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+    before = list(lengths), list(prompts)
+    how = dict(num_minibatches=2, num_ranks=num_ranks, max_tokens=max_tokens)
+    first = plan_updates(lengths, prompts, **how)
+    random.seed(seed)
+    assert plan_updates(tuple(lengths), tuple(prompts), **how) == first
+    assert (lengths, prompts) == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_minibatches_of_groups_cut_the_rows_in_their_order(seed):
+    """A prompt that lies in two minibatches counts in each; rows and budgets are kept."""
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+    plan = plan_updates(lengths, prompts, num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
+    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+        micros = [micro for rank in ranks for micro in rank]
+        assert sorted(row for micro in micros for row in micro) == minibatch
+        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
+    """Over the ranks, then over a rank's microbatches; a prompt that nobody shares, or of no token, changes nothing."""
+    lengths, num_ranks, _ = random_case(seed)
+    expected = [[] for _ in range(num_ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)
+    how = dict(num_ranks=num_ranks, max_tokens=max(1, sum(lengths)))
+    plan = plan_microbatches(lengths, **how)
+    assert plan == [[sorted(rank)] for rank in expected]
+    assert plan_microbatches(lengths, [Prompt(i, min(5, n)) for i, n in enumerate(lengths)], **how) == plan
