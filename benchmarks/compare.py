@@ -45,11 +45,12 @@ def main() -> None:
     for metric in metrics:
         print(f"\n{metric}: median (range), ratio to the first: median (range), {args.rounds} rounds")
         for command, found in zip(args.commands, results, strict=True):
-            pairs = [
-                (a[metric], b[metric]) for a, b in zip(found, results[0], strict=True) if metric in a and metric in b
-            ]
+            pairs = [(a.get(metric), b.get(metric)) for a, b in zip(found, results[0], strict=True)]
+            pairs = [pair for pair in pairs if None not in pair]  # null: not reached
             if pairs:
-                print(f"  {spread([a for a, _ in pairs])}  ratio {spread([a / b for a, b in pairs if b])}  {command}")
+                rounds = "" if len(pairs) == args.rounds else f"  ({len(pairs)} of the rounds)"
+                ratios = spread([a / b for a, b in pairs if b])
+                print(f"  {spread([a for a, _ in pairs])}  ratio {ratios}  {command}{rounds}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 MODEL is a Hugging Face folder; the reward is the share of the letter e. The first step does not count. Phases and CPU
 seconds are rank 0's, `useful_tok_cpu_s` is per rank. `train_waste` is the share of padding in the rows that pass the
-layers in an update, counted there.
+layers in an update, counted there; `shared_frac` the share of the tokens that are not computed again, since they are of
+a prompt that the microbatch has already.
 """
 
 import argparse
@@ -52,7 +53,7 @@ class GrpoLoop:
         self.optimizer = self.policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
         self.reference = load_replica(args.model, dtype=self.dtype) if args.kl_coef else None
         self.engine = Engine(
-            self.policy.module,
+            self.policy.decoder,
             max_rows=args.max_rows,
             cache_tokens=args.cache_tokens,
             dtype=self.dtype,
@@ -159,11 +160,16 @@ def main() -> None:
             with clock.phase("update"):
                 loop.backward(batch, microbatches)
                 metrics = loop.step()
-        counts = torch.tensor([sum(len(r.completion) for r in rollouts), len(batch.tokens), layer_rows.take()])
-        useful, tokens, rows = all_reduce_sum(counts).tolist()
+        computed = sum(len(batch.select(sequences).layout().kept) for sequences in microbatches)
+        counts = [sum(len(r.completion) for r in rollouts), len(batch.tokens), computed, layer_rows.take()]
+        useful, tokens, computed, rows = all_reduce_sum(torch.tensor(counts)).tolist()
         seconds = clock.take()
         row = {"step_s": seconds.pop("step"), "step_cpu_s": seconds.pop("step_cpu"), **seconds, "useful": useful}
-        row |= {"train_waste": 1 - tokens / rows, "microbatches": len(microbatches)}
+        row |= {
+            "train_waste": 1 - computed / rows,
+            "shared_frac": 1 - computed / tokens,
+            "microbatches": len(microbatches),
+        }
         row |= {"logp_equal_frac": metrics["policy/logp_equal_frac"], "grad_norm": metrics["optim/grad_norm"]}
         if step > 0:
             steps.append(row)

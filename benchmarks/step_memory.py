@@ -1,0 +1,89 @@
+"""Growth of peak memory over one loss step: score with gradients and backward, by microbatch. On one rank, Linux only.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_memory.py MODEL --batch 8 --len 1024 --prompt-len 64
+
+MODEL is a Hugging Face folder. The batch is made by hand: random tokens, completions of `len` / 4 to `len` tokens in
+equal steps. `step_peak_mib` is the peak of resident memory during the step less resident memory before it, in a fresh
+process: weights are in neither, gradients in both. --whole-step adds the optimizer's first step, which makes its two
+moments, and the refresh. `cpu_s` is of this first step too, with whatever is done only once.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from grpo_step import GrpoLoop, make_parser
+from workload import print_result
+
+from minirl import distributed
+from minirl.batch import Batch
+from minirl.plan import plan_updates
+
+NUM_SPECIAL = 6  # ids that random tokens leave out
+
+
+def reset_peak_rss() -> None:
+    """Have the kernel count this process's peak resident set from now on. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_mib(key: str) -> float:
+    """A figure of /proc/self/status: VmRSS is resident memory now, VmHWM its peak since `reset_peak_rss`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def make_batch(batch: int, length: int, prompt: int, vocab: int) -> Batch:
+    """`batch` sequences of `prompt` + length / 4 ... length random tokens, with advantages and token-mean weights."""
+    torch.manual_seed(0)
+    completions = torch.linspace(length / 4, length, batch).long().tolist() if batch > 1 else [length]
+    lengths = tuple(prompt + completion for completion in completions)
+    mask = torch.cat([torch.arange(total) >= prompt for total in lengths])
+    made = Batch(lengths, torch.randint(NUM_SPECIAL, vocab, (sum(lengths),)), mask, torch.zeros(sum(lengths)))
+    weights = torch.full((batch,), 1 / sum(completions))
+    return made.replace(advantages=made.spread(torch.randn(batch)), loss_weights=made.spread(weights))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.set_defaults(max_tokens_per_microbatch=2048, cache_tokens=2048)
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--len", type=int, default=1024, help="tokens of the longest completion")
+    parser.add_argument("--prompt-len", type=int, default=64)
+    parser.add_argument("--whole-step", action="store_true", help="with the optimizer's step and the refresh")
+    args = parser.parse_args()
+    loop = GrpoLoop(args)
+    vocab = loop.policy.module.config.vocab_size
+    batch = make_batch(args.batch, args.len, args.prompt_len, vocab).to(loop.device)
+    limit = args.max_tokens_per_microbatch
+    plan = plan_updates(batch.lengths, num_minibatches=1, num_ranks=1, max_tokens=limit)
+    (microbatches,) = plan.of_rank(0)
+
+    before = status_mib("VmRSS")
+    reset_peak_rss()
+    start, start_cpu = time.perf_counter(), time.process_time()
+    loop.backward(batch, microbatches)
+    if args.whole_step:
+        loop.step()
+    peak, wall_s, cpu_s = status_mib("VmHWM"), time.perf_counter() - start, time.process_time() - start_cpu
+    print_result(
+        what="minirl_step_memory",
+        whole_step=args.whole_step,
+        dtype=args.dtype,
+        batch=args.batch,
+        len=args.len,
+        vocab=vocab,
+        real_tokens=int(batch.loss_mask.sum()),
+        microbatches=len(microbatches),
+        max_tokens_per_microbatch=limit,
+        rss_before_mib=before,
+        peak_rss_mib=peak,
+        step_peak_mib=peak - before,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+    )
+
+
+if __name__ == "__main__":
+    main()
+    distributed.stop()
