@@ -247,16 +247,15 @@ def main(config: Config) -> None:
             if not missing:
                 break
         stats = engine.take_stats()
-        metrics.add("perf/decode_waste", stats.padding_rows, stats.padding_rows + stats.decode_tokens)
+        metrics.add("perf/decode_waste", stats.padding_rows, stats.computed_rows)
 
         with metrics.timer("score"):
             trained = [p * groups.shape[1] + s for p in kept for s in range(config.group_size)]  # rows of the table
             wanted = set(trained)
             judged = judged.select([i for i, row in enumerate(table.rows_of(judged.rollouts)) if row in wanted])
             table, groups = table.select(trained), groups[kept]
-            split = dict(num_minibatches=num_minibatches, num_ranks=world_size())
-            split |= dict(max_tokens=config.max_tokens_per_microbatch)
-            plan = plan_updates(table.num_tokens.tolist(), table.prompts, **split)
+            limits = dict(num_ranks=world_size(), max_tokens=config.max_tokens_per_microbatch)
+            plan = plan_updates(table.num_tokens.tolist(), table.prompts, num_minibatches=num_minibatches, **limits)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
             batch = exchange(judged.rollouts, table, plan.rank_of).to(device)

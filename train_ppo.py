@@ -224,14 +224,13 @@ def main(config: Config) -> None:
         with metrics.timer("reward"):
             judged = judge(functions, prompts, rollouts)
             metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
-            stats = engine.take_stats()
-            metrics.add("perf/decode_waste", stats.padding_rows, stats.padding_rows + stats.decode_tokens)
             table = gather_table(judged.rollouts, judged.rewards)
+        stats = engine.take_stats()
+        metrics.add("perf/decode_waste", stats.padding_rows, stats.computed_rows)
 
         with metrics.timer("score"):
-            split = dict(num_minibatches=num_minibatches, num_ranks=world_size())
-            split |= dict(max_tokens=config.max_tokens_per_microbatch)
-            plan = plan_updates(table.num_tokens.tolist(), table.prompts, **split)
+            limits = dict(num_ranks=world_size(), max_tokens=config.max_tokens_per_microbatch)
+            plan = plan_updates(table.num_tokens.tolist(), table.prompts, num_minibatches=num_minibatches, **limits)
             minibatches = plan.of_rank(rank())
             microbatches = [sequences for minibatch in minibatches for sequences in minibatch]
             batch = exchange(judged.rollouts, table, plan.rank_of).to(device)

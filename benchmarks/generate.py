@@ -58,24 +58,23 @@ def main() -> None:
             max_new=args.max_new,
             stop_ids=tokenizer.stop_ids,
         )
-        before = vars(engine.stats).copy()
         with clock.phase("wall"):
             rollouts = engine.generate(requests)
-        stats = {name: value - before[name] for name, value in vars(engine.stats).items()}
-        seconds, useful = clock.take(), sum(len(rollout.completion) for rollout in rollouts)
+        stats, seconds = engine.take_stats(), clock.take()
+        useful = sum(len(rollout.completion) for rollout in rollouts)
         row = {
             "wall_s": seconds["wall"],
             "cpu_s": seconds["wall_cpu"],
             "useful": useful,
             "useful_tok_s": useful / seconds["wall"],
             "useful_tok_cpu_s": useful / seconds["wall_cpu"],
-            "steps": stats["decode_steps"],
+            "steps": stats.decode_steps,
             "mean_len": useful / len(rollouts),
             "rows": layer_rows.take(),
-            "decode_rows": stats["decode_tokens"],
-            "decode_waste": stats["padding_rows"] / (stats["decode_tokens"] + stats["padding_rows"]),
-            "prefill_tokens": stats["prefill_tokens"],
-            "preemptions": stats["preemptions"],
+            "decode_rows": stats.decode_tokens,
+            "decode_waste": stats.padding_rows / stats.computed_rows,
+            "prefill_tokens": stats.prefill_tokens,
+            "preemptions": stats.preemptions,
         }
         if run >= args.warmup:
             print_row(row)

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
-from workload import print_result, print_row
+from workload import print_result, print_row, reset_peak_rss, status_mib
 
 from minirl.numerics import at_least_fp32
 from minirl.scoring import CHUNK, ChunkedLogprobs
@@ -63,18 +62,12 @@ def gradients(variant: str, vocab: int, width: int, tokens: int, dtype: torch.dt
     return lambda: torch.autograd.grad((VARIANTS[variant](*inputs, targets) * weights).sum(), inputs)
 
 
-def status_mib(key: str) -> float:
-    """A line of this process's status: VmRSS is its memory now, VmHWM the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
-
-
 def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     """The figures of one variant, in this process."""
     dtype, seconds, peaks = getattr(torch, args.dtype), [], []
     gradients(variant, 64, 64, 64, dtype, wide=False)()  # loads the libraries, and is too small to leave memory behind
     run = gradients(variant, args.vocab, args.hidden, args.tokens, dtype, wide=False)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    reset_peak_rss()
     before = status_mib("VmRSS")
     for _ in range(args.runs):
         start = time.process_time()

@@ -13,7 +13,7 @@ A CSV needs the columns step, cpu_seconds, reward and mean_len; --read gives its
 `compare.py` can run another trainer on this recipe, and take the ratio of what it wrote:
 
     python benchmarks/compare.py --metric cpu_s_to_0.5 --metric step_to_0.5 "python benchmarks/learn.py MODEL" \
-        'sh -c "python OTHER.py MODEL --csv /tmp/other.csv && python benchmarks/learn.py /tmp/other.csv --read"'
+        'sh -c "python OTHER.py MODEL --csv other.csv && python benchmarks/learn.py other.csv --read"'
 """
 
 import argparse

@@ -9,28 +9,16 @@ moments, and the refresh. `cpu_s` is of this first step too, with whatever is do
 """
 
 import time
-from pathlib import Path
 
 import torch
 from grpo_step import GrpoLoop, make_parser
-from workload import print_result
+from workload import print_result, reset_peak_rss, status_mib
 
 from minirl import distributed
 from minirl.batch import Batch
 from minirl.plan import plan_updates
 
 NUM_SPECIAL = 6  # ids that random tokens leave out
-
-
-def reset_peak_rss() -> None:
-    """Have the kernel count this process's peak resident set from now on. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def status_mib(key: str) -> float:
-    """A figure of /proc/self/status: VmRSS is resident memory now, VmHWM its peak since `reset_peak_rss`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def make_batch(batch: int, length: int, prompt: int, vocab: int) -> Batch:

@@ -26,15 +26,6 @@ from minirl import distributed, numerics
 from minirl.attention import DecodeLayout, Layout
 
 
-def store(k: Tensor, v: Tensor, layout: Layout, layer: int) -> None:
-    """Keep k, v in the layout's cache, as `attend` does."""
-    cached, index = layout.caches.get(layer, (None, 0))
-    if cached is not None:
-        write = cached.write
-        kept = slice(0, len(write.block)) if write.token is None else write.token
-        cached.pool.write(index, k[kept], v[kept], write.block, write.offset)
-
-
 def cached_keys(layout: DecodeLayout, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, K, S, C] of each row, padded to the longest, and the position of its first key [B]."""
     cached, index = layout.caches[layer]
@@ -52,7 +43,9 @@ def cached_keys(layout: DecodeLayout, layer: int) -> tuple[Tensor, Tensor, Tenso
 def free_attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
     """`minirl.attention.attend` by `scaled_dot_product_attention`."""
     assert window is None, "this benchmark is for models without a window"
-    store(k, v, layout, layer)
+    if layer in layout.caches:
+        cached, index = layout.caches[layer]
+        cached.store(index, k, v)
     if isinstance(layout, DecodeLayout):
         keys, values, first = cached_keys(layout, layer)
         seen = first[:, None] + torch.arange(keys.shape[2]) <= layout.positions[:, None]

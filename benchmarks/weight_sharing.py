@@ -60,10 +60,12 @@ class WeightWatch:
         return changed / sum(weight.numel() for weight in self.bits.values())
 
     def _in_place(self, phase: str) -> list[tuple[str, Tensor]]:
-        module_weights = dict(self.policy.module.named_parameters())
-        self._require(module_weights.keys() == self.addresses.keys(), f"{phase}: the module has other parameters")
+        for module in (self.policy.module, self.policy.decoder):
+            weights = dict(module.named_parameters())
+            self._require(weights.keys() == self.addresses.keys(), f"{phase}: a module has other parameters")
+            for name, weight in self.policy.compute_weights.items():
+                self._require(weights[name] is weight, f"{phase}: a module has another tensor for {name}")
         for name, weight in self.policy.compute_weights.items():
-            self._require(module_weights[name] is weight, f"{phase}: the module has another tensor for {name}")
             self._require(weight.data_ptr() == self.addresses[name], f"{phase} moved {name}")
         return list(self.policy.compute_weights.items())
 

@@ -16,35 +16,26 @@ import torch
 from workload import print_result
 
 from minirl.kv_cache import KVCache
-from minirl.model import ModelConfig, Transformer
+from minirl.model import Transformer
 from minirl.sampling import request_key, sample
+from minirl.weights import config_from_dict
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 4, 4, 2, 64, 256, 768, 64
+SHAPE = {
+    "model_type": "mistral",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 PROMPT = 32
 
 
 def make_model(window: int | None, args: argparse.Namespace) -> Transformer:
     """A random model; the weights do not depend on the window."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=PROMPT + args.tokens,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        layer_windows=(window,) * LAYERS,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
-    )
+    config = config_from_dict(SHAPE | {"sliding_window": window, "max_position_embeddings": PROMPT + args.tokens})
     return Transformer(config).to(getattr(torch, args.dtype))
 
 
@@ -52,11 +43,12 @@ def make_model(window: int | None, args: argparse.Namespace) -> Transformer:
 def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float, int]]:
     """CPU seconds of each decode step, and the blocks that a pool has in use after it."""
     model = make_model(window, args)
+    config = model.config
     cache = KVCache(
-        model.config.layer_windows,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_query_groups=HEADS // KV_HEADS,
+        config.layer_windows,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_query_groups=config.num_attention_heads // config.num_key_value_heads,
         num_tokens=args.rows * (PROMPT + args.tokens + 128),
         max_sequences=args.rows,
         dtype=getattr(torch, args.dtype),
@@ -68,7 +60,9 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
     sequences = [cache.add(PROMPT) for _ in range(args.rows)]
     assert all(sequences), "the cache holds every row"
     layout = cache.prefill_layout(sequences)
-    hidden = model(torch.randint(VOCAB, (args.rows * PROMPT,)), layout.positions, layout)[PROMPT - 1 :: PROMPT]
+    hidden = model(torch.randint(config.vocab_size, (args.rows * PROMPT,)), layout.positions, layout)[
+        PROMPT - 1 :: PROMPT
+    ]
     positions = torch.full((args.rows,), PROMPT)
     for _ in range(args.tokens):
         start = time.process_time()

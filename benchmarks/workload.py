@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -102,6 +103,17 @@ def print_result(**values: object) -> None:
     """The last line of a benchmark, for machines (`compare.py`)."""
     shown = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
     print("RESULT " + json.dumps(shown | {"torch": torch.__version__}), flush=True)
+
+
+def reset_peak_rss() -> None:
+    """Have the kernel count this process's peak resident set from now on. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_mib(key: str) -> float:
+    """A figure of /proc/self/status: VmRSS is resident memory now, VmHWM its peak since `reset_peak_rss`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def peak_rss_mib() -> float:

@@ -75,6 +75,12 @@ class Cached:
     write: PoolWrite
     read: "DecodeRead | None" = None
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep what is to be kept of k, v [T', K, C], in the pool's `layer`-th layer."""
+        block, offset = self.write.block, self.write.offset
+        kept = slice(0, len(block)) if self.write.token is None else self.write.token
+        self.pool.write(layer, k[kept], v[kept], block, offset)
+
 
 @dataclass(frozen=True)
 class DecodeRead:
@@ -111,8 +117,7 @@ class PackedLayout:
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """As `cu_seqlens`, of the model's rows."""
-        own = [length - n for length, n in zip(self.lengths, self.num_shared, strict=True)]
-        return _cumulative(own).to(self.device)
+        return _cumulative(self.num_own).to(self.device)
 
     @functools.cached_property
     def row(self) -> Tensor:
@@ -139,10 +144,15 @@ class PackedLayout:
         spans = map(torch.arange, self.num_shared, self.lengths)
         return torch.cat([torch.arange(0), *spans]).to(self.device)
 
-    @property
+    @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
         """How many tokens each sequence has from another."""
         return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
+
+    @functools.cached_property
+    def num_own(self) -> tuple[int, ...]:
+        """How many rows of the model each sequence has."""
+        return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
 
     def plan(self, window: int | None, num_kv: int) -> portable.PackedPlan:
         """The portable kernel's plan for layers with this window and number of key heads, made once."""
@@ -179,9 +189,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     """
     cached, index = layout.caches.get(layer, (None, 0))
     if cached is not None:
-        write = cached.write
-        kept = slice(0, len(write.block)) if write.token is None else write.token
-        cached.pool.write(index, k[kept], v[kept], write.block, write.offset)
+        cached.store(index, k, v)
     if isinstance(layout, PackedLayout):
         kernel = kernel_for(q.device, q.dtype)
         if kernel == "portable":
@@ -201,10 +209,9 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window
     longest = max(layout.lengths, default=0)
     if longest == 0:
         return q + 0 * (k.sum() + v.sum())
-    cu_k, cu_q = layout.cu_seqlens, layout.cu_queries
+    cu_k, cu_q, max_q = layout.cu_seqlens, layout.cu_queries, max(layout.num_own)
     if layout.shared:  # queries are the last of their sequence's keys, which the kernels take for granted
         k, v = k.index_select(0, layout.row), v.index_select(0, layout.row)
-    max_q = max(length - n for length, n in zip(layout.lengths, layout.num_shared, strict=True))
     left = -1 if window is None else window - 1
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func

@@ -100,8 +100,8 @@ class Batch:
     def layout(self) -> PackedLayout:
         """The layout of this stream for the model."""
         first: dict[Prompt, int] = {}
-        shared = tuple((first.setdefault(p, i), p.num_tokens) for i, p in enumerate(self.prompts))
-        shared = tuple((parent, n if parent != i else 0) for i, (parent, n) in enumerate(shared))
+        parents = [first.setdefault(prompt, i) for i, prompt in enumerate(self.prompts)]
+        shared = tuple((j, self.prompts[i].num_tokens if i != j else 0) for i, j in enumerate(parents))
         return PackedLayout(self.lengths, self.tokens.device, shared=shared if len(first) < len(shared) else ())
 
     def replace(self, **fields: Tensor) -> "Batch":

@@ -56,6 +56,11 @@ class EngineStats:
     decode_steps: int = 0
     preemptions: int = 0
 
+    @property
+    def computed_rows(self) -> int:
+        """Rows that decode steps computed, the padding too."""
+        return self.decode_tokens + self.padding_rows
+
 
 @dataclass
 class _Row:

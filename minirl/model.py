@@ -6,6 +6,7 @@ their layout. It returns hidden states; logits are made where they are consumed,
 features a family has is said in `weights`. Norm statistics, rope tables and rotations are fp32 (fp64 in an fp64 model).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -82,10 +83,12 @@ class Linear(nn.Linear):
         return numerics.linear(x, self.weight, self.bias)
 
 
+@functools.cache
 def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and signed sin [max_position_embeddings, C] in fp32, for `rotate`, looked up by position.
 
-    A table, since the vectorised cosine and its scalar tail differ in the last bit.
+    A table, since the vectorised cosine and its scalar tail differ in the last bit. One for all models of a shape, and
+    no buffer: it must survive the meta device and never be cast.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
@@ -185,13 +188,11 @@ class Transformer(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.model.embed_tokens.weight
-        self.rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Hidden states [T, D] after the final norm, for tokens and positions int64 [T]. Not collective."""
-        if self.rope is None:  # no buffer: it must survive the meta device and never be cast
-            self.rope = rope_table(self.config, tokens.device)
-        cos, sin = (table[numerics.pad_rows(positions)][:, None] for table in self.rope)  # [T, 1, C]
+        places = numerics.pad_rows(positions)
+        cos, sin = (table[places][:, None] for table in rope_table(self.config, tokens.device))  # [T, 1, C]
         x = self.model.embed_tokens(numerics.pad_rows(tokens))
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():

@@ -53,11 +53,9 @@ class ShardedModel:
         self.module.to_empty(device=device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
-        unit_of = [name.partition("layers.")[2].partition(".")[0] for name in self.masters]  # "" for the root's
-        self._names_by_unit = [
-            [name for name, of in zip(self.masters, unit_of, strict=True) if of == unit]
-            for unit in dict.fromkeys(unit_of)
-        ]
+        self._names_by_layer: dict[str, list[str]] = {}  # "" for the root's own
+        for name in self.masters:
+            self._names_by_layer.setdefault(name.partition("layers.")[2].partition(".")[0], []).append(name)
         for unit in self._units:
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
@@ -109,7 +107,7 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place, with one gather per layer (collective)."""
         world = torch.distributed.get_world_size()
-        for names in self._names_by_unit:
+        for names in self._names_by_layer.values():
             full = [self.compute_weights[name] for name in names]
             sizes = [-(-len(x) // world) * x[0].numel() for x in full]  # of a shard, to which the last ones are padded
             own = torch.zeros(sum(sizes), dtype=full[0].dtype, device=full[0].device)

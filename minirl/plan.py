@@ -156,13 +156,13 @@ def _first_fit(pieces: _Pieces, limit: int) -> list[list[int]]:
     """Pieces into as few bins as come of the first with room, one that has the prompt before others."""
     bins: list[_Bin] = []
     for piece in pieces:
-        fitting = [b for b in bins if b.load_with(piece) <= limit]
-        known = [b for b in fitting if piece.prompt in b.prompts]
         if piece.size > limit:
             pieces.halve(piece)
-        elif fitting:
-            (known or fitting)[0].add(piece)
-        else:
+            continue
+        fitting = [b for b in bins if b.load_with(piece) <= limit]
+        if not fitting:
             bins.append(_Bin())
-            bins[-1].add(piece)
+            fitting = bins[-1:]
+        known = [b for b in fitting if piece.prompt in b.prompts]
+        (known or fitting)[0].add(piece)
     return [b.members for b in bins]

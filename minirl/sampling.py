@@ -115,8 +115,9 @@ def sample(
     greedy = temperature == 0
     divisor = torch.where(greedy, 1.0, temperature)[:, None]
     tiles = [tile_logits(hidden, part, divisor) for part in head.split(tile or vocab_tile(head.device))]
-    logits = torch.cat(tiles, -1)
-    totals = torch.stack([part.logsumexp(-1) for part in tiles], -1) if len(tiles) > 1 else None
+    logits, totals = tiles[0], None
+    if len(tiles) > 1:
+        logits, totals = torch.cat(tiles, -1), torch.stack([part.logsumexp(-1) for part in tiles], -1)
     logprobs = log_softmax(logits, totals)
     tokens = inverse_cdf(logprobs, uniforms(keys, positions))
     if greedy.is_cuda or greedy.any():  # to look at them on CUDA is to wait for the device

@@ -10,7 +10,9 @@ import torch
 
 from minirl import attention, numerics
 from minirl.attention import PackedLayout, attend, kernel_for
+from minirl.batch import Batch
 from minirl.kv_cache import KVCache
+from minirl.plan import Prompt
 from minirl.portable import BLOCK, QUERIES, min_queries
 
 CPU = torch.device("cpu")
@@ -176,12 +178,20 @@ def test_without_shared_prompts_every_token_is_a_row():
 
 def shared_layout(families, seed=0):
     """Sequences of families (prompt, own tokens of each member), shuffled; the first of a family is the parent."""
-    members = [(i, prompt, n) for i, (prompt, *owns) in enumerate(families) for n in owns]
+    return layout_of(shuffled_members(families, seed))
+
+
+def shuffled_members(families, seed):
+    """The prompt and the number of own tokens of each member of these families."""
+    members = [(Prompt(i, prompt), n) for i, (prompt, *owns) in enumerate(families) for n in owns]
     random.Random(seed).shuffle(members)
-    first = {}
-    shared = [(first.setdefault(family, i), prompt) for i, (family, prompt, _) in enumerate(members)]
-    shared = tuple((parent, prompt if parent != i else 0) for i, (parent, prompt) in enumerate(shared))
-    return PackedLayout(tuple(prompt + n for _, prompt, n in members), CPU, shared=shared)
+    return members
+
+
+def layout_of(members):
+    """The layout of a batch of these members."""
+    lengths, nothing = tuple(prompt.num_tokens + n for prompt, n in members), torch.empty(0)
+    return Batch(lengths, nothing, nothing, nothing, prompts=tuple(prompt for prompt, _ in members)).layout()
 
 
 # Prompts around the borders of blocks, of one to five members, one without a token of its own; two share nothing.

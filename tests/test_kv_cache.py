@@ -255,9 +255,7 @@ def write_last(cache: KVCache, sequences: list[CachedSequence], values: list[flo
 def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)[:, None, None]
     for layer, (cached, index) in layout.caches.items():
-        write = cached.write
-        k = x + layer if write.token is None else (x + layer)[write.token]
-        cached.pool.write(index, k, -k, write.block, write.offset)
+        cached.store(index, x + layer, -(x + layer))
 
 
 def block_of_slot(plan: ReadPlan, slot: int) -> int:

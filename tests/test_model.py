@@ -1,10 +1,9 @@
 """The model against transformers on random checkpoints of every family, and what packing may not change."""
 
-import random
-
 import pytest
 import torch
 import transformers
+from test_attention import layout_of, shuffled_members
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from minirl import numerics
@@ -283,15 +282,21 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
     assert torch.equal(grad.abs().sum(1) > 0, reached)
 
 
+def load_exact(folder, dtype):
+    """The model in `dtype`, and whether this machine's products are row-invariant; no test of bf16 where not."""
+    model = load(folder).to(dtype)
+    is_exact = model.config.is_row_invariant(dtype, CPU)
+    if not is_exact and dtype == torch.bfloat16:
+        pytest.skip("this machine's bf16 products are not row-invariant")
+    return model, is_exact
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
     """Bit for bit where this machine's products are row-invariant, whatever is packed together. Pitfalls 2 and 3."""
-    model = load(checkpoints(name)[1]).to(dtype)
-    is_exact = model.config.is_row_invariant(dtype, CPU)
-    if not is_exact and dtype == torch.bfloat16:
-        pytest.skip("this machine's bf16 products are not row-invariant")
+    model, is_exact = load_exact(checkpoints(name)[1], dtype)
     tokens = random_tokens(model, LENGTHS)
     packed = hidden_states(model, tokens, LENGTHS)
     assert packed.dtype == dtype
@@ -350,14 +355,12 @@ FAMILIES = [
 
 def shared_stream(model, families, seed=0):
     """Tokens of these families' sequences end to end, and the layouts with and without shared prompts."""
-    members = [(i, prompt, n) for i, (prompt, *owns) in enumerate(families) for n in owns]
-    random.Random(seed).shuffle(members)
+    members = shuffled_members(families, seed)
     prompts = [random_tokens(model, [prompt], seed=i) for i, (prompt, *_) in enumerate(families)]
-    tokens = [torch.cat([prompts[i], random_tokens(model, [n], seed=50 + j)]) for j, (i, _, n) in enumerate(members)]
-    parents = [next(j for j, other in enumerate(members) if other[0] == i) for i, _, _ in members]
-    shared = tuple((parent, members[j][1] if parent != j else 0) for j, parent in enumerate(parents))
-    lengths = tuple(map(len, tokens))
-    return torch.cat(tokens), PackedLayout(lengths, CPU, shared=shared), PackedLayout(lengths, CPU)
+    own = [random_tokens(model, [n], seed=50 + j) for j, (_, n) in enumerate(members)]
+    tokens = torch.cat([x for (prompt, _), y in zip(members, own, strict=True) for x in (prompts[prompt.ordinal], y)])
+    shared = layout_of(members)
+    return tokens, shared, PackedLayout(shared.lengths, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -365,10 +368,7 @@ def shared_stream(model, families, seed=0):
 @torch.no_grad()
 def test_hidden_states_of_shared_prompts_equal_those_of_each_sequences_own(name, dtype, checkpoints):
     """Bit for bit where products are row-invariant: prompts of 1 to 300 tokens, one to five members, unshared ones."""
-    model = load(checkpoints(name)[1]).to(dtype)
-    is_exact = model.config.is_row_invariant(dtype, CPU)
-    if not is_exact and dtype == torch.bfloat16:
-        pytest.skip("this machine's bf16 products are not row-invariant")
+    model, is_exact = load_exact(checkpoints(name)[1], dtype)
     for seed in range(2):
         tokens, shared, alone = shared_stream(model, FAMILIES, seed)
         assert torch.equal(tokens[shared.kept][shared.row], tokens)

@@ -316,7 +316,8 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
     masters = {name: master.full_tensor().to(dtype) for name, master in model.masters.items()}
     report["sampled"] = max(gaps) <= tolerance
     report["stable"] = all(weight.data_ptr() == addresses[name] for name, weight in model.compute_weights.items())
-    report["used"] = all(dict(model.module.named_parameters())[n] is w for n, w in model.compute_weights.items())
+    modules = [dict(module.named_parameters()) for module in (model.module, model.decoder)]
+    report["used"] = all(params[n] is w for n, w in model.compute_weights.items() for params in modules)
     report["fresh"] = all(torch.equal(model.compute_weights[n], masters[n]) for n in masters)
     report["moved"] = not torch.equal(model.compute_weights["model.norm.weight"], original["model.norm.weight"])
     return report
