@@ -32,6 +32,7 @@ from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
 from minirl.engine import Engine
+from minirl.errors import InputError
 from minirl.flags import refuse
 from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
 from minirl.parallel import ShardedModel, learning_rate
@@ -156,7 +157,7 @@ def main(config: Config) -> None:
     value_shape = dataclasses.replace(read_config(value_source), scalar_head=True)
     words, value_words = (t.backend.get_vocab().items() for t in (tokenizer, Tokenizer(value_source)))
     if not words <= value_words or value_shape.max_position_embeddings < longest:
-        raise ValueError(f"--value-model {value_source}: must read the policy's tokens, up to {longest} of them")
+        raise InputError(f"--value-model {value_source}: must read the policy's tokens, up to {longest} of them")
     rewards = dict(task.rewards)
     if config.reward_model:
         folder, limit = resolve_folder(config.reward_model, flag="--reward-model"), config.max_tokens_per_microbatch

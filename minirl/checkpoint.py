@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from minirl.distributed import barrier, rank
+from minirl.errors import InputError
 from minirl.parallel import ShardedModel
 from minirl.weights import save_folder, scalar_config
 
@@ -17,15 +18,15 @@ def runs_root() -> Path:
 def new_run_folder(name: str) -> Path:
     """Make and return the folder of a new run (collective).
 
-    Raises ValueError for a name that is a path, and FileExistsError when a run is there already.
+    Raises InputError for a name that is a path, or when a run is there already.
     """
     if Path(name).name != name:
-        raise ValueError(f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go")
+        raise InputError(f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go")
     folder = runs_root() / name
     taken = folder.exists() and any(folder.iterdir())  # a run that could not load its model left it empty
     barrier()
     if taken:
-        raise FileExistsError(f"--run-name {name}: {folder} exists already; choose another name")
+        raise InputError(f"--run-name {name}: {folder} exists already; choose another name")
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     barrier()

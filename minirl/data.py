@@ -9,6 +9,7 @@ from typing import Any
 from minirl.batch import RolloutId
 from minirl.distributed import rank, world_size
 from minirl.engine import Request
+from minirl.errors import InputError
 from minirl.sampling import request_key
 from minirl.tasks import Messages, Row
 
@@ -17,7 +18,7 @@ class Prompts:
     """The rows of a task that leave room for a completion, tokenized, in shuffled epochs without end.
 
     The `ordinal`-th prompt of the run is a pure function of (seed, ordinal). `num_skipped` rows were too long. Raises
-    ValueError when none is left.
+    InputError when none is left.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Prompts:
         kept = [(row, tokens) for row, tokens in encoded if len(tokens) + max_new_tokens <= max_tokens]
         if rows and not kept:
             shortest = min(len(tokens) for _, tokens in encoded)
-            raise ValueError(
+            raise InputError(
                 f"every prompt is too long: the shortest has {shortest} tokens; of {max_tokens} that the model, "
                 f"--cache-tokens and --max-tokens-per-microbatch allow, --max-new-tokens takes {max_new_tokens}"
             )
@@ -118,7 +119,7 @@ class Tokenizer:
     def _render(self, messages: Messages, place: str, *, add_generation_prompt: bool) -> list[int]:
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
-            raise ValueError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
+            raise InputError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
         text = self.backend.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
         return list(self.backend(text, add_special_tokens=False)["input_ids"])
 

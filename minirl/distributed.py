@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.errors import InputError
+
 
 def start(*, device: str = "auto", threads: int = 1) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
     device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more
-    than one, CPU products are not row-invariant (`numerics`). Raises ValueError for a device that is not there.
+    than one, CPU products are not row-invariant (`numerics`). Raises InputError for a device that is not there.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {device}: choose auto, cpu or cuda")
+        raise InputError(f"--device {device}: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     torch.set_num_threads(threads)
     use_cuda = device != "cpu" and torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minirl import numerics
 from minirl.batch import Rollout, RolloutId
+from minirl.errors import InputError
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.model import Transformer
 from minirl.sampling import sample
@@ -96,17 +97,17 @@ class Engine:
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Those of a group, side by side, share one prefill. Not collective.
 
-        Raises ValueError for a request that the model's positions or the whole cache could not hold.
+        Raises InputError for a request that the model's positions or the whole cache could not hold.
         """
         for request in requests:
             longest = len(request.prompt) + request.max_new_tokens
             if not request.prompt or request.max_new_tokens < 1:
-                raise ValueError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
+                raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
             if longest > self.config.max_position_embeddings:
                 limit = self.config.max_position_embeddings
-                raise ValueError(f"prompt + max_new_tokens = {longest} tokens exceed the model's {limit} positions")
+                raise InputError(f"prompt + max_new_tokens = {longest} tokens exceed the model's {limit} positions")
             if longest > self.cache_tokens:
-                raise ValueError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
+                raise InputError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
         if requests and self._cache is None:
             self._cache = self._new_cache()
         self.weight_version = weight_version

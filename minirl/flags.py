@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from minirl.errors import InputError
+
 
 def chosen_preset(flag: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The preset that the command line names with `flag`, by default the first; all else there is left alone."""
@@ -13,9 +15,9 @@ def chosen_preset(flag: str, presets: Mapping[str, dict[str, Any]]) -> dict[str,
 
 
 def refuse(is_wrong: object, message: str) -> None:
-    """Raise ValueError with the message if something is wrong."""
+    """Raise InputError with the message if something is wrong."""
     if is_wrong:
-        raise ValueError(message)
+        raise InputError(message)
 
 
 def check_each(

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minirl.errors import GuardError
 from minirl.model import ModelConfig, Transformer
 from minirl.numerics import at_least_fp32
 from minirl.weights import load_weights
@@ -82,11 +83,11 @@ class ShardedModel:
         """Clip the global gradient norm (0: do not), update the masters, refresh; returns the norm before clipping.
 
         A gradient of exactly 0 takes no step: there is nothing to learn, and momentum would still move the weights.
-        Collective. Raises FloatingPointError before any update when the norm is not finite.
+        Collective. Raises GuardError before any update when the norm is not finite.
         """
         norm = float(torch.nn.utils.get_total_norm(self._gradients()).full_tensor())  # type: ignore[attr-defined]
         if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
+            raise GuardError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
             return norm

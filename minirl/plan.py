@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minirl.errors import InputError
+
 
 class Prompt(NamedTuple):
     """A prompt of the run by its ordinal, and its number of tokens: what its rollouts have in common."""
@@ -67,11 +69,11 @@ def plan_microbatches(
     """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
 
     What counts are the tokens that the model computes: a prompt once in each microbatch (without `prompts` nothing is
-    in common). Counts are equal on all ranks, so a microbatch may be empty. Pure. Raises ValueError for a sequence over
+    in common). Counts are equal on all ranks, so a microbatch may be empty. Pure. Raises InputError for a sequence over
     `max_tokens`.
     """
     if max(lengths, default=0) > max_tokens:
-        raise ValueError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
+        raise InputError(f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}")
     prompts = prompts or [Prompt(i, 0) for i in range(len(lengths))]
     members = _balance(_Pieces(range(len(lengths)), lengths, prompts), num_ranks)
     plan = [_first_fit(_Pieces(own, lengths, prompts), max_tokens) for own in members]

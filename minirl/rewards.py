@@ -22,6 +22,7 @@ from torch import Tensor
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
+from minirl.errors import InputError
 from minirl.plan import plan_microbatches
 from minirl.scoring import predict, unparked
 from minirl.tasks import Messages, RewardFunction, Row
@@ -29,12 +30,12 @@ from minirl.weights import load_replica
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function that "file.py:name" names. Raises ValueError or FileNotFoundError saying what is wrong with it."""
+    """The function that "file.py:name" names. Raises InputError saying what is wrong with it."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name:
-        raise ValueError(f"--reward {spec}: expected file.py:function")
+        raise InputError(f"--reward {spec}: expected file.py:function")
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--reward {spec}: there is no file {path}")
+        raise InputError(f"--reward {spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -42,7 +43,7 @@ def load_reward(spec: str) -> RewardFunction:
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"--reward {spec}: {path} has no function {name}")
+        raise InputError(f"--reward {spec}: {path} has no function {name}")
     return function
 
 
@@ -52,11 +53,11 @@ def load_reward_model(
     """The scalar that a sequence classifier gives prompt and completion at their last token, as a reward function.
 
     A whole replica on this rank, run packed in microbatches of `max_tokens` tokens; `park` keeps it in host memory
-    between calls, `chat` wraps text prompts as for the policy. Not collective. Raises ValueError for another model.
+    between calls, `chat` wraps text prompts as for the policy. Not collective. Raises InputError for another model.
     """
     model, tokenizer = load_replica(folder, dtype=dtype, scalar_head=True), Tokenizer(folder, chat=chat)
     if chat and tokenizer.backend.chat_template is None:
-        raise ValueError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
+        raise InputError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
     longest = min(model.config.max_position_embeddings, max_tokens)
     unread = json.loads((folder / "config.json").read_text()).get("pad_token_id")
 
@@ -68,7 +69,7 @@ def load_reward_model(
             while len(x) > 1 and x[-1] == unread:  # transformers scores at the last token that is not this one
                 x.pop()
         if (worst := max(map(len, ids))) > longest:
-            raise ValueError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
+            raise InputError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
         scores = torch.zeros(len(ids))
         ((*microbatches,),) = plan_microbatches([len(x) for x in ids], num_ranks=1, max_tokens=max_tokens)
         with unparked(model, device, park=park):
@@ -99,10 +100,10 @@ def weighted(
 ) -> tuple[dict[str, RewardFunction], Tensor]:
     """All functions, rewards first, and their weights fp64 [K]: 1 each unless given, 0 for those only `logged`.
 
-    Raises ValueError when the number of weights is not that of the rewards.
+    Raises InputError when the number of weights is not that of the rewards.
     """
     if weights and len(weights) != len(functions):
-        raise ValueError(f"--reward-weights {' '.join(map(str, weights))}: the rewards are {', '.join(functions)}")
+        raise InputError(f"--reward-weights {' '.join(map(str, weights))}: the rewards are {', '.join(functions)}")
     all_weights = [*(weights or [1.0] * len(functions)), *[0.0] * len(logged)]
     return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
 
@@ -117,7 +118,7 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
     }
     if missing := sorted(named - arguments.keys()):
         called = getattr(function, "__name__", str(function))
-        raise ValueError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
+        raise InputError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
@@ -164,7 +165,7 @@ def compute_rewards(
 ) -> list[float]:
     """Rewards of this rank's completions of these rows' prompts. Not collective.
 
-    Raises ValueError naming function, row and value unless there is one finite number per completion.
+    Raises InputError naming function, row and value unless there is one finite number per completion.
     """
     if not completions:
         return []
@@ -179,9 +180,9 @@ def compute_rewards(
     rewards = function(**accepted_arguments(function, arguments))
     called = getattr(function, "__name__", str(function))
     if not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0:
-        raise ValueError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
+        raise InputError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
     if len(rewards) != len(completions):
-        raise ValueError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
+        raise InputError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
     return [_number(called, r, row.place, text) for r, row, text in zip(rewards, rows, completions, strict=True)]
 
 
@@ -191,7 +192,7 @@ def _number(function: str, value: Any, place: str, completion: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, str):
-        raise ValueError(
+        raise InputError(
             f"reward {function} returned {value!r} for the row at {place}, completion {completion[:80]!r}; "
             "return a finite number for every completion"
         )

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from minirl.errors import InputError
 from minirl.model import ModelConfig, RopeScaling, Transformer
 
 # What a family implies: features that config.json does not name, and its defaults for keys that may be left out.
@@ -50,49 +51,49 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 def resolve_folder(model: str, *, flag: str = "--model") -> Path:
-    """The local folder of a model: itself, or the hub's snapshot of that id. Raises FileNotFoundError with both."""
+    """The local folder of a model: itself, or the hub's snapshot of that id. Raises InputError with both."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/")):
-        raise FileNotFoundError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
+        raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "merges.txt"]))
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{flag} {model}: neither a folder here nor to be had from the hub ({error})") from None
+        raise InputError(f"{flag} {model}: neither a folder here nor to be had from the hub ({error})") from None
 
 
 def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig:
-    """The model's shape and features; ValueError names the key of config.json that is not supported.
+    """The model's shape and features; InputError names the key of config.json that is not supported.
 
     scalar_head: refuse a language model (True) or a sequence classifier (False).
     """
     try:
         config = config_from_dict(json.loads((folder / "config.json").read_text()))
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise InputError(f"{folder}: {error}") from None
     if scalar_head not in (None, config.scalar_head):
         kinds = {True: "a sequence classifier (reward model)", False: "a language model"}
-        raise ValueError(
+        raise InputError(
             f"{folder}: config.json says {kinds[config.scalar_head]}; this must be {kinds[not config.scalar_head]}"
         )
     return config
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig` of a config.json's content; ValueError names the key that is not supported."""
+    """`ModelConfig` of a config.json's content; InputError names the key that is not supported."""
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})")
+        raise InputError(f"config.json: model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})")
     for key, value in raw.items():
         if key in _NEUTRAL_VALUES and value not in (_NEUTRAL_VALUES[key], None):
-            raise ValueError(f"config.json: {key}={value!r} is not supported (only {_NEUTRAL_VALUES[key]!r})")
+            raise InputError(f"config.json: {key}={value!r} is not supported (only {_NEUTRAL_VALUES[key]!r})")
         if key not in _SHAPE_KEYS | _HARMLESS_KEYS | _NEUTRAL_VALUES.keys() and value not in (None, False):
-            raise ValueError(f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it")
+            raise InputError(f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it")
     is_classifier = any(name.endswith("ForSequenceClassification") for name in raw.get("architectures") or [])
     if is_classifier and len(raw.get("id2label") or (0, 1)) != 1:
-        raise ValueError("config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this")
+        raise InputError("config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this")
     raw = {**FAMILIES[family], **raw}
     theta, scaling = _rope(raw)
     heads = raw["num_attention_heads"]
@@ -139,7 +140,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "llama3" and found.keys() == names.keys():
         return theta, RopeScaling(**found)
     if kind != "default" or found:
-        raise ValueError(f"config.json: rope type {kind!r} with {found} is not supported (default; llama3: {[*names]})")
+        raise InputError(f"config.json: rope type {kind!r} with {found} is not supported (default; llama3: {[*names]})")
     return theta, None
 
 
@@ -150,16 +151,16 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
         window = None
     if raw["model_type"] == "llama" or window is None:
         if "sliding_attention" in (raw.get("layer_types") or []):
-            raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding window is in use")
+            raise InputError("config.json: layer_types asks for sliding_attention, but no sliding window is in use")
         return (None,) * num_layers
     default = ["sliding_attention"] * num_layers
     if "max_window_layers" in raw:
         default = ["full_attention" if i < raw["max_window_layers"] else "sliding_attention" for i in range(num_layers)]
     kinds = raw.get("layer_types") or default
     if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != num_layers:
-        raise ValueError(f"config.json: layer_types={kinds} is not supported (full_attention, sliding_attention)")
+        raise InputError(f"config.json: layer_types={kinds} is not supported (full_attention, sliding_attention)")
     if raw["model_type"] == "mistral" and kinds != default:
-        raise ValueError(
+        raise InputError(
             f"config.json: layer_types={kinds} is not supported for mistral, where transformers ignores it"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -175,7 +176,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
     A scalar head that a language model's folder does not have is set to 0.
 
-    Raises FileNotFoundError without safetensors files, and ValueError naming missing, unexpected or misshapen tensors.
+    Raises InputError without safetensors files, and InputError naming missing, unexpected or misshapen tensors.
     """
     files = _file_of_each_tensor(folder)
     params = named_parameters(model)
@@ -186,12 +187,12 @@ def load_weights(model: Transformer, folder: Path) -> None:
         torch.nn.init.zeros_(params.pop("score.weight"))
     missing, unexpected = sorted(params.keys() - files.keys()), sorted(files.keys() - params.keys() - redundant)
     if missing or unexpected:
-        raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
+        raise InputError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             names = {name for name in params if files[name] == path}
             if lacking := sorted(names - set(file.keys())):
-                raise ValueError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
+                raise InputError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
             for name in sorted(names):
                 _fill(params[name], file.get_slice(name), f"{path}: {name}")
 
@@ -211,7 +212,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if index.is_file():
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
+        raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / "model.safetensors")
 
@@ -219,7 +220,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
 @torch.no_grad()
 def _fill(param: nn.Parameter, stored: Any, place: str) -> None:
     if tuple(stored.get_shape()) != tuple(param.shape):
-        raise ValueError(f"{place} has shape {stored.get_shape()}, config.json asks for {list(param.shape)}")
+        raise InputError(f"{place} has shape {stored.get_shape()}, config.json asks for {list(param.shape)}")
     if type(param) is nn.Parameter:
         param.copy_(stored[:])
         return

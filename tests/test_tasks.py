@@ -6,6 +6,7 @@ import time
 import pytest
 
 from minirl.data import Tokenizer
+from minirl.errors import InputError
 from minirl.rewards import compute_rewards
 from minirl.tasks import Row
 from minirl.tasks.gsm8k import (
@@ -84,7 +85,7 @@ def test_a_file_without_rows_is_refused(write, content):
 def test_a_missing_file_is_refused_by_name(tmp_path):
     """A file that is not there, or is a folder."""
     for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"there is no file {path}"):
+        with pytest.raises(InputError, match=f"there is no file {path}"):
             read_rows(str(path), "prompt")
 
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from minirl.attention import PackedLayout
+from minirl.errors import InputError
 from minirl.model import ModelConfig, RopeScaling, Transformer
 from minirl.scoring import predict
 from minirl.weights import (
@@ -477,7 +478,7 @@ def test_an_index_that_promises_a_tensor_its_file_lacks_is_refused(tmp_path):
 def test_a_folder_without_safetensors_is_not_found(tmp_path):
     """Other formats are not guessed at: the error says what is missing and where."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*safetensors"):
+    with pytest.raises(InputError, match=f"{tmp_path}.*safetensors"):
         load_weights(random_model(), tmp_path)
 
 
@@ -564,7 +565,7 @@ def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.format(tmp=tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"--model .*config\.json") as raised:
+    with pytest.raises(InputError, match=r"--model .*config\.json") as raised:
         resolve_folder(name)
     assert name in str(raised.value)
 
@@ -584,5 +585,5 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
     assert resolve_folder("owner/model") == tmp_path
     assert {"*.json", "*.safetensors"} <= set(patterns)
     assert not any(Path(name).match(pattern) for name in ("pytorch_model.bin", "a.pt", "a.py") for pattern in patterns)
-    with pytest.raises(FileNotFoundError, match=r"owner/missing.*no such repository"):
+    with pytest.raises(InputError, match=r"owner/missing.*no such repository"):
         resolve_folder("owner/missing")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from minirl.errors import InputError
 from minirl.tasks import Row, Task
 from minirl.tasks.jsonl import read_objects
 
@@ -28,15 +29,15 @@ def load_gsm8k(data: str, eval_data: str | None) -> Task:
 
 
 def read_gsm8k(path: str) -> list[Row]:
-    """Rows with the question as prompt and the reference number as `answer`. ValueError names file, line and field."""
+    """Rows with the question as prompt and the reference number as `answer`. InputError names file, line and field."""
     rows = []
     for place, fields in read_objects(path):
         for name in ("question", "answer"):
             if not isinstance(fields.get(name), str) or not fields[name].strip():
-                raise ValueError(f"{place}: field {name!r} is {fields.get(name)!r}; expected text")
+                raise InputError(f"{place}: field {name!r} is {fields.get(name)!r}; expected text")
         answer = strict_answer(fields["answer"])
         if answer is None:
-            raise ValueError(f"{place}: field 'answer' has no number after '####'")
+            raise InputError(f"{place}: field 'answer' has no number after '####'")
         rows.append(Row(fields["question"] + INSTRUCTION, {"answer": answer}, place))
     return rows
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from minirl.errors import InputError
 from minirl.tasks import Messages, Row, Task
 
 
@@ -16,11 +17,11 @@ def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str) -> T
 
 
 def read_rows(path: str, prompt_field: str) -> list[Row]:
-    """All rows of a file. Raises ValueError naming file, line and field of the first bad one."""
+    """All rows of a file. Raises InputError naming file, line and field of the first bad one."""
     rows = []
     for place, fields in read_objects(path):
         if prompt_field not in fields:
-            raise ValueError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
+            raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
         prompt = _checked_prompt(fields[prompt_field], f"{place}: field {prompt_field!r}")
         rows.append(Row(prompt, {k: v for k, v in fields.items() if k != prompt_field}, place))
     return rows
@@ -29,26 +30,26 @@ def read_rows(path: str, prompt_field: str) -> list[Row]:
 def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file with their places, "file:line"; blank lines are skipped."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise InputError(f"there is no file {path}")
     count = 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+                raise InputError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             if not line.strip():
                 continue
             try:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+                raise InputError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
             if not isinstance(fields, dict):
-                raise ValueError(f"{path}:{number}: expected an object, got {line.strip()[:60]}")
+                raise InputError(f"{path}:{number}: expected an object, got {line.strip()[:60]}")
             count += 1
             yield f"{path}:{number}", fields
     if not count:
-        raise ValueError(f"{path}: no rows")
+        raise InputError(f"{path}: no rows")
 
 
 def _checked_prompt(prompt: Any, place: str) -> str | Messages:
@@ -56,7 +57,7 @@ def _checked_prompt(prompt: Any, place: str) -> str | Messages:
         return prompt
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
         return prompt
-    raise ValueError(f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content")
+    raise InputError(f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content")
 
 
 def _is_message(message: Any) -> bool:

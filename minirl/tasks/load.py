@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from minirl.errors import InputError
 from minirl.rewards import load_reward
 from minirl.tasks import Task
 from minirl.tasks.gsm8k import load_gsm8k
@@ -25,32 +26,32 @@ def load_task(
     """The task `name` ("auto": jsonl with `data`, else sorting) from its files.
 
     reward: "file.py:function" each. They, or the reward model that the caller adds, take the place of the task's own
-    reward, which is then only logged. The whole of each file is checked. Raises ValueError or FileNotFoundError naming
+    reward, which is then only logged. The whole of each file is checked. Raises InputError naming
     file, line, field or flag.
     """
     if name not in TASKS:
-        raise ValueError(f"--task {name}: choose one of {', '.join(TASKS)}")
+        raise InputError(f"--task {name}: choose one of {', '.join(TASKS)}")
     name = ("jsonl" if data else "sorting") if name == "auto" else name
     functions = {spec.rpartition(":")[2]: load_reward(spec) for spec in reward}
     if len(functions) < len(reward):
-        raise ValueError(f"--reward {' '.join(reward)}: two functions of one name; rename one, metrics go by name")
+        raise InputError(f"--reward {' '.join(reward)}: two functions of one name; rename one, metrics go by name")
     if taken := sorted(functions.keys() & RESERVED):
-        raise ValueError(f"--reward {' '.join(reward)}: the name {taken[0]} is taken by a metric; rename the function")
+        raise InputError(f"--reward {' '.join(reward)}: the name {taken[0]} is taken by a metric; rename the function")
     if name == "sorting":
         if data or eval_data:
-            raise ValueError("--task sorting makes its own prompts; leave out --data and --eval-data")
+            raise InputError("--task sorting makes its own prompts; leave out --data and --eval-data")
         task = load_sorting()
     elif data is None:
-        raise ValueError(f"--task {name} needs --data FILE.jsonl")
+        raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
     elif not functions and not reward_model:
-        raise ValueError("--data FILE.jsonl needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k")
+        raise InputError("--data FILE.jsonl needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k")
     else:
         task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
     if not functions and not reward_model:
         return task
     own = {**task.rewards, **task.extra_scores}
     if taken := sorted(functions.keys() & own):
-        raise ValueError(f"--reward {' '.join(reward)}: task {name} has a score called {taken[0]}; rename the function")
+        raise InputError(f"--reward {' '.join(reward)}: task {name} has a score called {taken[0]}; rename the function")
     return dataclasses.replace(task, rewards=functions, extra_scores=own)
