@@ -27,15 +27,17 @@ import tyro
 from minirl import distributed, flags, losses
 from minirl.advantages import group_advantages, loss_weights, returns_to_go, select_groups, separate_advantages, whiten
 from minirl.batch import exchange, gather_by_row, gather_table
-from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
+from minirl.checkpoint import Checkpoints
 from minirl.data import Prompts, Tokenizer
 from minirl.distributed import print0, rank, world_size
 from minirl.engine import Engine
 from minirl.flags import refuse
-from minirl.metrics import Logger, StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
+from minirl.logger import Logger
+from minirl.metrics import StepMetrics, add_gap, add_rewards, add_rollouts, add_tokens, derived
 from minirl.parallel import ShardedModel, learning_rate
 from minirl.plan import plan_updates
 from minirl.rewards import judge, load_reward_model, overlong_penalty, weighted
+from minirl.runs import open_run, runs_root
 from minirl.scoring import score, score_frozen, unparked
 from minirl.tasks.load import load_task
 from minirl.toy import toy_folder
@@ -75,7 +77,8 @@ class Config:
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
-    run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS; none: grpo-<time>
+    run_name: RunName = None  # folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: grpo-<time>
+    resume: Literal["auto", "force", "never"] = "auto"  # the run of that name: with the same flags; anyway; never
     # Generate
     num_steps: int = 300  # steps, each with fresh rollouts
     prompts_per_step: int = 16  # prompts per step, over all ranks
@@ -121,7 +124,9 @@ class Config:
     # Report
     eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
     eval_rows: int = 256  # held-out rows used, at most
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
+    keep_checkpoints: int = 2  # newest checkpoints to keep, beside the one with the best held-out score; 0: all
+    keep_rollouts: int = 0  # newest steps whose rollouts are kept; 0: all
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     # Machine
     seed: int = 0  # of prompts' order and sampling noise
@@ -169,6 +174,8 @@ def main(config: Config) -> None:
     files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
     task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
     device = distributed.start(device=config.device, threads=config.threads)
+    run_name = config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S"))
+    run = open_run(run_name, dataclasses.asdict(config), resume=config.resume)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     where = dict(dtype=dtype, device=device)
@@ -187,7 +194,6 @@ def main(config: Config) -> None:
     if config.overlong_buffer:
         rewards["overlong"] = overlong_penalty(limit=max_new_tokens, buffer=config.overlong_buffer * max_new_tokens)
     functions, reward_weights = weighted(rewards, config.reward_weights, logged=task.extra_scores)
-    run = new_run_folder(config.run_name or distributed.agree(time.strftime("grpo-%Y%m%d-%H%M%S")))
 
     policy = ShardedModel(shape, source, **where, recompute_layers=config.recompute_layers)
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=config.weight_decay)
@@ -209,10 +215,15 @@ def main(config: Config) -> None:
     chosen: dict[str, Any] = dict(lr=peak_lr, num_minibatches=num_minibatches, max_new_tokens=max_new_tokens)
     chosen |= dict(task=task.name, old_logprobs=old_logprobs, dtype=str(dtype), device=device.type)
     chosen |= dict(model=str(source), world_size=world_size(), command=sys.argv)
-    logger = Logger(run, dataclasses.asdict(config) | chosen, wandb_mode=config.wandb)
+    models, sources = dict(policy=(policy, optimizer)), dict(policy=source)
+    checkpoints = Checkpoints(run, models, sources=sources, keep=config.keep_checkpoints)
+    fresh: dict[str, Any] = dict(step=0, update=0, num_served=0, before={}, evaluated={})
+    state = checkpoints.restore() or fresh
+    given, kept_files = dataclasses.asdict(config), dict(after_step=state["step"], keep_rollouts=config.keep_rollouts)
+    logger = Logger(run.folder, given | chosen | dict(flags=given), wandb_mode=config.wandb, **kept_files)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
     left_out = f"{prompts.num_skipped} + {held_out.num_skipped} too long, left out"
-    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out ({left_out}), run {run}")
+    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out ({left_out})")
 
     def evaluate() -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows (collective)."""
@@ -224,11 +235,11 @@ def main(config: Config) -> None:
         add_rewards(metrics, "eval", functions, judged.rewards)
         return metrics.reduce()
 
-    update, num_served = 0, 0  # optimizer steps taken: the version of the weights; prompts served
-    before = evaluate()
+    update, num_served = state["update"], state["num_served"]  # optimizer steps (weights' version); prompts served
+    before = state["before"] = state["before"] or evaluate()
     print0("held-out before training:", before or "no held-out rows; see --eval-data")
 
-    for step in range(1, config.num_steps + 1):
+    for step in range(state["step"] + 1, config.num_steps + 1):
         metrics = StepMetrics()
 
         judged, missing = judge(functions, prompts, []), config.prompts_per_step
@@ -330,16 +341,19 @@ def main(config: Config) -> None:
             metrics.add("count/epoch", prompts.epoch(num_served))
             is_final = step == config.num_steps
             evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}
-            if is_final or (config.save_every and step % config.save_every == 0):
-                saved = save_checkpoint(run, step, policy, source=source)
+            metrics.add("time/save", checkpoints.take_blocked_s())
             sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(trained))
             mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
             logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
         logger.log(step, derived(metrics.reduce()) | evaluated, num_steps=config.num_steps)
+        if is_final or (config.save_every and step % config.save_every == 0):
+            state |= dict(step=step, update=update, num_served=num_served, evaluated=evaluated)
+            checkpoints.save(state, score=evaluated.get("eval/reward"))
 
+    saved = checkpoints.finish()
     logger.finish()
-    for name, score_before in before.items():
-        print0(f"held-out {name}: {score_before:.3f} before, {evaluated[name]:.3f} after")
+    for name, score_after in state["evaluated"].items():
+        print0(f"held-out {name}: {before[name]:.3f} before, {score_after:.3f} after")
     print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
     distributed.stop()
 

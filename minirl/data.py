@@ -13,6 +13,8 @@ from minirl.errors import InputError
 from minirl.sampling import request_key
 from minirl.tasks import Messages, Row
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 class Prompts:
     """The rows of a task that leave room for a completion, tokenized, in shuffled epochs without end.
@@ -94,6 +96,8 @@ class Tokenizer:
         """`chat` wraps text prompts as one user message in the chat template."""
         from transformers import AutoTokenizer
 
+        if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make up an empty one
+            raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZERS)})")
         self.backend: Any = AutoTokenizer.from_pretrained(folder)
         self.chat = chat
         self._num_ids = len(self.backend)

@@ -26,7 +26,9 @@ def start(*, device: str = "auto", threads: int = 1) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
+    if dist.is_initialized():
+        pass
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -27,3 +27,9 @@ class HangError(RuntimeError):
     """A rank has shown no sign of progress for too long."""
 
     exit_code = 5
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint could not be written; what was saved before is intact."""
+
+    exit_code = 6

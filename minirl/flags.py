@@ -1,6 +1,8 @@
 """What the scripts' flags have in common: presets, and refusals that name the flag. Flags come as plain values."""
 
 import argparse
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,3 +38,21 @@ def check_each(
         if value != defaults[name] and name in needs:
             other = needs[name]
             refuse(given[other] in (0, "none"), f"{flag}: has no effect without --{other.replace('_', '-')}")
+
+
+def redacted(value: Any) -> Any:
+    """The flags (or any JSON value) for a file, without secrets.
+
+    Those are values of environment variables that are called TOKEN, KEY, SECRET or PASSWORD, what looks like a token of
+    a known service, and passwords in addresses.
+    """
+    if isinstance(value, Mapping):
+        return {name: redacted(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    for name, secret in os.environ.items():
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(secret) >= 8:
+            value = value.replace(secret, "***")
+    return re.sub(r"\b(hf_|sk-|ghp_|wandb_v1_)[\w-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)", "***", value)

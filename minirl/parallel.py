@@ -6,15 +6,17 @@ sums: the loss is weighted by global counts and nothing is averaged here. The on
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.errors import GuardError
+from minirl.errors import GuardError, InputError
 from minirl.model import ModelConfig, Transformer
 from minirl.numerics import at_least_fp32
-from minirl.weights import load_weights
+from minirl.weights import fill, load_weights
 
 
 class ShardedModel:
@@ -100,6 +102,34 @@ class ShardedModel:
         optimizer.zero_grad(set_to_none=True)
         self.refresh()
         return norm
+
+    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Copies on the host of this rank's shards: "masters.NAME"; of the optimizer, "exp_avg.NAME" and the like."""
+        tensors = {f"masters.{name}": master for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            tensors |= {f"{key}.{name}": value for key, value in optimizer.state.get(master, {}).items()}
+        local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in sorted(tensors.items())}
+        return {name: torch.empty_like(x, device="cpu").copy_(x.detach()) for name, x in local.items()}
+
+    @torch.no_grad()
+    def load_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], *, place: str) -> None:
+        """Take over what `state_tensors` of any number of ranks returned, whole, and refresh (collective).
+
+        Raises InputError naming `place` and the tensor when it is another model's.
+        """
+        kinds = {name: name.partition(".")[::2] for name in stored}
+        strange = {of for _, of in kinds.values()} ^ self.masters.keys()
+        if strange:
+            raise InputError(f"{place}: is of another model: {sorted(strange)[:5]} (first five)")
+        for name, (kind, of) in kinds.items():
+            master = self.masters[of]
+            target = master
+            if kind != "masters":
+                is_scalar = not stored[name].get_shape()
+                target = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
+                optimizer.state[master][kind] = target
+            fill(target, stored[name], f"{place}: {name}")
+        self.refresh()
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]

@@ -5,18 +5,20 @@ numbers and is not supported is refused by name. Tensors move one at a time, str
 """
 
 import json
-import os
+import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from minirl import durable
+from minirl.durable import Digest
 from minirl.errors import InputError
 from minirl.model import ModelConfig, RopeScaling, Transformer
+from minirl.tensor_files import open_tensors, write_tensors
 
 # What a family implies: features that config.json does not name, and its defaults for keys that may be left out.
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -47,7 +49,6 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "*.jinja",
 )
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def resolve_folder(model: str, *, flag: str = "--model") -> Path:
@@ -189,12 +190,12 @@ def load_weights(model: Transformer, folder: Path) -> None:
     if missing or unexpected:
         raise InputError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)")
     for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             names = {name for name in params if files[name] == path}
             if lacking := sorted(names - set(file.keys())):
                 raise InputError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
             for name in sorted(names):
-                _fill(params[name], file.get_slice(name), f"{path}: {name}")
+                fill(params[name], file.get_slice(name), f"{path}: {name}")
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False) -> Transformer:
@@ -213,64 +214,60 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     if not (folder / "model.safetensors").is_file():
         raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
+    with open_tensors(folder / "model.safetensors") as file:
         return dict.fromkeys(file.keys(), folder / "model.safetensors")
 
 
 @torch.no_grad()
-def _fill(param: nn.Parameter, stored: Any, place: str) -> None:
-    if tuple(stored.get_shape()) != tuple(param.shape):
-        raise InputError(f"{place} has shape {stored.get_shape()}, config.json asks for {list(param.shape)}")
-    if type(param) is nn.Parameter:
-        param.copy_(stored[:])
-        return
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def fill(param: Tensor, stored: Any, place: str) -> None:
+    """Copy into a tensor, or into this rank's shard of a DTensor, what is stored of it (has `get_shape`, is sliced).
 
-    assert isinstance(param, DTensor)
-    local = param.to_local()
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    Not collective. Raises InputError naming `place` for another shape and for values that are not finite.
+    """
+    if tuple(stored.get_shape()) != tuple(param.shape):
+        raise InputError(f"{place} has shape {list(stored.get_shape())}, the model's has {list(param.shape)}")
+    rows, local = slice(None), param
+    if hasattr(param, "placements"):
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        assert isinstance(param, DTensor)
+        local = param.to_local()
+        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        rows = slice(offset[0], offset[0] + shape[0])
     if local.numel():
-        local.copy_(stored[offset[0] : offset[0] + shape[0]])
+        local.copy_(stored[rows])
+        if not local.isfinite().all():
+            raise InputError(f"{place} has values that are not finite; the file is damaged, fetch or save it again")
 
 
 def save_folder(
     folder: Path, tensors: Mapping[str, Tensor], *, config: Mapping[str, Any], tokenizer_from: Path | None
 ) -> None:
-    """Write a Hugging Face folder: weights as they are, `config` with their dtype, the tokenizer files copied.
+    """Write a Hugging Face folder that appears whole, by a rename. One rank calls it.
 
-    One rank calls it; peak memory is one tensor. The folder must not exist: it appears whole, by a rename.
+    Raises OSError when there is a folder of that name.
     """
-    half_made = folder.with_name(f".half-{folder.name}")
-    shutil.rmtree(half_made, ignore_errors=True)
-    half_made.mkdir(parents=True)
+    half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
+    try:
+        write_folder(half_made, tensors, config=config, tokenizer_from=tokenizer_from)
+        durable.publish(half_made, folder)
+    finally:
+        shutil.rmtree(half_made, ignore_errors=True)
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, Tensor], *, config: Mapping[str, Any], tokenizer_from: Path | None
+) -> dict[str, Digest]:
+    """Write the files of a Hugging Face folder; returns their digests by name.
+
+    Weights as they are, `config` with their dtype, the tokenizer files copied. Peak memory is one tensor.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     stated = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    (half_made / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
     sources = [] if tokenizer_from is None else [path for p in _TOKENIZER_FILES for path in tokenizer_from.glob(p)]
-    for source in sources:
-        shutil.copy(source, half_made)
-    _write_safetensors(half_made / "model.safetensors", tensors)
-    os.replace(half_made, folder)
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The safetensors format, written one tensor at a time (the library's writer wants all of them in memory)."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for data in _raw_bytes(tensors.values()):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[bytes]:
-    for tensor in tensors:
-        yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    contents = {source.name: source.read_bytes() for source in sources}
+    contents["config.json"] = (json.dumps(stated, indent=2) + "\n").encode()
+    digests = {name: durable.write_file(folder / name, [content]) for name, content in contents.items()}
+    return digests | {"model.safetensors": write_tensors(folder / "model.safetensors", tensors)}

@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import minirl.logger
 import minirl.metrics
 from minirl.batch import Batch, Rollout, RolloutId
+from minirl.logger import Logger, console_line, troubles
 from minirl.metrics import (
-    Logger,
     StepMetrics,
     add_gap,
     add_rewards,
     add_rollouts,
     add_tokens,
-    console_line,
     derived,
-    troubles,
 )
 from minirl.parallel import learning_rate
 from minirl.rewards import Judged
@@ -98,9 +97,9 @@ def one_process(monkeypatch):
     def gather(mine, out=None):
         out[:] = [mine]
 
-    monkeypatch.setattr(minirl.metrics, "rank", lambda: 0)
-    monkeypatch.setattr(minirl.metrics, "world_size", lambda: 1)
-    monkeypatch.setattr(minirl.metrics.dist, "gather_object", gather)
+    monkeypatch.setattr(minirl.logger, "rank", lambda: 0)
+    monkeypatch.setattr(minirl.logger, "world_size", lambda: 1)
+    monkeypatch.setattr(minirl.logger.dist, "gather_object", gather)
 
 
 def strict_json(line):
@@ -378,7 +377,8 @@ def test_metrics_and_arguments_are_json(one_process, tmp_path):
     logger.log(1, {"a": 1 / 3}, num_steps=3)
     logger.log(2, {"b": 2.0}, num_steps=3)
     logger.finish()
-    assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 1e-6, "data": None, "folder": "/data"}
+    args = json.loads((tmp_path / "args.json").read_text())
+    assert args == {"lr": 1e-6, "data": None, "folder": "/data", "wandb_id": args["wandb_id"]}
     lines = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "a": 1 / 3}, {"step": 2, "b": 2.0}]
 
@@ -421,7 +421,7 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
 
 def test_other_ranks_write_nothing(monkeypatch, tmp_path):
     """Rank 1 neither makes files nor starts a tracker."""
-    monkeypatch.setattr(minirl.metrics, "rank", lambda: 1)
+    monkeypatch.setattr(minirl.logger, "rank", lambda: 1)
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger = Logger(tmp_path, {}, wandb_mode="online")
     logger.log(1, {"a": 1.0}, num_steps=3)
@@ -477,7 +477,33 @@ def test_wandb_gets_the_arguments_the_steps_and_the_mode(one_process, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: seen.update(kwargs) or run))
     logger = Logger(tmp_path, {"lr": 0.1}, wandb_mode="offline")
     logger.log(3, {"a": 1.0}, num_steps=3)
-    assert (seen["mode"], seen["config"], seen[3]) == ("offline", {"lr": 0.1}, {"a": 1.0})
+    assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_its_files(one_process, monkeypatch, tmp_path):
+    """The same id; numbers of later steps, half a line of a crash among them, are gone; rollouts beyond `keep` too."""
+    started = []
+    module = types.SimpleNamespace(init=lambda **kwargs: started.append(kwargs))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    logger = Logger(tmp_path, {}, wandb_mode="offline")
+    for step in (1, 2, 3):
+        logger.log(step, {"a": step}, num_steps=3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a"')
+    for after_step in (2, 0):
+        Logger(tmp_path, {}, wandb_mode="offline", after_step=after_step)
+        lines = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert lines == [{"step": step, "a": step} for step in range(1, after_step + 1)]
+    assert len({kwargs["id"] for kwargs in started}) == 1
+    assert {kwargs["resume"] for kwargs in started} == {"allow"}
+
+
+def test_rollouts_are_rotated_on_demand(one_process, tmp_path):
+    """Only the newest steps' files stay."""
+    logger = Logger(tmp_path, {}, wandb_mode="off", keep_rollouts=2)
+    for step in range(1, 6):
+        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1)), ["a"], reward=torch.zeros(0))
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000004.jsonl", "000005.jsonl"]
 
 
 def test_wandb_that_is_off_is_not_touched(one_process, monkeypatch, capsys, tmp_path):

@@ -12,13 +12,14 @@ from torch import Tensor
 from minirl import batch as batching
 from minirl.advantages import gae, loss_weights, token_rewards, whiten
 from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gather_table
-from minirl.checkpoint import save_checkpoint
+from minirl.checkpoint import Checkpoints
 from minirl.distributed import agree, all_gather_rows, world_size
 from minirl.engine import Engine, Request
 from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty, value_loss
 from minirl.model import Transformer
 from minirl.parallel import ShardedModel
 from minirl.plan import plan_updates
+from minirl.runs import Run
 from minirl.sampling import request_key
 from minirl.scoring import predict, score
 from minirl.weights import config_from_dict, load_replica, named_parameters, read_config, save_folder, scalar_config
@@ -503,7 +504,12 @@ def trained_value_model(rank: int, folder: Path, run: Path) -> tuple[Path, list[
         losses.append(float(loss))
         model.backward(loss / world_size(), is_last=True)
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
-    saved = save_checkpoint(run, 20, model, source=folder, kind="value_checkpoints")
+    (run / "checkpoints").mkdir(exist_ok=True)
+    checkpoints = Checkpoints(
+        Run(run, None, "token", None), {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0
+    )
+    checkpoints.save({"step": 20})
+    saved = checkpoints.finish()
     _, after = predict(model.module, tokens, layout, select=select)
     return saved, losses, after.tolist()
 
@@ -516,7 +522,7 @@ def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks,
     from transformers import AutoModelForSequenceClassification
 
     for saved, losses, scores in two_ranks.run(trained_value_model, folder, tmp_path):
-        assert saved == tmp_path / "value_checkpoints" / "000020"
+        assert saved == tmp_path / "checkpoints" / "000020"
         assert losses[0] == (4 + 0 + 29) / 2
         assert losses[-1] < losses[0] / 2
         classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)

@@ -306,7 +306,7 @@ def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(data_folder / "stories260K"), "--data", str(data), "--reward", f"{reward}:score")
 
 
-@pytest.mark.parametrize(("name", "message"), [("fork", "exists already"), ("../fork", "plain name")])
+@pytest.mark.parametrize(("name", "message"), [("fork", "it is no run"), ("../fork", "plain name")])
 def test_no_run_writes_into_another_or_outside(runs, name, message):
     """A taken name and a path are refused, and what is there stays as it was."""
     (runs / "fork").mkdir(exist_ok=True)

@@ -1,0 +1,482 @@
+"""Checkpoints: whole at every moment, exact on any number of ranks, and never trusted without their digests.
+
+The fast and the point layer of the kill test are here; whole jobs are killed by `benchmarks/kill_jobs.py`.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_parallel import RAW_CONFIG, make_folder
+
+from minirl import checkpoint as checkpoint_module
+from minirl import durable, runs
+from minirl.checkpoint import Checkpoints, prune, stored_tensors
+from minirl.errors import InputError, SaveError
+from minirl.parallel import ShardedModel
+from minirl.runs import Run, checkpoints_in, open_run, read_manifest
+from minirl.weights import config_from_dict, read_config
+
+CPU = torch.device("cpu")
+FLAGS = {"lr": 0.1, "data": None, "save_every": 2}
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Rank 0 of 1 without a process group."""
+    for module in (checkpoint_module, runs):
+        monkeypatch.setattr(module, "rank", lambda: 0)
+    monkeypatch.setattr(checkpoint_module, "world_size", lambda: 1)
+    monkeypatch.setattr(checkpoint_module.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
+    monkeypatch.setattr(checkpoint_module.dist, "broadcast_object_list", lambda values: None)
+    monkeypatch.setattr(runs, "agree", lambda value: value)
+
+
+class TinyModel:
+    """Stands for a `ShardedModel` of one rank: `state_tensors` and compute weights that tell the step."""
+
+    def __init__(self, numel: int = 50_000):
+        self.numel = numel
+        self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(TINY))
+        self.set(0)
+
+    def set(self, step: int) -> None:
+        self.compute_weights = {"weight": torch.full((self.numel,), float(step))}
+
+    def state_tensors(self, optimizer: None) -> dict[str, torch.Tensor]:
+        return {f"{kind}.weight": self.compute_weights["weight"] + i for i, kind in enumerate(("masters", "exp_avg"))}
+
+
+TINY = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+TINY |= dict(num_attention_heads=1, num_key_value_heads=1, rope_theta=1e4)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """The folder of a tiny random model."""
+    return make_folder(tmp_path_factory.mktemp("model") / "tiny", RAW_CONFIG)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """The folder that config and tokenizer come from."""
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def open_at(root: Path, **options) -> Run:
+    os.environ["MINIRL_RUNS"] = str(root)
+    return open_run("a", FLAGS, **options)
+
+
+def saver(run: Run, source: Path, model: TinyModel, keep: int = 2) -> Checkpoints:
+    durable.replace_file(run.folder / "args.json", json.dumps({"flags": FLAGS}))
+    return Checkpoints(run, {"policy": (model, None)}, sources={"policy": source}, keep=keep)
+
+
+def close(run: Run) -> None:
+    """Let go of the lock, as the end of the process does."""
+    run.lock.close()
+
+
+def save_steps(root: Path, source: Path, steps, keep: int = 0, scores=()) -> Path:
+    """A run folder with checkpoints after these steps."""
+    run, model = open_at(root), TinyModel()
+    checkpoints = saver(run, source, model, keep)
+    for step, score in itertools.zip_longest(steps, scores):
+        model.set(step)
+        checkpoints.save({"step": step}, score=score)
+    checkpoints.finish()
+    close(run)
+    return run.folder
+
+
+def assert_is_whole(path: Path) -> int:
+    """Every tensor of a checkpoint tells the step of its manifest, and nothing but its files is there."""
+    manifest = read_manifest(path)
+    step = manifest["state"]["step"]
+    assert path.name == f"{step:06d}"
+    tensors = stored_tensors([path / "resume" / "policy-0-of-1.safetensors"])
+    assert {name: set(x[:].tolist()) for name, x in tensors.items()} == {
+        "masters.weight": {step},
+        "exp_avg.weight": {step + 1},
+    }
+    assert set(stored_tensors([path / "model.safetensors"])["weight"][:].tolist()) == {step}
+    on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert on_disk == manifest["files"].keys() | {"manifest.json"}
+    return step
+
+
+def newest_step(root: Path) -> int:
+    """Open the run as a new start does, and check what it goes on from; 0 without a checkpoint."""
+    run = open_at(root)
+    close(run)
+    assert not list((run.folder / "checkpoints").glob(".*")), "left-overs of a killed save"
+    return assert_is_whole(run.checkpoint) if run.checkpoint else 0
+
+
+def fork(function) -> int:
+    """Run a function in a forked process, which ends with it; its process id."""
+    if (pid := os.fork()) == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(one_process, tmp_path, source, capfd):
+    """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
+
+    Row 2: at most keep + 1 folders, no half-made one after the next start, no step backwards.
+    """
+    rng, root, newest, num_inside = random.Random(0), tmp_path / "runs", 0, 0
+    for _ in range(200):
+
+        def save_for_ever(first=newest + 1):
+            run, model = open_at(root), TinyModel()
+            checkpoints = saver(run, source, model)
+            for step in itertools.count(first):
+                model.set(step)
+                checkpoints.save({"step": step})
+
+        pid = fork(save_for_ever)
+        time.sleep(rng.uniform(0.005, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        folder = root / "a" / "checkpoints"
+        num_inside += folder.exists() and any(path.name.startswith(".tmp-") for path in folder.iterdir())
+        step = newest_step(root)
+        assert step >= newest
+        newest = step
+        assert len(list(folder.iterdir())) <= 3
+    assert newest > 100, "the saves were too slow to be killed in"
+    assert num_inside > 50, "hardly any kill met a save"
+
+
+FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def die_before_operation(k: int, root: Path) -> list[str]:
+    """An audit hook that kills this process before its k-th file operation under `root`; the operations so far."""
+    seen: list[str] = []
+
+    def hook(event, args):
+        if event in FILE_EVENTS and (str(args[0]).startswith(str(root)) or (event != "open" and "-" in str(args[0]))):
+            is_read = event == "open" and not (args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            if is_read:
+                return
+            seen.append(event)
+            if len(seen) == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def test_a_kill_before_each_file_operation_of_a_save_loses_nothing(one_process, tmp_path, source):
+    """Point layer, row 2: the save of step 3 deletes step 1; whichever operation is the last, 2 or 3 is whole."""
+    save_steps(tmp_path / "base", source, [1, 2], keep=2)
+    newest = {}
+    for k in itertools.count(1):
+        root = tmp_path / f"runs{k}"
+        shutil.copytree(tmp_path / "base", root)
+
+        def save_third(root=root, k=k):
+            run = open_at(root)
+            model = TinyModel()
+            checkpoints = saver(run, source, model, keep=2)
+            model.set(3)
+            seen = die_before_operation(k, root / "a" / "checkpoints")
+            checkpoints.save({"step": 3})
+            checkpoints.finish()
+            (tmp_path / "operations").write_text(" ".join(seen))
+
+        os.waitpid(fork(save_third), 0)
+        newest[k] = newest_step(root)
+        names = [path.name for path in checkpoints_in(root / "a")]
+        assert len(names) <= 3
+        if (tmp_path / "operations").exists():
+            break
+    operations = (tmp_path / "operations").read_text().split()
+    assert len(operations) == k - 1 >= 10
+    assert {"open", "os.rename", "os.mkdir", "os.rmdir"} <= set(operations)
+    assert list(newest.values()) == sorted(newest.values())
+    assert set(newest.values()) == {2, 3}
+    assert names == ["000002", "000003"]
+
+
+def rank_state(rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int) -> dict[str, list[float]]:
+    """Restore, train a few steps, save; the whole tensors of the model and its optimizer, gathered."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    handle = Run(run, checkpoint, "token", None)
+    checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
+    state = checkpoints.restore() or {"step": 0}
+    for step in range(state["step"], state["step"] + steps):
+        for i, master in enumerate(model.masters.values()):
+            master.grad = torch.full_like(master, 0.1 * (i + 1) + step)
+        model.step(optimizer, lr=0.01, max_grad_norm=1.0)
+    if steps:
+        checkpoints.save({"step": state["step"] + steps})
+        checkpoints.finish()
+    whole = {f"masters.{name}": master.full_tensor() for name, master in model.masters.items()}
+    for name, master in model.masters.items():
+        for key, value in optimizer.state[master].items():
+            whole[f"{key}.{name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    whole |= {f"compute.{name}": weight for name, weight in model.compute_weights.items()}
+    return {name: x.detach().flatten().tolist() for name, x in whole.items()}
+
+
+@pytest.mark.parametrize(("first", "second"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
+def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(request, tmp_path, model_folder, first, second):
+    """Row 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped."""
+    first, second = request.getfixturevalue(first), request.getfixturevalue(second)
+    saved, *_ = first.run(rank_state, model_folder, tmp_path, None, 3)
+    checkpoint = tmp_path / "checkpoints" / "000003"
+    assert any(max(map(abs, values)) > 0 for name, values in saved.items() if name.startswith("exp_avg_sq."))
+    for restored in second.run(rank_state, model_folder, tmp_path / "other", checkpoint, 0):
+        assert restored == saved
+    uninterrupted, *_ = first.run(rank_state, model_folder, tmp_path / "whole", None, 5)
+    resumed, *_ = first.run(rank_state, model_folder, tmp_path / "resumed", checkpoint, 2)
+    assert resumed == uninterrupted
+
+
+@pytest.mark.usefixtures("one_process")
+class TestWhatIsGoneOnFrom:
+    """Which checkpoint a start takes up."""
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "resume/policy-0-of-1.safetensors", "config.json"])
+    @pytest.mark.parametrize("kind", ["row-08-cut", "row-09-one-bit", "row-08-missing"])
+    def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+        self, tmp_path, source, capsys, name, kind
+    ):
+        """Rows 8 and 9: the file is named, the folder kept aside under another name."""
+        folder = save_steps(tmp_path, source, [1, 2, 3])
+        path = folder / "checkpoints" / "000003" / name
+        damage_file(path, kind)
+        assert newest_step(tmp_path) == 2
+        printed = capsys.readouterr().out
+        assert f"{path.parent if '/' not in name else path.parent.parent}" in printed
+        assert name in printed
+        assert len(list((folder / "checkpoints").glob("000003-damaged-*"))) == 1
+        assert newest_step(tmp_path) == 2
+        assert "warning" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": 1}'])
+    def test_row_08_a_checkpoint_without_a_good_manifest_is_damaged(self, tmp_path, source, capsys, content):
+        """It is not guessed at."""
+        manifest = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
+        manifest.unlink() if content is None else manifest.write_text(content)
+        assert newest_step(tmp_path) == 1
+        assert "manifest.json" in capsys.readouterr().out
+
+    def test_row_10_all_damaged_is_an_error_that_lists_each(self, tmp_path, source):
+        """No fresh start, and nothing is renamed or deleted."""
+        folder = save_steps(tmp_path, source, [1, 2])
+        for step in (1, 2):
+            damage_file(folder / "checkpoints" / f"00000{step}" / "model.safetensors", "cut")
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"000002.*model\.safetensors.*000001.*model\.safetensors"):
+                open_at(tmp_path)
+            assert len(checkpoints_in(folder)) == 2
+
+    def test_row_11_a_later_format_is_refused(self, tmp_path, source):
+        """Neither read nor taken for damage."""
+        path = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
+        path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+        with pytest.raises(InputError, match="has format 2, this version of minirl reads 1"):
+            open_at(tmp_path)
+
+    def test_row_13_other_flags_are_listed_and_refused_without_force(self, tmp_path, source, capsys):
+        """Flags that change no number may differ."""
+        save_steps(tmp_path, source, [1])
+        with pytest.raises(InputError, match=r"--lr 0.2 \(was 0.1\).*--resume force"):
+            open_run("a", FLAGS | {"lr": 0.2})
+        close(open_run("a", FLAGS | {"save_every": 5}))
+        run = open_run("a", FLAGS | {"lr": 0.2}, resume="force")
+        assert run.checkpoint.name == "000001"
+        assert "--lr 0.2 (was 0.1)" in capsys.readouterr().out
+        close(run)
+        with pytest.raises(InputError, match="choose another --run-name"):
+            open_run("a", FLAGS, resume="never")
+
+    def test_row_14_a_folder_in_use_is_refused_with_its_holder(self, tmp_path, source):
+        """The second start names process and host; when the first is gone, its lock is."""
+        held = open_at(tmp_path)
+        with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
+            open_at(tmp_path)
+        close(held)
+        stale = fork(lambda: (open_at(tmp_path), os.kill(os.getpid(), signal.SIGKILL)))
+        os.waitpid(stale, 0)
+        close(open_at(tmp_path))
+
+    @pytest.mark.parametrize("name", ["..", ".", "", "../x", "/tmp/x", "a/b", ".hidden", "a\0b", "-x", "a b", "ä/.."])
+    def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, monkeypatch, name):
+        """Nothing is made outside of the runs' folder, or in it."""
+        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
+        with pytest.raises(InputError, match="plain name"):
+            open_run(name, FLAGS)
+        assert not list(tmp_path.iterdir())
+
+    def test_row_07_a_folder_that_is_a_file_is_named(self, tmp_path, monkeypatch):
+        """So is one that may not be written to."""
+        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
+        (tmp_path / "a").touch()
+        with pytest.raises(InputError, match=f"{tmp_path}/a.*--run-name"):
+            open_run("a", FLAGS)
+        (tmp_path / "b").mkdir()
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(InputError, match=f"{tmp_path}/b.*cannot be written"):
+            open_run("b", FLAGS)
+
+    def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(self, tmp_path, source, capsys):
+        """Not a silent restart."""
+        run = open_at(tmp_path)
+        saver(run, source, TinyModel())
+        close(run)
+        run = open_at(tmp_path)
+        assert run.checkpoint is None
+        assert "no checkpoint yet: starting again" in capsys.readouterr().out
+        close(run)
+
+
+def damage_file(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    if kind.endswith("missing"):
+        path.unlink()
+        return
+    if kind.endswith("cut"):
+        del content[-1:]
+    else:
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_row_06_a_failed_save_is_said_and_the_run_goes_on(tmp_path, source, monkeypatch, capsys, code):
+    """The message names path and free bytes; the old checkpoint and the next save are good; no left-over stays."""
+    run, model = open_at(tmp_path), TinyModel()
+    checkpoints = saver(run, source, model, keep=0)
+    checkpoints.save({"step": 1})
+    write_file = durable.write_file
+    checkpoints._wait()
+
+    def fail(path, chunks):
+        if path.name == "model.safetensors":
+            raise OSError(code, os.strerror(code), str(path))
+        return write_file(path, chunks)
+
+    monkeypatch.setattr(durable, "write_file", fail)
+    checkpoints.save({"step": 2})
+    checkpoints._wait()
+    printed = capsys.readouterr().out
+    assert "000002 was not saved, the run goes on without it" in printed
+    assert "model.safetensors" in printed
+    assert os.strerror(code) in printed
+    assert "bytes are free" in printed
+    checkpoints.save({"step": 3})
+    with pytest.raises(SaveError, match=r"model\.safetensors"):
+        checkpoints.finish()
+    monkeypatch.undo()
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["000001"]
+    close(run)
+
+
+def failing_save(rank: int, folder: Path, run: Path) -> list[str]:
+    """A save in which only rank 1 fails, and one after it that is good."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    handle = Run(run, None, "token", None)
+    checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
+    write_file = durable.write_file
+
+    def fail(path, chunks):
+        if "-1-of-2" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_file(path, chunks)
+
+    durable.write_file = fail
+    checkpoints.save({"step": 1})
+    error = checkpoints._wait()
+    durable.write_file = write_file
+    checkpoints.save({"step": 2})
+    return [str(error), str(checkpoints.finish())]
+
+
+def test_row_06_a_save_that_fails_on_one_rank_fails_on_all(two_ranks, model_folder, tmp_path):
+    """Every rank knows why, none waits for the other, and the next save is good."""
+    for error, saved in two_ranks.run(failing_save, model_folder, tmp_path):
+        assert "policy-1-of-2.safetensors: No space left" in error
+        assert saved == str(tmp_path / "checkpoints" / "000002")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002"]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("keep", "scores", "left"),
+    [
+        (0, [None] * 5, [1, 2, 3, 4, 5]),
+        (2, [None] * 5, [4, 5]),
+        (1, [0.1, 0.9, 0.2, None, 0.3], [2, 5]),
+        (2, [0.9, 0.5, None, 0.9, 0.1], [4, 5]),
+    ],
+)
+def test_the_newest_and_the_best_checkpoints_stay(tmp_path, source, keep, scores, left):
+    """Of equal scores the later one; 0 keeps all."""
+    folder = save_steps(tmp_path, source, range(1, 6), keep=keep, scores=scores)
+    assert [int(path.name) for path in checkpoints_in(folder)] == left
+    prune(folder, keep=keep)
+    assert [int(path.name) for path in checkpoints_in(folder)] == left
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_manifest_has_the_digest_of_every_file(tmp_path, source):
+    """So that other tools can verify a download of it."""
+    path = save_steps(tmp_path, source, [7]) / "checkpoints" / "000007"
+    assert assert_is_whole(path) == 7
+    for name, digest in read_manifest(path)["files"].items():
+        content = (path / name).read_bytes()
+        assert digest == {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_nothing_is_pickled():
+    """The library imports neither pickle nor torch.save or torch.load (a group's gather of objects is torch's own)."""
+    for path in (Path(durable.__file__).parent).rglob("*.py"):
+        text = path.read_text()
+        assert "pickle" not in text.replace("Nothing is pickled", "")
+        assert not any(word in text for word in ("torch.save(", "torch.load(", "marshal", "shelve"))
+
+
+def test_a_half_written_file_never_has_its_name(tmp_path):
+    """replace_file: whoever reads sees the old text or the new one, killed at any moment."""
+    path = tmp_path / "a.json"
+    durable.replace_file(path, "old")
+    script = "from minirl import durable; from pathlib import Path; import sys\n"
+    script += "while True: durable.replace_file(Path(sys.argv[1]), 'x' * 100_000)"
+    writer = subprocess.Popen([sys.executable, "-c", script, str(path)])
+    lengths = set()
+    while len(lengths) < 2 or writer.poll() is None:
+        lengths.add(len(path.read_text()))
+        if 100_000 in lengths:
+            writer.kill()
+            writer.wait()
+    assert lengths <= {3, 100_000}

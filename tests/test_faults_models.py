@@ -1,0 +1,242 @@
+"""Faults of model folders, secrets, clocks and the embedded model: refused by name, never guessed."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_parallel import RAW_CONFIG, make_folder
+
+from minirl import durable, flags, logger, toy
+from minirl.data import Tokenizer
+from minirl.errors import InputError
+from minirl.logger import Logger
+from minirl.metrics import StepMetrics
+from minirl.model import Transformer
+from minirl.weights import load_replica, named_parameters, read_config, save_folder
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny untied model, to be spoilt."""
+    return make_folder(tmp_path / "model", RAW_CONFIG)
+
+
+def change_config(folder, **keys):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | keys))
+
+
+def change_tensors(folder, change):
+    """The folder with the dictionary of its tensors changed."""
+    tensors = dict(named_parameters(load_replica(folder, dtype=torch.float32)))
+    raw = json.loads((folder / "config.json").read_text())
+    change(tensors)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    save_folder(folder, tensors, config=raw, tokenizer_from=None)
+
+
+def load(folder):
+    return load_replica(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_row_32_weights_that_are_not_finite_are_named(folder, value):
+    """A bit flip or a diverged run must not be trained on."""
+    change_tensors(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].data[3].fill_(value))
+    with pytest.raises(InputError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*not finite"):
+        load(folder)
+
+
+def test_row_32_missing_weights_are_named(folder):
+    """transformers would make up random ones."""
+    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(InputError, match=r"missing tensors \['model\.norm\.weight'\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("length", [0, 7, 1000, -1])
+def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
+    """Whether in the header or in the data."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(InputError, match=r"model\.safetensors: no whole safetensors file .*; fetch it again"):
+        load(folder)
+
+
+def test_row_33_a_shard_that_the_index_promises_is_named(folder):
+    """The index is there, the file is not."""
+    names = named_parameters(load(folder))
+    weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InputError, match=r"model-00001-of-00001\.safetensors: no whole safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"vocab_size": 40}, r"shape \[33, 32\], the model's has \[40, 32\]"),
+        ({"tie_word_embeddings": True}, None),
+        ({"hidden_size": 64}, "shape"),
+        ({"num_hidden_layers": 3}, r"missing tensors \['model\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"unexpected tensors \['model\.layers\.1"),
+    ],
+    ids=["vocabulary", "tied", "hidden", "more layers", "fewer layers"],
+)
+def test_row_33_weights_that_do_not_fit_the_config_are_named(folder, keys, message):
+    """A head that is tied by config.json is redundant in the file, as in transformers; all else is refused."""
+    change_config(folder, **keys)
+    if message is None:
+        assert "lm_head.weight" not in named_parameters(load(folder))
+        return
+    with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path):
+    """No network (a closed loopback port), nothing in the cache: the id, the flag and the hub's reason."""
+    script = "from minirl.weights import resolve_folder; resolve_folder('owner/missing')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    began = time.monotonic()
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - began < 10
+    assert "InputError: --model owner/missing: neither a folder here nor to be had from the hub" in done.stderr
+
+
+class Canary:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_row_35_pickles_are_refused_unread(folder, tmp_path):
+    """A folder with pickled weights only says how to convert; the pickle is not run."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    with pytest.raises(InputError, match=r"no model\.safetensors and no index; convert other formats to safetensors"):
+        load(folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_row_35_code_that_comes_with_a_model_is_not_run(folder, tmp_path):
+    """config.json asks for it by auto_map: refused by name."""
+    (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_own.Model"})
+    with pytest.raises(InputError, match="auto_map"):
+        read_config(folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_row_36_a_folder_without_a_tokenizer_is_named(folder):
+    """The weights alone cannot be prompted."""
+    with pytest.raises(InputError, match=str(folder)):
+        Tokenizer(folder)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Rank 0 of 1."""
+    monkeypatch.setattr(logger, "rank", lambda: 0)
+    monkeypatch.setattr(logger, "world_size", lambda: 1)
+
+
+def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
+    """Durations come from the monotonic clock, whatever the wall clock does."""
+    wall = iter([1e9, -1e9, 5e9, 0.0] * 100)
+    monkeypatch.setattr(time, "time", lambda: next(wall))
+    metrics = StepMetrics()
+    for _ in range(3):
+        with metrics.timer("generate"):
+            time.sleep(0.001)
+    (total, _) = metrics._sums["time/generate"]
+    assert 0.003 <= total < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--model hf_abcdefghijklmnopqrstuvwxyz", "--model ***"),
+        ("https://me:pa55word@host/data", "https://***@host/data"),
+        ("sk-proj-0123456789abcdefXYZ", "***"),
+        ("key=very-secret-value!", "key=***"),
+        (
+            "a flag like any other: hf_x, sk-1, /data/train.jsonl",
+            "a flag like any other: hf_x, sk-1, /data/train.jsonl",
+        ),
+    ],
+)
+def test_row_48_secrets_are_taken_out_of_what_is_written(one_process, monkeypatch, tmp_path, text, expected):
+    """Tokens by their form or from the environment, passwords in addresses; also deep in args.json and in wandb."""
+    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
+    assert flags.redacted(text) == expected
+    started = []
+    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"init": lambda **kwargs: started.append(kwargs)}))
+    Logger(tmp_path, {"flags": {"data": text}, "command": ["x", text]}, wandb_mode="offline")
+    args = json.loads((tmp_path / "args.json").read_text())
+    assert args["flags"] == {"data": expected}
+    assert args["command"] == ["x", expected]
+    assert started[0]["config"]["command"] == ["x", expected]
+
+
+@pytest.fixture
+def quick_toy(monkeypatch):
+    """The embedded model without its training."""
+    monkeypatch.setattr(toy, "rank", lambda: 0)
+    monkeypatch.setattr(toy, "barrier", lambda: None)
+    monkeypatch.setattr(toy, "print0", lambda *_: None)
+    made = []
+
+    def warm_start(task):
+        made.append(task)
+        return Transformer(toy.config_from_dict(toy.RECIPE["config"]))
+
+    monkeypatch.setattr(toy, "warm_start", warm_start)
+    return made
+
+
+def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch, tmp_path):
+    """Killed when all is written but its name: the next run makes it anew."""
+    if (pid := os.fork()) == 0:
+        monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        toy.toy_folder(tmp_path)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    (half_made,) = tmp_path.iterdir()
+    assert half_made.name.startswith(".half-toy")
+    folder = toy.toy_folder(tmp_path)
+    assert len(quick_toy) == 1
+    load(folder)
+    assert toy.toy_folder(tmp_path) == folder
+    assert len(quick_toy) == 1
+
+
+def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
+    """The one that is late takes the other's, and leaves nothing behind."""
+    other = toy.warm_start
+
+    def while_another_is_made(task):
+        monkeypatch.setattr(toy, "warm_start", other)
+        made = toy.toy_folder(tmp_path)
+        (made / "of-the-other").touch()
+        return other(task)
+
+    monkeypatch.setattr(toy, "warm_start", while_another_is_made)
+    folder = toy.toy_folder(tmp_path)
+    assert (folder / "of-the-other").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+    load(folder)
