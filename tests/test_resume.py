@@ -1,0 +1,94 @@
+"""A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
+
+import hashlib
+import json
+import os
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from minirl import distributed
+
+ROOT = Path(__file__).parent.parent
+NUM_STEPS = 3
+COMMON = dict(num_steps=NUM_STEPS, save_every=1, keep_checkpoints=0, eval_every=2, prompts_per_step=3, eval_rows=6)
+COMMON |= dict(num_epochs=2, num_minibatches=2, group_size=3)
+CASES = {
+    "grpo": ("train_grpo.py", dict(dynamic_sampling=True, max_refills=1, kl_coef=0.01)),
+    "ppo": ("train_ppo.py", dict(kl_reward_coef=0.05, kl_target=0.1, value_warmup_steps=1)),
+}
+POOLS = {1: "one_rank", 2: "two_ranks"}
+
+
+def train(rank: int, script: str, runs: Path, name: str, options: dict) -> None:
+    """The script's main in this process, whose group goes on."""
+    os.environ["MINIRL_RUNS"] = str(runs)
+    distributed.stop = lambda *_: None
+    module = runpy.run_path(str(ROOT / script), run_name="imported")
+    module["main"](module["Config"](run_name=name, **options))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of all that must be equal: every tensor file, the state, the rollouts, the numbers that are no times."""
+    files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    for path in (folder / "checkpoints").glob("*/manifest.json"):
+        found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        numbers = {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
+        found[f"metrics {line['step']}"] = json.dumps(numbers).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One folder of runs for the module, so that the embedded model is made once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
+    """The run as a kill leaves it some time after the checkpoint of `last_step` (0: before the first)."""
+    copy = folder.with_name(name)
+    shutil.copytree(folder, copy)
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name) > last_step:
+            shutil.rmtree(path)
+    (copy / "checkpoints" / f".tmp-{last_step + 1:06d}-0").mkdir()
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "reward/me')
+    return copy
+
+
+@pytest.mark.parametrize("num_ranks", POOLS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks):
+    """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
+
+    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
+    """
+    pool, (script, options) = request.getfixturevalue(POOLS[num_ranks]), CASES[case]
+    name = f"{case}{num_ranks}"
+    pool.run(train, script, runs, name, COMMON | options)
+    expected = digests(runs / name)
+    assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
+    assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (1 + (case == "ppo"))
+    for last_step in range(NUM_STEPS + 1):
+        copy = interrupted_copy(runs / name, f"{name}-after-{last_step}", last_step)
+        pool.run(train, script, runs, copy.name, COMMON | options)
+        got = digests(copy)
+        assert got == expected, f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
+        assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks):
+    """From two ranks to one and back: the same prompts and, given equal weights, the same samples."""
+    script, options = CASES["grpo"]
+    two_ranks.run(train, script, runs, "ranks", COMMON | options)
+    copy = interrupted_copy(runs / "ranks", "ranks-changed", 1)
+    one_rank.run(train, script, runs, copy.name, COMMON | options)
+    rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "ranks", copy)]
+    completions = [[(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts]
+    assert completions[0] == completions[1]
+    assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]
