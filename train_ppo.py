@@ -58,6 +58,8 @@ class Config:
     eval_data: str | None = None  # JSONL file of held-out prompts
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
     reward: tuple[str, ...] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
+    reward_timeout: float = 60.0  # seconds that a --reward may take for a rank's completions
+    on_reward_error: Literal["stop", "zero"] = "stop"  # zero: up to 5 % of a rank's completions may fail, and get 0
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     value_model: str | None = None  # folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk
@@ -122,7 +124,7 @@ class Config:
 def check(c: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded."""
     positive = "num_steps prompts_per_step group_size max_new_tokens temperature max_rows cache_tokens lr num_epochs"
-    positive += " num_minibatches max_tokens_per_microbatch threads value_lr kl_horizon"
+    positive += " num_minibatches max_tokens_per_microbatch threads reward_timeout value_lr kl_horizon"
     needs = dict(kl_target="kl_reward_coef", kl_horizon="kl_target")
     needs |= dict(correction_low="correction", correction_high="correction")
     flags.check_each(dataclasses.asdict(c), dataclasses.asdict(Config()), positive=positive, needs=needs)
@@ -146,7 +148,8 @@ def check(c: Config) -> None:
 def main(config: Config) -> None:
     check(config)
     files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
-    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
+    how = dict(reward_timeout=config.reward_timeout, on_reward_error=config.on_reward_error)
+    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model, **how)
     device = distributed.start(device=config.device, threads=config.threads)
     run_name = config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S"))
     run = open_run(run_name, dataclasses.asdict(config), resume=config.resume)
@@ -330,6 +333,7 @@ def main(config: Config) -> None:
         with metrics.timer("report"):
             add_rollouts(metrics, judged.rollouts, grouped_rewards=scores.view(-1, config.group_size))
             add_rewards(metrics, "reward", functions, judged.rewards)
+            metrics.add("reward/errors", judged.num_errors, len(judged.rollouts))
             metrics.add("count/epoch", prompts.epoch(num_served))
             is_final = step == config.num_steps
             evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}

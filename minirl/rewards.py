@@ -7,10 +7,8 @@ column of the data, as far as it names them (or takes `**kwargs`), and returns o
 prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
 """
 
-import importlib.util
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,32 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl import reward_worker
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, RewardError
 from minirl.plan import plan_microbatches
+from minirl.reward_process import RewardProcess
 from minirl.scoring import predict, unparked
 from minirl.tasks import Messages, RewardFunction, Row
 from minirl.weights import load_replica
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """The function that "file.py:name" names. Raises InputError saying what is wrong with it."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise InputError(f"--reward {spec}: expected file.py:function")
-    if not Path(path).is_file():
-        raise InputError(f"--reward {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"--reward {spec}: {path} has no function {name}")
-    return function
 
 
 def load_reward_model(
@@ -111,12 +93,7 @@ def weighted(
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that the function can take."""
     parameters = inspect.signature(function).parameters
-    named = {
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
-    if missing := sorted(named - arguments.keys()):
+    if missing := sorted(required_columns(function) - arguments.keys()):
         called = getattr(function, "__name__", str(function))
         raise InputError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -126,21 +103,27 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
 
 @dataclass(frozen=True)
 class Judged:
-    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned."""
+    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned.
+
+    `num_errors` rewards are 0 since they could not be had (`reward_process`).
+    """
 
     rollouts: list[Rollout]
     rows: list[Row]
     texts: list[str]
     rewards: Tensor
+    num_errors: int = 0
 
     def __add__(self, other: "Judged") -> "Judged":
-        rewards = torch.cat([self.rewards, other.rewards])
-        return Judged(self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards)
+        rewards, num_errors = torch.cat([self.rewards, other.rewards]), self.num_errors + other.num_errors
+        return Judged(
+            self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards, num_errors
+        )
 
     def select(self, places: Sequence[int]) -> "Judged":
         """Those at these places."""
         rollouts, rows, texts = [self.rollouts[i] for i in places], [self.rows[i] for i in places], self.texts
-        return Judged(rollouts, rows, [texts[i] for i in places], self.rewards[list(places)])
+        return Judged(rollouts, rows, [texts[i] for i in places], self.rewards[list(places)], self.num_errors)
 
 
 def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: Sequence[Rollout]) -> Judged:
@@ -151,9 +134,12 @@ def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: S
     rows = [prompts.row(rollout.rollout_id.prompt) for rollout in rollouts]
     ids = [rollout.completion for rollout in rollouts]
     texts = [prompts.tokenizer.decode(completion) for completion in ids]
-    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids) for f in functions.values()]
+    seed = f"{prompts.purpose} {prompts.seed} {rollouts[0].rollout_id}" if rollouts else ""
+    processes = [f for f in functions.values() if isinstance(f, RewardProcess)]
+    before = sum(process.num_errors for process in processes)
+    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids, seed=seed) for f in functions.values()]
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
-    return Judged(list(rollouts), rows, texts, rewards)
+    return Judged(list(rollouts), rows, texts, rewards, sum(process.num_errors for process in processes) - before)
 
 
 def compute_rewards(
@@ -162,10 +148,12 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
+    seed: str = "",
 ) -> list[float]:
     """Rewards of this rank's completions of these rows' prompts. Not collective.
 
-    Raises InputError naming function, row and value unless there is one finite number per completion.
+    `seed` is that of the function's randomness, if it runs in a process of its own. Raises RewardError naming function,
+    row, completion and value unless there is one finite number per completion.
     """
     if not completions:
         return []
@@ -174,26 +162,26 @@ def compute_rewards(
         for row, text in zip(rows, completions, strict=True)
     ]
     arguments: dict[str, Any] = {"prompts": [row.prompt for row in rows], "completions": shaped}
-    arguments["completion_ids"] = list(completion_ids)
+    arguments["completion_ids"] = [list(ids) for ids in completion_ids]
     for name in sorted({name for row in rows for name in row.columns} - arguments.keys()):
         arguments[name] = [row.columns.get(name) for row in rows]
-    rewards = function(**accepted_arguments(function, arguments))
-    called = getattr(function, "__name__", str(function))
-    if not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0:
-        raise InputError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
-    if len(rewards) != len(completions):
-        raise InputError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
-    return [_number(called, r, row.place, text) for r, row, text in zip(rewards, rows, completions, strict=True)]
+    accepted, called = accepted_arguments(function, arguments), getattr(function, "__name__", str(function))
+    if isinstance(function, RewardProcess):
+        values = function.values(accepted, count=len(completions), seed=seed)
+    else:
+        reply = reward_worker.checked(function(**accepted), len(completions))
+        if "misshapen" in reply:
+            raise RewardError(f"reward {called} {reply['misshapen']}")
+        values = reply["values"]
+    for value, row, text in zip(values, rows, completions, strict=False):
+        if isinstance(value, str):
+            raise RewardError(f"reward {called}, row {row.place}, completion {text[:80]!r}: {value}")
+    return [float(value) for value in values]
 
 
-def _number(function: str, value: Any, place: str, completion: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, str):
-        raise InputError(
-            f"reward {function} returned {value!r} for the row at {place}, completion {completion[:80]!r}; "
-            "return a finite number for every completion"
-        )
-    return number
+def required_columns(function: RewardFunction) -> set[str]:
+    """The columns of the data that a function cannot do without."""
+    kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    parameters = inspect.signature(function).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in kinds}
+    return required - {"prompts", "completions", "completion_ids"}

@@ -32,6 +32,8 @@ LAYERS = {
     "parallel": 2,
     "scoring": 2,
     "engine": 3,
+    "reward_worker": 0,
+    "reward_process": 4,
     "rewards": 4,
     "tasks": 4,
     "tasks.load": 4,

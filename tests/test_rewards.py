@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from minirl.batch import Rollout, RolloutId
 from minirl.data import Prompts, Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, RewardError
 from minirl.model import Transformer
+from minirl.reward_process import RewardProcess
 from minirl.rewards import (
     Judged,
     compute_rewards,
     judge,
-    load_reward,
     load_reward_model,
     overlong_penalty,
     weighted,
@@ -131,7 +131,7 @@ def test_numbers_of_every_kind_become_floats(value):
 )
 def test_what_is_not_a_finite_number_is_refused_by_name(bad):
     """Function, value, row and completion are in the error, which comes before any of it can reach a gradient."""
-    with pytest.raises(ValueError, match=r"made_up returned .*f\.jsonl:2.*'2'.*finite number") as error:
+    with pytest.raises(RewardError, match=r"made_up, row .*f\.jsonl:2.*'2'.*returned .*finite number") as error:
         rewards_of(returning([1.0, bad]))
     assert repr(bad)[:20] in str(error.value)
 
@@ -151,49 +151,49 @@ def test_what_is_not_a_finite_number_is_refused_by_name(bad):
 )
 def test_another_number_of_values_is_refused_by_name(value, said):
     """One value per completion, in a list: anything else names the function and both counts."""
-    with pytest.raises(ValueError, match=f"made_up returned .*{said}"):
+    with pytest.raises(RewardError, match=f"made_up returned .*{said}"):
         rewards_of(returning(value))
 
 
 def test_a_long_completion_is_shortened_in_the_error():
     """The error stays readable when the completion has thousands of characters."""
-    with pytest.raises(ValueError, match="made_up") as error:
+    with pytest.raises(RewardError, match="made_up") as error:
         rewards_of(returning([None]), ROWS[:1], ["x" * 10_000])
     assert len(str(error.value)) < 400
 
 
-def test_load_reward_returns_the_named_function(tmp_path):
+def test_a_reward_process_returns_the_named_function(tmp_path):
     """The module is run once as a file, whatever else it holds; colons in the folder's name do no harm."""
     folder = tmp_path / "a:b"
     folder.mkdir()
     (folder / "mine.py").write_text("BONUS = 2\ndef score(completions):\n    return [BONUS for _ in completions]\n")
-    assert rewards_of(load_reward(f"{folder}/mine.py:score")) == [2.0, 2.0]
+    assert rewards_of(RewardProcess(f"{folder}/mine.py:score", timeout_s=5)) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("spec", ["mine.py", "mine.py:", "mine:score", ":score", "", "mine.txt:score"])
-def test_load_reward_refuses_what_is_not_file_and_function(spec):
+def test_a_reward_process_refuses_what_is_not_file_and_function(spec):
     """The error repeats the flag, the value and the shape it should have."""
     with pytest.raises(ValueError, match=r"--reward .*expected file\.py:function") as error:
-        load_reward(spec)
+        RewardProcess(spec, timeout_s=5)
     assert f"--reward {spec}:" in str(error.value)
 
 
-def test_load_reward_refuses_a_missing_file_and_a_missing_function(tmp_path):
+def test_a_reward_process_refuses_a_missing_file_and_a_missing_function(tmp_path):
     """Which file is missing, or which name the file lacks."""
     path = tmp_path / "mine.py"
     with pytest.raises(InputError, match=r"--reward .*mine\.py:score: there is no file .*mine\.py"):
-        load_reward(f"{path}:score")
+        RewardProcess(f"{path}:score", timeout_s=5)
     path.write_text("number = 3\n")
     for name in ("score", "number"):
         with pytest.raises(ValueError, match=rf"mine\.py has no function {name}"):
-            load_reward(f"{path}:{name}")
+            RewardProcess(f"{path}:{name}", timeout_s=5)
 
 
-def test_load_reward_shows_the_error_of_the_file(tmp_path):
+def test_a_reward_process_shows_the_error_of_the_file(tmp_path):
     """A file that does not run says so itself, before anything expensive starts."""
     (tmp_path / "mine.py").write_text("import no_such_module_of_mine\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_mine"):
-        load_reward(f"{tmp_path}/mine.py:score")
+    with pytest.raises(InputError, match=r"mine\.py(?s:.*)ModuleNotFoundError.*no_such_module_of_mine"):
+        RewardProcess(f"{tmp_path}/mine.py:score", timeout_s=5)
 
 
 def save_model(folder, auto_class, **keys):
