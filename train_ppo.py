@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from minirl import distributed, flags, losses
+from minirl import distributed, flags, losses, watch
 from minirl.advantages import adapted_kl_coef, explained_variance, gae, loss_weights, token_rewards, whiten
 from minirl.batch import exchange, gather_by_row, gather_table
 from minirl.checkpoint import new_run_folder, runs_root, save_checkpoint
@@ -112,6 +112,7 @@ class Config:
     threads: int = 1  # CPU threads per rank; with more than one, sampled and training logprobs may differ by a rounding
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
     recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
+    hang_timeout: float = 600  # seconds without progress on any rank after which all leave with a report; 0: never
 
 
 def check(c: Config) -> None:
@@ -138,11 +139,12 @@ def check(c: Config) -> None:
     refuse(unheard, "--bootstrap-truncated with --drop-truncated: those completions have no loss")
 
 
-def main(config: Config) -> None:
+def main(config: Config) -> int:
     check(config)
     files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
     task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
-    device = distributed.start(device=config.device, threads=config.threads)
+    machine = dict(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
+    device = distributed.start(**machine)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     where = dict(dtype=dtype, device=device)
@@ -214,7 +216,7 @@ def main(config: Config) -> None:
     print0("held-out before training:", before or "no held-out rows; see --eval-data")
 
     for step in range(1, config.num_steps + 1):
-        metrics = StepMetrics()
+        metrics = StepMetrics(step)
 
         with metrics.timer("generate"):
             count, group_size = config.prompts_per_step, config.group_size
@@ -271,6 +273,11 @@ def main(config: Config) -> None:
             weights = batch.spread(torch.cat(parts)[batch.row])
             batch = batch.replace(advantages=stream, returns=returns, loss_weights=weights.float()).to(device)
 
+        with metrics.timer("report"):  # before the update, which may be refused
+            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
+            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
+            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
+
         with metrics.timer("update"):
             for epoch in range(config.num_epochs):
                 order = random.Random(f"{config.seed} {step} {epoch}")
@@ -301,6 +308,7 @@ def main(config: Config) -> None:
                         add_tokens(metrics, micro, new, old, ratio, entropy, **clip)
                         if update % updates_per_step == 0:  # no update yet since these were sampled
                             add_gap(metrics, micro, new)
+                    metrics.refuse_nonfinite(update=update)
                     lr = learning_rate(update, num_updates, peak=value_peak_lr, **schedule)
                     norm_before = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                     metrics.add("value/lr", lr)
@@ -318,21 +326,22 @@ def main(config: Config) -> None:
             add_rewards(metrics, "reward", functions, judged.rewards)
             metrics.add("count/epoch", prompts.epoch(num_served))
             is_final = step == config.num_steps
-            evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}
-            if is_final or (config.save_every and step % config.save_every == 0):
+            stopping = 0 if is_final else distributed.stop_requested()
+            is_evaluated = config.eval_every and step % config.eval_every == 0 and not stopping
+            evaluated = evaluate() if is_final or is_evaluated else {}
+            if is_final or stopping or (config.save_every and step % config.save_every == 0):
                 saved = save_checkpoint(run, step, policy, source=source)
                 save_checkpoint(run, step, value, source=value_source, kind="value_checkpoints")
-            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
-            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
-            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
         logger.log(step, derived(metrics.reduce()) | evaluated, num_steps=config.num_steps)
+        if stopping:
+            break
 
     logger.finish()
-    for name, score_before in before.items():
-        print0(f"held-out {name}: {score_before:.3f} before, {evaluated[name]:.3f} after")
+    for name in evaluated:
+        print0(f"held-out {name}: {before[name]:.3f} before, {evaluated[name]:.3f} after")
     print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
-    distributed.stop()
+    return 128 + stopping if stopping else 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    watch.run(lambda: main(tyro.cli(Config, description=__doc__, console_outputs=rank() == 0)))

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl import watch
 from minirl.advantages import are_equal
 from minirl.batch import Batch, Rollout
 from minirl.distributed import print0, rank, world_size
+from minirl.errors import GuardError
 from minirl.losses import is_clipped, kl_penalty
 from minirl.rewards import Judged
 
@@ -27,7 +29,8 @@ from minirl.rewards import Judged
 class StepMetrics:
     """The metrics of one step on one rank: weighted means, maxima and totals."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._totals: dict[str, float] = {}
@@ -50,9 +53,16 @@ class StepMetrics:
         """Add to a total over steps' parts and ranks."""
         self._totals[name] = self._totals.get(name, 0.0) + float(amount)
 
+    def refuse_nonfinite(self, *, update: int) -> None:
+        """Raise GuardError if a number that this rank's update is made of is not finite. Not collective."""
+        for name, number in (self._totals | self._maxima | {name: x for name, (x, _) in self._sums.items()}).items():
+            if name.startswith(("policy/", "value/loss")) and not math.isfinite(number):
+                raise GuardError(f"{name} is {number} before update {update}, which was not made. Try a lower --lr")
+
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks."""
+        """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks; the `watch`'s phase."""
+        watch.beat(phase=f"step {self._step}, phase {phase}")
         start, name = _now(), f"time/{phase}"
         yield
         before, _ = self._sums.get(name, (0.0, 1.0))
@@ -63,8 +73,7 @@ class StepMetrics:
         gathered: list[Any] = [None] * world_size()
         dist.all_gather_object(gathered, (self._sums, self._maxima, self._totals))
         sums: dict[str, tuple[float, float]] = {}
-        maxima: dict[str, float] = {}
-        totals: dict[str, float] = {}
+        maxima, totals = dict[str, float](), dict[str, float]()
         for rank_sums, rank_maxima, rank_totals in gathered:
             for name, (total, weight) in rank_sums.items():
                 before, weight_before = sums.get(name, (0.0, 0.0))
@@ -149,10 +158,9 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     The step's seconds, completion tokens per second, and of the importance weights chi2 = E[rho^2] - 1 and the
     effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
-    seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
     out = {
         **metrics,
-        "time/step": sum(seconds.values()),
+        "time/step": sum(value for name, value in metrics.items() if name.startswith("time/")),
         "perf/tok_s_gen": metrics["count/sampled_tokens"] / metrics["time/generate"],
         "perf/tok_s_train": metrics["count/tokens"] / metrics["time/update"],
     }
@@ -206,9 +214,7 @@ class Logger:
                 self._told.add(sentence)
                 print0(f"note: {sentence}")
         with (self.folder / "metrics.jsonl").open("a") as file:
-            finite = {
-                name: value if math.isfinite(value) else None for name, value in metrics.items()
-            }  # JSON has no NaN
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
@@ -268,21 +274,18 @@ def _max_or_nan(a: float, b: float) -> float:
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """One line of at most 120 characters for a step."""
     m = defaultdict(float, metrics)
+    clip = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
     parts = [
-        f"step {step:>{len(str(num_steps))}}/{num_steps}",
-        f"reward {m['reward/mean']:.3f}",
+        f"step {step:>{len(str(num_steps))}}/{num_steps} reward {m['reward/mean']:.3f}",
         f"eval {m['eval/reward']:.3f}" if "eval/reward" in metrics else "",
         f"kl {m['policy/kl_ref_k3']:.3f}" if "policy/kl_ref_k3" in metrics else "",
         f"ent {m['policy/entropy']:.2f}" if "policy/entropy" in metrics else "",
         f"ev {m['value/explained_var']:.2f}" if "value/explained_var" in metrics else "",
-        f"clip {m['policy/clip_frac_low'] + m['policy/clip_frac_high']:.0%}"
-        if "policy/clip_frac_low" in metrics
-        else "",
+        f"clip {clip:.0%}" if "policy/clip_frac_low" in metrics else "",
         f"gap {m['policy/logp_gap_max']:.0e}" if "policy/logp_gap_max" in metrics else "",
         f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}",
         f"gnorm {m['optim/grad_norm']:.2f}" if "optim/grad_norm" in metrics else "",
-        f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s",
-        f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s",
+        f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s {m['perf/tok_s_gen'] / 1000:.1f}k tok/s",
     ]
     return " ".join(part for part in parts if part)[:120]
 

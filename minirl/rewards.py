@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl import watch
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
@@ -151,7 +152,11 @@ def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: S
     rows = [prompts.row(rollout.rollout_id.prompt) for rollout in rollouts]
     ids = [rollout.completion for rollout in rollouts]
     texts = [prompts.tokenizer.decode(completion) for completion in ids]
-    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids) for f in functions.values()]
+    columns = []
+    for name, function in functions.items():
+        watch.beat(f"reward {name}")
+        columns.append(compute_rewards(function, rows, completions=texts, completion_ids=ids))
+        watch.beat("")
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
     return Judged(list(rollouts), rows, texts, rewards)
 
