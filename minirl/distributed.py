@@ -66,7 +66,7 @@ def print0(*parts: Any) -> None:
         try:
             print(*parts, flush=True)
         except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it stays open
+            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
 
 
 def agree(value: Any) -> Any:

@@ -196,10 +196,6 @@ class _Watch(threading.Thread):
             leave_now(code)
 
     def _look(self) -> None:
-        if select.select([self._pipe], [], [], POLL_S)[0]:
-            for number in os.read(self._pipe, 64):
-                if number in STOPS:
-                    self._on_signal(number)
         now = time.monotonic()
         if here.count != self._seen:
             self._seen, self._moved_at = here.count, now
@@ -216,6 +212,10 @@ class _Watch(threading.Thread):
                 self._claim(code, f"{gone}: rank {self._rank} lost its connection" if gone else text)
         elif limit and silent > limit and all(age > limit for age, _, _, _ in self._pulses().values()):
             self._claim(HangError.exit_code, self._hang_report(limit))
+        if select.select([self._pipe], [], [], POLL_S)[0]:
+            for number in os.read(self._pipe, 64):
+                if number in STOPS:
+                    self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
