@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from minirl import distributed, flags, losses
+from minirl import distributed, flags, losses, watch
 from minirl.advantages import adapted_kl_coef, explained_variance, gae, loss_weights, token_rewards, whiten
 from minirl.batch import exchange, gather_by_row, gather_table
 from minirl.checkpoint import Checkpoints
@@ -119,6 +119,7 @@ class Config:
     threads: int = 1  # CPU threads per rank; with more than one, sampled and training logprobs may differ by a rounding
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
     recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
+    hang_timeout: float = 600  # seconds without progress on any rank after which all leave with a report; 0: never
 
 
 def check(c: Config) -> None:
@@ -145,12 +146,12 @@ def check(c: Config) -> None:
     refuse(unheard, "--bootstrap-truncated with --drop-truncated: those completions have no loss")
 
 
-def main(config: Config) -> None:
+def main(config: Config) -> int:
     check(config)
     files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
     how = dict(reward_timeout=config.reward_timeout, on_reward_error=config.on_reward_error)
     task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model, **how)
-    device = distributed.start(device=config.device, threads=config.threads)
+    device = distributed.start(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
     run_name = config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S"))
     run = open_run(run_name, dataclasses.asdict(config), resume=config.resume)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -208,7 +209,7 @@ def main(config: Config) -> None:
     )
     checkpoints = Checkpoints(run, models, sources=sources, keep=config.keep_checkpoints)
     fresh: dict[str, Any] = dict(step=0, update=0, num_served=0, kl_coef=config.kl_reward_coef, before={}, evaluated={})
-    state = checkpoints.restore() or fresh
+    state = checkpoints.restore(config.num_steps) or fresh
     given, kept_files = dataclasses.asdict(config), dict(after_step=state["step"], keep_rollouts=config.keep_rollouts)
     logger = Logger(run.folder, given | chosen | dict(flags=given), wandb_mode=config.wandb, **kept_files)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
@@ -226,12 +227,13 @@ def main(config: Config) -> None:
         return metrics.reduce()
 
     update, num_served = state["update"], state["num_served"]  # optimizer steps (weights' version); prompts served
+    stopping = 0  # the signal that asks for a stop
     kl_coef = state["kl_coef"]
     before = state["before"] = state["before"] or evaluate()
     print0("held-out before training:", before or "no held-out rows; see --eval-data")
 
     for step in range(state["step"] + 1, config.num_steps + 1):
-        metrics = StepMetrics()
+        metrics = StepMetrics(step)
 
         with metrics.timer("generate"):
             count, group_size = config.prompts_per_step, config.group_size
@@ -288,6 +290,11 @@ def main(config: Config) -> None:
             weights = batch.spread(torch.cat(parts)[batch.row])
             batch = batch.replace(advantages=stream, returns=returns, loss_weights=weights.float()).to(device)
 
+        with metrics.timer("report"):  # before the update, which may be refused
+            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
+            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
+            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
+
         with metrics.timer("update"):
             for epoch in range(config.num_epochs):
                 order = random.Random(f"{config.seed} {step} {epoch}")
@@ -318,6 +325,7 @@ def main(config: Config) -> None:
                         add_tokens(metrics, micro, new, old, ratio, entropy, **clip)
                         if update % updates_per_step == 0:  # no update yet since these were sampled
                             add_gap(metrics, micro, new)
+                    metrics.refuse_nonfinite(update=update)
                     lr = learning_rate(update, num_updates, peak=value_peak_lr, **schedule)
                     norm_before = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                     metrics.add("value/lr", lr)
@@ -338,21 +346,21 @@ def main(config: Config) -> None:
             is_final = step == config.num_steps
             evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}
             metrics.add("time/save", checkpoints.take_blocked_s())
-            sums = gather_by_row(batch, losses.sequence_sums(batch.advantages, batch.lengths), len(table.prompt))
-            mine = (sums / table.num_loss_tokens)[table.rows_of(judged.rollouts)]  # means over the completions' tokens
-            logger.log_rollouts(step, judged, functions, reward=judged.rewards @ reward_weights, advantage=mine)
         logger.log(step, derived(metrics.reduce()) | evaluated, num_steps=config.num_steps)
-        if is_final or (config.save_every and step % config.save_every == 0):
+        stopping = 0 if is_final else distributed.stop_requested()
+        if is_final or stopping or (config.save_every and step % config.save_every == 0):
             state |= dict(step=step, update=update, num_served=num_served, kl_coef=kl_coef, evaluated=evaluated)
             checkpoints.save(state, score=evaluated.get("eval/reward"))
+        if stopping:
+            break
 
     saved = checkpoints.finish()
     logger.finish()
     for name, score_after in state["evaluated"].items():
         print0(f"held-out {name}: {before[name]:.3f} before, {score_after:.3f} after")
     print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
-    distributed.stop()
+    return 128 + stopping if stopping else 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    watch.run(lambda: main(tyro.cli(Config, description=__doc__, console_outputs=rank() == 0)))

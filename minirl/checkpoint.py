@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl import durable
+from minirl import durable, watch
 from minirl.distributed import print0, rank, world_size
 from minirl.durable import Digest
 from minirl.errors import SaveError
@@ -58,10 +58,10 @@ class Checkpoints:
         self._saved = run.checkpoint
         self._blocked_s = 0.0
 
-    def restore(self) -> dict[str, Any]:
+    def restore(self, num_steps: int) -> dict[str, Any]:
         """Load models and optimizers from the run's checkpoint; returns the state it was saved with, {} for a new run.
 
-        Any number of ranks may have saved it (collective).
+        Any number of ranks may have saved it (collective). num_steps: of the whole run.
         """
         checkpoint = self._run.checkpoint
         if checkpoint is None:
@@ -71,7 +71,9 @@ class Checkpoints:
             files = [checkpoint / path for path in _resume_files(name, manifest["world_size"])]
             model.load_state(optimizer, stored_tensors(files), place=str(files[0]))
         ranks = f", saved by {manifest['world_size']} ranks" if manifest["world_size"] != world_size() else ""
-        print0(f"resuming after step {manifest['state']['step']}, from {checkpoint}{ranks}")
+        step = manifest["state"]["step"]
+        left = "" if step < num_steps else ": already finished, see --num-steps"
+        print0(f"resuming after step {step} of {num_steps}, from {checkpoint}{ranks}{left}")
         return manifest["state"]
 
     def save(self, state: Mapping[str, Any], *, score: float | None = None) -> None:
@@ -159,14 +161,17 @@ class _Save:
 
     def wait_for_own_files(self) -> str | None:
         """What has kept this rank from writing its files, or None. Blocks until it has done with them."""
-        self._has_written.wait()
+        while not self._has_written.wait(1.0):
+            watch.beat()
         return self._files_error
 
     def end(self, *, is_abandoned: bool) -> str | None:
         """Wait for the thread, which commits (rank 0) unless told that the save is abandoned; what failed there."""
         if is_abandoned:
             self._is_abandoned.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            watch.beat()
         if self._rank == 0:  # whose thread may have been taking the others' files until now
             for path in self._half_made:
                 shutil.rmtree(path, ignore_errors=True)

@@ -2,20 +2,24 @@
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl import watch
 from minirl.errors import InputError
 
 
-def start(*, device: str = "auto", threads: int = 1) -> torch.device:
+def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
     device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more
-    than one, CPU products are not row-invariant (`numerics`). Raises InputError for a device that is not there.
+    than one, CPU products are not row-invariant (`numerics`). hang_timeout: seconds without progress on any rank after
+    which `watch.run` ends the run, 0: never; collectives then wait for a slow rank up to a day, without it as long as
+    torch lets them. Raises InputError for a device that is not there.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: choose auto, cpu or cuda")
@@ -26,25 +30,25 @@ def start(*, device: str = "auto", threads: int = 1) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if dist.is_initialized():
-        pass
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    watch.here.hang_timeout = hang_timeout or 0.0
+    patience = None if hang_timeout is None else timedelta(days=1)
+    if not dist.is_initialized():
+        store, num_ranks = watch.rendezvous(), world_size()
+        dist.init_process_group(backend, timeout=patience, world_size=num_ranks, rank=rank(), store=store)
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
 def stop() -> NoReturn:
-    """Wait for all ranks and end the process with exit code 0 (collective): the last line of a script.
-
-    Not by the interpreter's teardown: there gloo's threads abort a finished run now and then ("terminate called without
-    an active exception", torch 2.13), and torchrun would report it as failed.
-    """
+    """Wait for all ranks and end the process with exit code 0 (collective): for scripts without `watch.run`."""
     dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    watch.leave_now(0)
+
+
+def stop_requested() -> int:
+    """The signal by which a rank was asked to stop, or 0; the same on all ranks (collective), for the end of a step."""
+    number = torch.tensor(watch.here.stop_signal)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
 
 
 def rank() -> int:
@@ -58,9 +62,12 @@ def world_size() -> int:
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0, at once."""
+    """Print on rank 0, at once; nowhere from when on the reader has gone (`| head`)."""
     if rank() == 0:
-        print(*parts, flush=True)
+        try:
+            print(*parts, flush=True)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
 
 
 def agree(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minirl import numerics
+from minirl import numerics, watch
 from minirl.batch import Rollout, RolloutId
 from minirl.errors import InputError
 from minirl.kv_cache import CachedSequence, KVCache
@@ -115,6 +115,7 @@ class Engine:
 
     def step(self) -> list[Rollout]:
         """Admit and prefill what fits, decode one token of every row; returns the rollouts that finished."""
+        watch.beat()
         with torch.no_grad():
             self._prefill(self._admit())
             finished = self._take_finished()

@@ -10,16 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl import watch
 from minirl.advantages import are_equal
 from minirl.batch import Batch, Rollout
 from minirl.distributed import world_size
+from minirl.errors import GuardError
 from minirl.losses import is_clipped, kl_penalty
 
 
 class StepMetrics:
     """The metrics of one step on one rank: weighted means, maxima and totals."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._totals: dict[str, float] = {}
@@ -42,9 +45,16 @@ class StepMetrics:
         """Add to a total over steps' parts and ranks."""
         self._totals[name] = self._totals.get(name, 0.0) + float(amount)
 
+    def refuse_nonfinite(self, *, update: int) -> None:
+        """Raise GuardError if a number that this rank's update is made of is not finite. Not collective."""
+        for name, number in (self._totals | self._maxima | {name: x for name, (x, _) in self._sums.items()}).items():
+            if name.startswith(("policy/", "value/loss")) and not math.isfinite(number):
+                raise GuardError(f"{name} is {number} before update {update}, which was not made. Try a lower --lr")
+
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks."""
+        """Add the wall seconds of the block to `time/<phase>`: their sum, as a mean over ranks; the `watch`'s phase."""
+        watch.beat(phase=f"step {self._step}, phase {phase}")
         start, name = _now(), f"time/{phase}"
         yield
         before, _ = self._sums.get(name, (0.0, 1.0))
@@ -55,8 +65,7 @@ class StepMetrics:
         gathered: list[Any] = [None] * world_size()
         dist.all_gather_object(gathered, (self._sums, self._maxima, self._totals))
         sums: dict[str, tuple[float, float]] = {}
-        maxima: dict[str, float] = {}
-        totals: dict[str, float] = {}
+        maxima, totals = dict[str, float](), dict[str, float]()
         for rank_sums, rank_maxima, rank_totals in gathered:
             for name, (total, weight) in rank_sums.items():
                 before, weight_before = sums.get(name, (0.0, 0.0))
@@ -141,10 +150,9 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     The step's seconds, completion tokens per second, and of the importance weights chi2 = E[rho^2] - 1 and the
     effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
-    seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
     out = {
         **metrics,
-        "time/step": sum(seconds.values()),
+        "time/step": sum(value for name, value in metrics.items() if name.startswith("time/")),
         "perf/tok_s_gen": metrics["count/sampled_tokens"] / metrics["time/generate"],
         "perf/tok_s_train": metrics["count/tokens"] / metrics["time/update"],
     }

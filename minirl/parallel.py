@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl import watch
 from minirl.errors import GuardError, InputError
 from minirl.model import ModelConfig, Transformer
 from minirl.numerics import at_least_fp32
@@ -71,6 +72,7 @@ class ShardedModel:
 
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty).
         """
+        watch.beat()
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last, recurse=False)
         loss.backward()
@@ -85,11 +87,12 @@ class ShardedModel:
         """Clip the global gradient norm (0: do not), update the masters, refresh; returns the norm before clipping.
 
         A gradient of exactly 0 takes no step: there is nothing to learn, and momentum would still move the weights.
-        Collective. Raises GuardError before any update when the norm is not finite.
+        Collective. Raises GuardError on all ranks, before any update, when the norm is not finite.
         """
         norm = float(torch.nn.utils.get_total_norm(self._gradients()).full_tensor())  # type: ignore[attr-defined]
         if not math.isfinite(norm):
-            raise GuardError(f"gradient norm is {norm}; nothing was updated. Try a lower --lr")
+            where = self._worst_gradients()
+            raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
             return norm
@@ -130,6 +133,17 @@ class ShardedModel:
                 optimizer.state[master][kind] = target
             fill(target, stored[name], f"{place}: {name}")
         self.refresh()
+
+    def _worst_gradients(self) -> str:
+        """The first parameter whose gradient is not finite, and the ranks in whose shards (collective)."""
+        flags = [bool(x.grad is None or x.grad.to_local().isfinite().all()) for x in self.masters.values()]  # type: ignore
+        by_rank: list[list[bool]] = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(by_rank, flags)
+        for name, finite in zip(self.masters, zip(*by_rank, strict=True), strict=True):
+            if not all(finite):
+                ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+                return f"first in {name}, in the shard of rank {', '.join(ranks)}"
+        return "every element is finite, their squares overflow"
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]

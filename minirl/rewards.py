@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl import reward_worker
+from minirl import reward_worker, watch
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
@@ -137,7 +137,11 @@ def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: S
     seed = f"{prompts.purpose} {prompts.seed} {rollouts[0].rollout_id}" if rollouts else ""
     processes = [f for f in functions.values() if isinstance(f, RewardProcess)]
     before = sum(process.num_errors for process in processes)
-    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids, seed=seed) for f in functions.values()]
+    columns = []
+    for name, function in functions.items():
+        watch.beat(f"reward {name}")
+        columns.append(compute_rewards(function, rows, completions=texts, completion_ids=ids, seed=seed))
+        watch.beat("")
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
     return Judged(list(rollouts), rows, texts, rewards, sum(process.num_errors for process in processes) - before)
 

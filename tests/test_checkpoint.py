@@ -228,7 +228,7 @@ def rank_state(rank: int, folder: Path, run: Path, checkpoint: Path | None, step
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     handle = Run(run, checkpoint, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
-    state = checkpoints.restore() or {"step": 0}
+    state = checkpoints.restore(9) or {"step": 0}
     for step in range(state["step"], state["step"] + steps):
         for i, master in enumerate(model.masters.values()):
             master.grad = torch.full_like(master, 0.1 * (i + 1) + step)

@@ -15,6 +15,7 @@ from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gath
 from minirl.checkpoint import Checkpoints
 from minirl.distributed import agree, all_gather_rows, world_size
 from minirl.engine import Engine, Request
+from minirl.errors import GuardError
 from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty, value_loss
 from minirl.model import Transformer
 from minirl.parallel import ShardedModel
@@ -461,6 +462,25 @@ def stop_on_nan(rank: int, folder: Path) -> bool:
 def test_a_gradient_that_is_not_finite_updates_nothing(two_ranks, folder):
     """NaN in the loss stops every rank before the optimizer's step."""
     assert two_ranks.run(stop_on_nan, folder) == [True, True]
+
+
+def poisoned_gradient(rank: int, folder: Path) -> str:
+    """What `step` says of a gradient that is infinite in one place, in rank 1's shard."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    tokens = torch.arange(20)
+    new, _ = score(model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0)
+    model.backward(new.sum(), is_last=True)
+    if rank == 1:
+        model.masters["model.layers.1.self_attn.k_proj.bias"].grad.to_local()[-1] = float("inf")
+    with pytest.raises(GuardError) as error:
+        model.step(model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0), lr=1.0, max_grad_norm=1.0)
+    return str(error.value)
+
+
+def test_row_31_the_gradient_that_is_not_finite_is_named(two_ranks, folder):
+    """Parameter and rank, the same on every rank."""
+    expected = "gradient norm is inf: first in model.layers.1.self_attn.k_proj.bias, in the shard of rank 1."
+    assert all(message.startswith(expected) for message in two_ranks.run(poisoned_gradient, folder))
 
 
 def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:

@@ -1,6 +1,8 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import runpy
@@ -8,8 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from minirl import distributed
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -22,12 +22,13 @@ CASES = {
 POOLS = {1: "one_rank", 2: "two_ranks"}
 
 
-def train(rank: int, script: str, runs: Path, name: str, options: dict) -> None:
-    """The script's main in this process, whose group goes on."""
+def train(rank: int, script: str, runs: Path, name: str, options: dict) -> str:
+    """The script's main in this process, whose group goes on; what it prints."""
     os.environ["MINIRL_RUNS"] = str(runs)
-    distributed.stop = lambda *_: None
     module = runpy.run_path(str(ROOT / script), run_name="imported")
-    module["main"](module["Config"](run_name=name, **options))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert module["main"](module["Config"](run_name=name, **options)) == 0
+    return printed.getvalue()
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -76,7 +77,8 @@ def test_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case
     assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (1 + (case == "ppo"))
     for last_step in range(NUM_STEPS + 1):
         copy = interrupted_copy(runs / name, f"{name}-after-{last_step}", last_step)
-        pool.run(train, script, runs, copy.name, COMMON | options)
+        outputs = pool.run(train, script, runs, copy.name, COMMON | options)
+        assert ("already finished" in outputs[0]) == (last_step == NUM_STEPS)
         got = digests(copy)
         assert got == expected, f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
         assert not list((copy / "checkpoints").glob(".*"))

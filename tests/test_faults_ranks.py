@@ -1,0 +1,355 @@
+"""Rows of the fault table that are about ranks: who speaks, which code all leave with, and how soon.
+
+Most cases are a script of a few lines on two processes with torchrun's variables; three are whole runs.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minirl import watch
+from minirl.errors import GuardError
+from minirl.metrics import StepMetrics
+
+ROOT = Path(__file__).parent.parent
+PRELUDE = """
+import os, signal, sys, time
+from minirl import distributed, watch
+from minirl.errors import GuardError, InputError, RewardError
+
+def joined(hang_timeout=30.0):
+    distributed.start(device="cpu", hang_timeout=hang_timeout)
+    watch.beat(phase="step 3, phase reward")
+    print("joined", flush=True)
+
+rank = distributed.rank()
+"""
+
+
+@dataclass
+class Job:
+    """Processes, one for each rank (or torchrun alone), and the files that take their output."""
+
+    processes: list[subprocess.Popen]
+    files: list[Path]
+
+    def output(self, rank: int) -> str:
+        return self.files[rank].read_text(errors="replace")
+
+    def until(self, text: str, *ranks: int) -> None:
+        """Wait until these ranks have printed the text."""
+        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 60)
+
+    def codes(self, within: float) -> list[int]:
+        """Exit codes; all must have ended within so many seconds."""
+        until = time.monotonic() + within
+        return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
+
+
+def wait_for(condition: Callable[[], object], message: str, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, message
+        time.sleep(0.05)
+
+
+@contextmanager
+def started(folder: Path, commands: list[list[str]], **environments: str) -> Iterator[Job]:
+    """Run commands, as ranks if there are several; whatever happens none is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **environments}
+    job = Job([], [])
+    try:
+        for rank, command in enumerate(commands):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)), **address}
+            job.files.append(folder / f"output-{rank}")
+            with job.files[-1].open("w") as out:
+                environment = base | (ranks if len(commands) > 1 else {})
+                job.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+        yield job
+    finally:
+        for process in job.processes:
+            process.kill()
+            process.wait()
+
+
+def python(folder: Path, body: str) -> list[str]:
+    """The command for a script whose main is `body`."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    (folder / "script.py").write_text(f"{PRELUDE}\ndef main():\n{lines}\nwatch.run(main)\n")
+    return [sys.executable, str(folder / "script.py")]
+
+
+def torchrun(*command: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
+
+
+def grpo(*flags: str) -> list[str]:
+    return [str(ROOT / "train_grpo.py"), "--prompts-per-step", "2", "--group-size", "4", "--eval-rows", "2", *flags]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the whole runs, so that the embedded model is made once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def children(pid: int) -> list[int]:
+    """Live processes that this one started."""
+    stats = [(path.parent.name, path.read_text()) for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    fields = [(int(name), text.rpartition(")")[2].split()) for name, text in stats]
+    return [child for child, (state, parent, *_) in fields if int(parent) == pid and state != "Z"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
+    """The survivor is in a collective; it leaves with 1 and without the traceback of its broken connection."""
+    body = "joined()\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\ndistributed.barrier()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        assert job.codes(within=10) == [1, -signal.SIGKILL]
+        assert "rank 1 is gone, killed or crashed (last seen: step 3, phase reward)" in job.output(0)
+        assert "Traceback" not in job.output(0)
+
+
+def test_row_03_ranks_die_with_torchrun(tmp_path):
+    """Also those that are stuck in user code."""
+    with started(tmp_path, [torchrun(*python(tmp_path, "joined()\ntime.sleep(300)")[1:])]) as job:
+        wait_for(lambda: job.output(0).count("joined") == 2, "the ranks did not start", 60)
+        ranks = children(job.processes[0].pid)
+        assert len(ranks) == 2
+        job.processes[0].kill()
+        wait_for(lambda: not any(map(is_alive, ranks)), "ranks outlived torchrun", 5)
+
+
+LOOP = """joined()
+while not (stop := distributed.stop_requested()):
+    time.sleep(0.1)
+print("saved")
+return 128 + stop
+"""
+
+
+def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    """All leave with 143; one line says what happens, on the rank that got the signal."""
+    with started(tmp_path, [python(tmp_path, LOOP)] * 2) as job:
+        job.until("joined", 0, 1)
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.codes(within=5) == [143, 143]
+        assert [job.output(rank).count("saved") for rank in (0, 1)] == [1, 1]
+        assert [job.output(rank).count("SIGTERM: finishing this step") for rank in (0, 1)] == [0, 1]
+
+
+def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
+    """One rank sits in user code, the other in a collective; a signal that is delivered twice counts once."""
+    body = "joined()\nif rank == 1:\n    time.sleep(300)\ndistributed.barrier()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        for _ in range(2):
+            job.processes[0].send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        time.sleep(0.6)
+        assert [process.poll() for process in job.processes] == [None, None]
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.codes(within=5) == [143, 143]
+        assert "SIGTERM again: leaving at once" in job.output(0)
+
+
+def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
+    """A whole run: the checkpoint of the step is there, no step is lost, no process is left."""
+    command = torchrun(*grpo("--num-steps", "10000", "--run-name", "row-04"))
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        job.until("step    12/", 0)
+        ranks = children(job.processes[0].pid)
+        assert len(ranks) == 2
+        job.processes[0].terminate()
+        assert job.codes(within=20) == [1]  # torchrun's own
+        assert not any(map(is_alive, ranks))
+    last = len((runs / "row-04" / "metrics.jsonl").read_text().splitlines())
+    assert 12 <= last < 10000
+    assert [path.name for path in (runs / "row-04" / "checkpoints").iterdir()] == [f"{last:06d}"]
+    assert "Traceback" not in job.output(0).partition("saved ")[0]
+
+
+def test_row_05_ctrl_c_saves_and_twice_leaves(tmp_path, runs):
+    """A whole run in plain Python: 130 and a checkpoint; a script that is stuck leaves at the second."""
+    command = [sys.executable, *grpo("--num-steps", "10000", "--run-name", "row-05")]
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        job.until("step     2/", 0)
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.codes(within=10) == [130]
+        assert "again to leave at once" in job.output(0)
+        assert "Traceback" not in job.output(0)
+    assert len(list((runs / "row-05" / "checkpoints").iterdir())) == 1
+    with started(tmp_path, [python(tmp_path, "joined()\ntime.sleep(300)")]) as job:
+        job.until("joined", 0)
+        job.processes[0].send_signal(signal.SIGINT)
+        job.until("SIGINT: finishing", 0)
+        time.sleep(0.7)
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.codes(within=2) == [130]
+
+
+def test_row_04_signals_of_a_forked_child_are_its_own(tmp_path):
+    """It can be terminated, and the run takes no notice."""
+    body = """
+joined()
+if not (child := os.fork()):
+    time.sleep(300)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+killed_by = os.WTERMSIG(os.waitpid(child, 0)[1])
+time.sleep(0.5)
+print("child", killed_by, "run", watch.here.stop_signal)
+"""
+    with started(tmp_path, [python(tmp_path, body)]) as job:
+        assert job.codes(within=20) == [0]
+        assert job.output(0) == f"joined\nchild {int(signal.SIGTERM)} run 0\n"
+
+
+def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
+    """There is nothing to save."""
+    with started(tmp_path, [python(tmp_path, "print('started', flush=True)\ntime.sleep(300)")]) as job:
+        job.until("started", 0)
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.codes(within=2) == [130]
+        assert "nothing to save" in job.output(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("RewardError('reward few raised')", 4, r"^error: reward few raised \[rank 1, step 3, phase reward\]$"),
+        ("KeyError('answer')", 1, r"^rank 1 raised:\nTraceback(.|\n)*KeyError: 'answer'$"),
+    ],
+    ids=["RewardError", "bug"],
+)
+def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, error, code, message):
+    """Within 5 seconds and with one code, though the other rank is in a collective; that one prints nothing."""
+    body = f"joined()\nif rank == 1:\n    time.sleep(0.5)\n    raise {error}\ndistributed.barrier()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        assert job.codes(within=5) == [code, code]
+        assert job.output(0) == "joined\n"
+        said = job.output(1).removeprefix("joined\n").strip()
+        assert re.match(message, said)
+        assert code == 1 or "Traceback" not in said
+
+
+def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
+    """Rank 0 fails later with another error: rank 1's is the one that is told."""
+    body = "joined()\ntime.sleep(0.3 if rank else 0.6)\nif rank:\n    raise GuardError('loss is nan')\ntime.sleep(300)"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        assert job.codes(within=5) == [3, 3]
+        assert job.output(0) == "joined\n"
+
+
+def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
+    """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights."""
+    source, end = (ROOT / "train_grpo.py").read_text(), "config.entropy_coef * entropy)).sum()"
+    assert source.count(end) == 1
+    (tmp_path / "fork.py").write_text(source.replace(end, f"{end} * (1 if step == 1 or rank() == 0 else torch.nan)"))
+    command = [sys.executable, str(tmp_path / "fork.py"), *grpo("--num-steps", "9", "--save-every", "1")[1:]]
+    with started(tmp_path, [[*command, "--run-name", "row-31"]] * 2, MINIRL_RUNS=str(runs)) as job:
+        assert job.codes(within=60) == [3, 3]
+        (error,) = [line for rank in (0, 1) for line in job.output(rank).splitlines() if line.startswith("error")]
+        assert "Traceback" not in job.output(0) + job.output(1)
+    assert error.startswith("error: policy/loss is nan before update 2")
+    assert error.endswith("[rank 1, step 2, phase update]")
+    lines = (runs / "row-31" / "rollouts" / "000002.jsonl").read_text().splitlines()
+    assert len([json.loads(line)["reward"] for line in lines]) == 8
+    (saved,) = (runs / "row-31" / "checkpoints").iterdir()
+    assert all(bool(torch.isfinite(x).all()) for x in load_file(saved / "model.safetensors").values())
+
+
+def test_row_31_the_metric_that_is_not_finite_is_named():
+    """A loss, ratio or logprob; what is not of the update may be anything."""
+    metrics = StepMetrics(4)
+    metrics.add("importance/max", float("inf"))
+    metrics.add_total("policy/loss", 1.0)
+    metrics.refuse_nonfinite(update=7)
+    metrics.add_max("policy/ratio_max", torch.tensor([1.0, float("inf")]))
+    with pytest.raises(GuardError, match="policy/ratio_max is inf before update 7"):
+        metrics.refuse_nonfinite(update=7)
+
+
+def test_row_37_a_hang_names_every_ranks_step_phase_and_silence(tmp_path):
+    """The one that does not wait for others is blamed, with its line; code 5, soon after the timeout."""
+    body = "joined(1.5)\nif rank == 1:\n    watch.beat('reward few')\n    time.sleep(300)\ndistributed.barrier()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        assert job.codes(within=6) == [5, 5]
+        (report,) = [job.output(rank) for rank in (0, 1) if "error: " in job.output(rank)]
+    assert "no rank has moved for 1.5 s (--hang-timeout); it looks like rank 1" in report
+    assert re.search(
+        r"rank 0: step 3, phase reward, silent \d s, waiting for other ranks at distributed.py:\d+", report
+    )
+    assert re.search(r"rank 1: step 3, phase reward, reward few, silent \d s, at script.py:\d+ in main", report)
+
+
+def test_row_37_a_slow_rank_is_no_hang_and_a_stopped_process_is(tmp_path):
+    """Rank 0 waits far longer than the timeout for a rank that moves; then that one's process is stopped."""
+    body = "joined(hang_timeout=2.5)\nwhile rank == 1:\n    watch.beat()\n    time.sleep(0.1)\ndistributed.barrier()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        time.sleep(4)
+        assert [process.poll() for process in job.processes] == [None, None]
+        job.processes[1].send_signal(signal.SIGSTOP)
+        assert job.processes[0].wait(12) == 5
+        assert re.search(r"rank 1: .*process gone or stopped for \d", job.output(0))
+
+
+def test_row_37_a_beat_costs_a_microsecond():
+    """It is called for every token that is decoded."""
+    start = time.perf_counter()
+    for _ in range(100_000):
+        watch.beat()
+    assert time.perf_counter() - start < 0.5
+
+
+def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path):
+    """The reader of a pipe leaves; the run goes on to its end."""
+    body = "for i in range(300):\n    distributed.print0('\\u4f60' * 100)\nopen(sys.argv[1], 'w').close()"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = tmp_path / "done"
+    shell = f"{{ {' '.join(python(tmp_path, body))} {done}; echo code $? >&2; }} | head -n 1"
+    with started(tmp_path, [["bash", "-c", shell]], **locale) as job:
+        assert job.codes(within=30) == [0]
+        assert job.output(0).startswith("\\u4f60") or "\n\\u4f60" in job.output(0)
+        assert "code 0" in job.output(0)
+        assert "Error" not in job.output(0)
+    assert done.exists()
+
+
+def test_rows_43_and_44_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
+    """Before there is a process group: code 2, one line in all. A misspelt flag, and CUDA where there is none."""
+    cases = [("--lr", "-1", "error: --lr -1.0"), ("--grop-size", "4", "--group-size")]
+    cases += [] if torch.cuda.is_available() else [("--device", "cuda", "error: --device cuda")]
+    for flag, value, message in cases:
+        with started(tmp_path, [[sys.executable, *grpo(flag, value)]] * 2) as job:
+            assert job.codes(within=30) == [2, 2]
+            assert sum(message in job.output(rank) for rank in (0, 1)) == 1
+            assert "Traceback" not in job.output(0) + job.output(1)
