@@ -157,6 +157,7 @@ class _Save:
         self._files_error: str | None = _DIED
         self._error: str | None = _DIED
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        watch.here.saving = self._thread
         self._thread.start()
 
     def wait_for_own_files(self) -> str | None:
@@ -206,9 +207,11 @@ class _Save:
         files: dict[str, Digest] = {}
         for path in self._half_made:
             digests = json.loads((path / _LIST).read_text())
-            for name in digests if path != half_made else ():
-                os.rename(path / name, half_made / name)
             files |= digests
+            if path != half_made:
+                for name in digests:
+                    os.rename(path / name, half_made / name)
+                shutil.rmtree(path)
         (half_made / _LIST).unlink()
         durable.replace_file(half_made / "manifest.json", json.dumps(self._manifest | {"files": files}, indent=1))
         if self.folder.exists():
