@@ -155,17 +155,19 @@ def test_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(one_p
                 model.set(step)
                 checkpoints.save({"step": step})
 
+        folder = root / "a" / "checkpoints"
         pid = fork(save_for_ever)
-        time.sleep(rng.uniform(0.005, 0.08))
+        while not any(folder.glob(".tmp-*")):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        folder = root / "a" / "checkpoints"
         num_inside += folder.exists() and any(path.name.startswith(".tmp-") for path in folder.iterdir())
         step = newest_step(root)
         assert step >= newest
         newest = step
         assert len(list(folder.iterdir())) <= 3
-    assert newest > 100, "the saves were too slow to be killed in"
+    assert newest > 20, "hardly any save came to its end"
     assert num_inside > 50, "hardly any kill met a save"
 
 
