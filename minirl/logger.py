@@ -27,6 +27,8 @@ def troubles(metrics: Mapping[str, float], first: Mapping[str, float]) -> Iterat
     m, begin = defaultdict(float, metrics), defaultdict(float, first)
     if m["reward/frac_equal_groups"] == 1:
         yield "the rewards of each prompt are all equal, nothing to learn: try easier prompts or a larger --group-size"
+    if m["len/empty"] > 0.95:
+        yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
     if m["len/truncated"] > 0.95:
         yield "nearly every completion was cut off before it ended: raise --max-new-tokens"
     if m["policy/entropy"] < 0.1 * begin["policy/entropy"] and m["reward/mean"] <= begin["reward/mean"]:
