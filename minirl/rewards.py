@@ -7,10 +7,8 @@ column of the data, as far as it names them (or takes `**kwargs`), and returns o
 prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
 """
 
-import importlib.util
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,29 +20,14 @@ from torch import Tensor
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, RewardError
 from minirl.plan import plan_microbatches
+from minirl.reward_process import RewardProcess
+from minirl.reward_worker import as_numbers
+from minirl.sampling import request_key
 from minirl.scoring import predict, unparked
 from minirl.tasks import Messages, RewardFunction, Row
 from minirl.weights import load_replica
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """The function that "file.py:name" names. Raises InputError saying what is wrong with it."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise InputError(f"--reward {spec}: expected file.py:function")
-    if not Path(path).is_file():
-        raise InputError(f"--reward {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"--reward {spec}: {path} has no function {name}")
-    return function
 
 
 def load_reward_model(
@@ -69,7 +52,7 @@ def load_reward_model(
             while len(x) > 1 and x[-1] == unread:  # transformers scores at the last token that is not this one
                 x.pop()
         if (worst := max(map(len, ids))) > longest:
-            raise InputError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
+            raise RewardError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
         scores = torch.zeros(len(ids))
         ((*microbatches,),) = plan_microbatches([len(x) for x in ids], num_ranks=1, max_tokens=max_tokens)
         with unparked(model, device, park=park):
@@ -108,15 +91,26 @@ def weighted(
     return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
 
 
+def required_arguments(function: RewardFunction) -> set[str]:
+    """Names of the arguments that the function cannot do without."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def check_columns(functions: Mapping[str, RewardFunction], rows: Sequence[Row]) -> None:
+    """Raise InputError naming row, field and function unless each row has what each function requires."""
+    for name, function in functions.items():
+        required = required_arguments(function) - {"prompts", "completions", "completion_ids"}
+        for row in rows:
+            if missing := sorted(required - row.columns.keys()):
+                there = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
+                raise InputError(f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; {there}")
+
+
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that the function can take."""
     parameters = inspect.signature(function).parameters
-    named = {
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
-    if missing := sorted(named - arguments.keys()):
+    if missing := sorted(required_arguments(function) - arguments.keys()):
         called = getattr(function, "__name__", str(function))
         raise InputError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -126,34 +120,43 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
 
 @dataclass(frozen=True)
 class Judged:
-    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned."""
+    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned.
+
+    failed bool [N]: a function failed there, and its reward is 0 (`--on-reward-error zero`).
+    """
 
     rollouts: list[Rollout]
     rows: list[Row]
     texts: list[str]
     rewards: Tensor
+    failed: Tensor
 
     def __add__(self, other: "Judged") -> "Judged":
-        rewards = torch.cat([self.rewards, other.rewards])
-        return Judged(self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards)
+        rewards, failed = torch.cat([self.rewards, other.rewards]), torch.cat([self.failed, other.failed])
+        return Judged(self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards, failed)
 
     def select(self, places: Sequence[int]) -> "Judged":
         """Those at these places."""
-        rollouts, rows, texts = [self.rollouts[i] for i in places], [self.rows[i] for i in places], self.texts
-        return Judged(rollouts, rows, [texts[i] for i in places], self.rewards[list(places)])
+        rollouts, rows = [self.rollouts[i] for i in places], [self.rows[i] for i in places]
+        texts, where = [self.texts[i] for i in places], list(places)
+        return Judged(rollouts, rows, texts, self.rewards[where], self.failed[where])
 
 
 def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: Sequence[Rollout]) -> Judged:
     """This rank's rollouts of these prompts with the rewards of K functions. Not collective.
 
-    Raises as `compute_rewards`.
+    A worker's calls are seeded by rollout ids: a random reward does not depend on what ran before. Raises as
+    `compute_rewards`.
     """
     rows = [prompts.row(rollout.rollout_id.prompt) for rollout in rollouts]
     ids = [rollout.completion for rollout in rollouts]
     texts = [prompts.tokenizer.decode(completion) for completion in ids]
-    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids) for f in functions.values()]
+    names = [rollout.rollout_id for rollout in rollouts]
+    seeds = [request_key(prompts.seed, purpose=prompts.purpose, prompt=n.prompt, sample=n.sample) for n in names]
+    columns = [compute_rewards(f, rows, completions=texts, completion_ids=ids, seeds=seeds) for f in functions.values()]
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
-    return Judged(list(rollouts), rows, texts, rewards)
+    failed = rewards.isnan()
+    return Judged(list(rollouts), rows, texts, rewards.masked_fill(failed, 0), failed.any(dim=1))
 
 
 def compute_rewards(
@@ -162,10 +165,11 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None = None,
 ) -> list[float]:
-    """Rewards of this rank's completions of these rows' prompts. Not collective.
+    """Rewards of this rank's completions of these rows' prompts; nan where a worker's failure is forgiven.
 
-    Raises InputError naming function, row and value unless there is one finite number per completion.
+    Not collective. Raises RewardError naming function, row and value unless there is one finite number per completion.
     """
     if not completions:
         return []
@@ -177,23 +181,14 @@ def compute_rewards(
     arguments["completion_ids"] = list(completion_ids)
     for name in sorted({name for row in rows for name in row.columns} - arguments.keys()):
         arguments[name] = [row.columns.get(name) for row in rows]
-    rewards = function(**accepted_arguments(function, arguments))
+    accepted, places = accepted_arguments(function, arguments), [row.place for row in rows]
+    if isinstance(function, RewardProcess):
+        return function.judge(accepted, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+    answers = as_numbers(function(**accepted), len(completions))
     called = getattr(function, "__name__", str(function))
-    if not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0:
-        raise InputError(f"reward {called} returned {rewards!r}; expected a list of {len(completions)} numbers")
-    if len(rewards) != len(completions):
-        raise InputError(f"reward {called} returned {len(rewards)} values for {len(completions)} completions")
-    return [_number(called, r, row.place, text) for r, row, text in zip(rewards, rows, completions, strict=True)]
-
-
-def _number(function: str, value: Any, place: str, completion: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, str):
-        raise InputError(
-            f"reward {function} returned {value!r} for the row at {place}, completion {completion[:80]!r}; "
-            "return a finite number for every completion"
-        )
-    return number
+    if isinstance(answers, str):
+        raise RewardError(f"reward {called} {answers}")
+    for answer, place, text in zip(answers, places, completions, strict=True):
+        if isinstance(answer, str):
+            raise RewardError(f"reward {called} for the row at {place}, completion {text[:80]!r}: {answer}")
+    return [float(answer) for answer in answers]

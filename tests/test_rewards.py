@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from minirl.batch import Rollout, RolloutId
 from minirl.data import Prompts, Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, RewardError
 from minirl.model import Transformer
+from minirl.reward_process import load_reward
 from minirl.rewards import (
     Judged,
     compute_rewards,
     judge,
-    load_reward,
     load_reward_model,
     overlong_penalty,
     weighted,
@@ -131,7 +131,7 @@ def test_numbers_of_every_kind_become_floats(value):
 )
 def test_what_is_not_a_finite_number_is_refused_by_name(bad):
     """Function, value, row and completion are in the error, which comes before any of it can reach a gradient."""
-    with pytest.raises(ValueError, match=r"made_up returned .*f\.jsonl:2.*'2'.*finite number") as error:
+    with pytest.raises(RewardError, match=r"made_up .*f\.jsonl:2.*'2': returned .*finite number") as error:
         rewards_of(returning([1.0, bad]))
     assert repr(bad)[:20] in str(error.value)
 
@@ -151,13 +151,13 @@ def test_what_is_not_a_finite_number_is_refused_by_name(bad):
 )
 def test_another_number_of_values_is_refused_by_name(value, said):
     """One value per completion, in a list: anything else names the function and both counts."""
-    with pytest.raises(ValueError, match=f"made_up returned .*{said}"):
+    with pytest.raises(RewardError, match=f"made_up returned .*{said}"):
         rewards_of(returning(value))
 
 
 def test_a_long_completion_is_shortened_in_the_error():
     """The error stays readable when the completion has thousands of characters."""
-    with pytest.raises(ValueError, match="made_up") as error:
+    with pytest.raises(RewardError, match="made_up") as error:
         rewards_of(returning([None]), ROWS[:1], ["x" * 10_000])
     assert len(str(error.value)) < 400
 
@@ -192,7 +192,7 @@ def test_load_reward_refuses_a_missing_file_and_a_missing_function(tmp_path):
 def test_load_reward_shows_the_error_of_the_file(tmp_path):
     """A file that does not run says so itself, before anything expensive starts."""
     (tmp_path / "mine.py").write_text("import no_such_module_of_mine\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_mine"):
+    with pytest.raises(InputError, match=r"mine\.py.* line 1.*\n.*\n.*no_such_module_of_mine"):
         load_reward(f"{tmp_path}/mine.py:score")
 
 
@@ -298,7 +298,7 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_toke
     model, others = load(folder, max_tokens=max_tokens), 1 + is_eos_read  # <bos>, <eos>
     assert len(model(["a", "a"], ["b", "b" * (fits - 1 - others)])) == 2
     said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(RewardError, match=said):
         model(["a", "a"], ["b", "b" * (fits - others)])
 
 
@@ -401,12 +401,12 @@ def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
     whole = judge(functions, prompts, rollouts)
 
     def facts(judged):
-        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist()
+        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist(), judged.failed.tolist()
 
     assert facts(parts[0] + parts[1] + parts[2]) == facts(whole)
     picked = whole.select([3, 0])
     assert facts(picked) == tuple([column[3], column[0]] for column in facts(whole))
     assert isinstance(picked, Judged)
     nothing = whole.select([])
-    assert facts(nothing) == ([], [], [], [])
+    assert facts(nothing) == ([], [], [], [], [])
     assert nothing.rewards.shape == (0, 2)

@@ -279,7 +279,7 @@ def mine(tmp_path):
 
 def returned(functions):
     """What each function says of one completion, in order."""
-    return [(name, function(["a"])) for name, function in functions.items()]
+    return [(name, function(completions=["a"])) for name, function in functions.items()]
 
 
 def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
