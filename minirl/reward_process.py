@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl import reward_worker
+from minirl.distributed import rank
 from minirl.errors import InputError, RewardError
 
 LOAD_TIMEOUT_S = 60.0  # for the file's own imports, beside the time of a call
@@ -65,23 +66,30 @@ class RewardProcess:
         forgiven = max(1, int(MAX_FORGIVEN_FRAC * len(texts))) if self._on_error == "zero" else 0
         answers = self._call(arguments, len(texts), seeds[0])
         if isinstance(answers, str):
-            whole, answers = answers, [answers] if len(texts) == 1 else []
-            for i in range(len(answers), len(texts)):
-                alone = self._call({name: values[i : i + 1] for name, values in arguments.items()}, 1, seeds[i])
-                answers.extend([alone] if isinstance(alone, str) else alone)
-                if sum(isinstance(answer, str) for answer in answers) > forgiven:
-                    break
-            if not any(isinstance(answer, str) for answer in answers):
-                alone = f"{len(texts)} completions, none of which fails alone"
-                raise RewardError(f"reward {self.__name__} for {alone}: {whole}")
+            answers = self._one_at_a_time(arguments, seeds, whole=answers, forgiven=forgiven)
         faults = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
         for i, fault in faults.items():
-            said = f"reward {self.__name__} for the row at {places[i]}, completion {texts[i][:80]!r}: {fault}"
+            said = _escaped(f"reward {self.__name__} for the row at {places[i]}, completion {texts[i][:80]!r}: {fault}")
             if len(faults) > forgiven:
                 many = f"{len(faults)} of {len(answers)} completions, --on-reward-error zero forgives {forgiven}; "
                 raise RewardError(f"{many if forgiven else ''}{said}")
-            self._tell("forgiven", f"{said}\nIt counts as 0, see reward/errors.")
+            self._tell("forgiven", f"{said}\nThe reward is 0, see reward/errors.")
         return [math.nan if isinstance(answer, str) else answer for answer in answers]
+
+    def _one_at_a_time(
+        self, arguments: dict[str, list[Any]], seeds: Sequence[int], *, whole: str, forgiven: int
+    ) -> list[float | str]:
+        """As `_call` of each completion alone, after `whole` went wrong; up to the first that is not forgiven."""
+        answers: list[float | str] = [whole] if len(seeds) == 1 else []
+        for i in range(len(answers), len(seeds)):
+            alone = self._call({name: values[i : i + 1] for name, values in arguments.items()}, 1, seeds[i])
+            answers.extend([alone] if isinstance(alone, str) else alone)
+            if sum(isinstance(answer, str) for answer in answers) > forgiven:
+                break
+        if not any(isinstance(answer, str) for answer in answers):
+            what = f"{len(seeds)} completions, none of which fails alone"
+            raise RewardError(_escaped(f"reward {self.__name__} for {what}: {whole}"))
+        return answers
 
     def close(self) -> None:
         """Kill the worker with the processes of its session; the next call starts another."""
@@ -117,33 +125,31 @@ class RewardProcess:
             if error := self._start():
                 return error
         answer = self._ask({"seed": seed, "arguments": arguments, "count": count}, self._timeout_s)
-        if isinstance(answer, str):
-            self.close()
-            return answer
-        return answer["rewards"] if answer["error"] is None else _escaped(answer["error"])
+        return answer if isinstance(answer, str) else answer["error"] or answer["rewards"]
 
     def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
         """The worker's answer, or a text: it took too long, or died."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = _exchange(self._process, json.dumps(message).encode() + b"\n", time.monotonic() + timeout_s)
-        if line is None:
-            return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
-        if not line.endswith(b"\n"):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)
-            code = self._process.returncode
-            if code is None:
-                return "closed the pipes of its process"
-            return f"ended its process, {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        with contextlib.ExitStack() as unless_answered:  # a late answer must not pass as that of the next call
+            unless_answered.callback(self._kill)
+            line = _exchange(self._process, json.dumps(message).encode() + b"\n", time.monotonic() + timeout_s)
+            if line is None:
+                return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
+            if not line.endswith(b"\n"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                code = self._process.returncode
+                if code is None:
+                    return "closed the pipes of its process"
+                return f"ended its process, {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            unless_answered.pop_all()
         answer = json.loads(line)
         if printed := answer.pop("printed"):
             self._tell("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
         return answer
 
     def _tell(self, what: str, text: str) -> None:
-        """Print it if nothing of the kind was printed before."""
-        if what not in self._told:
+        """Print it if nothing of the kind was printed before: failures on every rank, the user's own prints on one."""
+        if what not in self._told and (what == "forgiven" or rank() == 0):
             self._told.add(what)
             print(f"note: {text}", flush=True)
 
@@ -181,13 +187,8 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, deadline: float)
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and those that it started, as far as they have not left its session."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with process, contextlib.suppress(ProcessLookupError, PermissionError):  # closes its pipes and reaps it
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
 
 
 def _escaped(text: str) -> str:

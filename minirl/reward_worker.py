@@ -8,6 +8,7 @@ Standard library only, so that it starts in a moment; nothing of the package, no
 """
 
 import ctypes
+import functools
 import inspect
 import io
 import json
@@ -68,8 +69,10 @@ def main() -> None:
         os.dup2(null, fd)
     printed = _FirstBytes()
     sys.stdout = sys.stderr = io.TextIOWrapper(printed, "utf-8", errors="backslashreplace", write_through=True)
-    if sys.platform == "linux":  # user code that hangs must not outlive a trainer that was killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":  # neither this nor what it forks must outlive a trainer that was killed
+        die_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
+        os.register_at_fork(after_in_child=die_with_parent)
     start = json.loads(requests.readline() or "null")
     if start is None or os.getppid() != start["parent"]:
         return
