@@ -57,9 +57,10 @@ class Config:
     data: str | None = None  # JSONL file of training prompts
     eval_data: str | None = None  # JSONL file of held-out prompts
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
+    long_prompts: Literal["skip", "error", "left"] = "skip"  # that leave no --max-new-tokens; left: cut from the left
     reward: tuple[str, ...] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
-    reward_timeout: float = 60.0  # seconds that a --reward may take for a rank's completions
-    on_reward_error: Literal["stop", "zero"] = "stop"  # zero: up to 5 % of a rank's completions may fail, and get 0
+    reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
+    on_reward_error: Literal["stop", "zero"] = "stop"  # zero: it counts as 0 for up to 5 % of a call's completions
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     value_model: str | None = None  # folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk
@@ -148,9 +149,9 @@ def check(c: Config) -> None:
 
 def main(config: Config) -> int:
     check(config)
-    files = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
-    how = dict(reward_timeout=config.reward_timeout, on_reward_error=config.on_reward_error)
-    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model, **how)
+    files: dict[str, Any] = dict(data=config.data, eval_data=config.eval_data, prompt_field=config.prompt_field)
+    files |= dict(reward_timeout=config.reward_timeout, on_reward_error=config.on_reward_error)
+    task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
     device = distributed.start(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
     run_name = config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S"))
     run = open_run(run_name, dataclasses.asdict(config), resume=config.resume)
@@ -161,7 +162,8 @@ def main(config: Config) -> int:
     shape, tokenizer = read_config(source, scalar_head=False), Tokenizer(source, chat=config.chat)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     longest = min(shape.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch)
-    room = dict(max_tokens=longest, max_new_tokens=max_new_tokens)  # longer prompts are left out
+    room: dict[str, Any] = dict(max_tokens=longest, max_new_tokens=max_new_tokens)
+    room |= dict(vocab_size=shape.vocab_size, long_prompts=config.long_prompts)
     prompts = Prompts(task.train_rows, tokenizer, purpose="train", seed=config.seed, **room)
     held_out = Prompts(task.eval_rows[: config.eval_rows], tokenizer, purpose="eval", **room)
     value_source = resolve_folder(config.value_model, flag="--value-model") if config.value_model else source
@@ -213,8 +215,9 @@ def main(config: Config) -> int:
     given, kept_files = dataclasses.asdict(config), dict(after_step=state["step"], keep_rollouts=config.keep_rollouts)
     logger = Logger(run.folder, given | chosen | dict(flags=given), wandb_mode=config.wandb, **kept_files)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
-    left_out = f"{prompts.num_skipped} + {held_out.num_skipped} too long, left out"
-    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out ({left_out})")
+    print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out")
+    for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
+        print0(f"note: {note}")
 
     def evaluate() -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows (collective)."""
@@ -341,7 +344,7 @@ def main(config: Config) -> int:
         with metrics.timer("report"):
             add_rollouts(metrics, judged.rollouts, grouped_rewards=scores.view(-1, config.group_size))
             add_rewards(metrics, "reward", functions, judged.rewards)
-            metrics.add("reward/errors", judged.num_errors, len(judged.rollouts))
+            metrics.add_values("reward/errors", judged.failed)
             metrics.add("count/epoch", prompts.epoch(num_served))
             is_final = step == config.num_steps
             evaluated = evaluate() if is_final or (config.eval_every and step % config.eval_every == 0) else {}

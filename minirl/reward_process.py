@@ -1,141 +1,196 @@
-"""A user's reward function in a process of its own: it can be killed, and what it does stays there.
+"""The user's reward functions, each in a worker process (`reward_worker`) that is killed when it takes too long.
 
-The file is the user's own code and runs with the user's rights; the process keeps hangs, exits, prints, seeds and
-changed directories away from training. It is no boundary against hostile code.
+What fails is found: after a call that raised, hung, died or returned no list of numbers, each completion is judged
+alone. The worker runs with the user's rights: this contains accidents, not attacks. Nothing is pickled.
 """
 
+import contextlib
 import inspect
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minirl import reward_worker
-from minirl.distributed import print0
+from minirl.distributed import rank
 from minirl.errors import InputError, RewardError
 
-MIN_START_S = 60.0  # to import the user's file
+LOAD_TIMEOUT_S = 60.0  # for the file's own imports, beside the time of a call
+MAX_FORGIVEN_FRAC = 0.05  # of the completions of a call; one always is
+
+
+def load_reward(spec: str, *, timeout_s: float = 60.0, on_error: str = "stop") -> "RewardProcess":
+    """The function that "file.py:name" names, in its worker. Raises InputError saying what is wrong with it."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name:
+        raise InputError(f"--reward {spec}: expected file.py:function")
+    if not Path(path).is_file():
+        raise InputError(f"--reward {spec}: there is no file {path}")
+    return RewardProcess(path, name, timeout_s=timeout_s, on_error=on_error)
 
 
 class RewardProcess:
-    """The function that "file.py:name" names, called like it; every rank has its own process.
+    """A reward function whose calls run in a worker process. State in the user's file does not survive a kill."""
 
-    `timeout_s`: of a call. `max_errors`: the share of the completions of a call whose reward may be 0 because they
-    raised, hung or returned no number; `num_errors` counts them. The constructor imports the file. Raises InputError
-    saying what is wrong with it.
-    """
+    def __init__(self, file: str, name: str, *, timeout_s: float, on_error: str):
+        """Starts the worker. `timeout_s` limits a call; on_error "zero" forgives few failures, "stop" none.
 
-    def __init__(self, spec: str, *, timeout_s: float, max_errors: float = 0.0):
-        path, _, name = spec.rpartition(":")
-        if not path.endswith(".py") or not name:
-            raise InputError(f"--reward {spec}: expected file.py:function")
-        if not Path(path).is_file():
-            raise InputError(f"--reward {spec}: there is no file {path}")
-        self.__name__, self._path = name, path
-        self._timeout_s, self._max_errors, self.num_errors = timeout_s, max_errors, 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._has_printed = False
-        reply = self._start()
-        if "error" in reply:
-            raise InputError(f"--reward {spec}: {reply['error']}")
-        kinds = {kind.name: kind for kind in inspect._ParameterKind}
-        parameters = [
-            inspect.Parameter(name, kinds[kind], default=None if has_default else inspect.Parameter.empty)
-            for name, kind, has_default in reply["parameters"]
-        ]
-        self.__signature__ = inspect.Signature(parameters)  # callers see the function's own
-
-    def __call__(self, **arguments: Any) -> list[float]:
-        """The rewards of one completion per element of the arguments. Raises RewardError without the row's place."""
-        values = self.values(arguments, count=len(next(iter(arguments.values()))))
-        if bad := [value for value in values if isinstance(value, str)]:
-            raise RewardError(f"reward {self.__name__}: {bad[0]}")
-        return [float(value) for value in values]
-
-    def values(self, arguments: Mapping[str, Any], *, count: int, seed: str = "") -> list[float | str]:
-        """The reward of each completion, or text that says what went wrong with it; up to and with the first such.
-
-        A call that fails as a whole is made again for one completion at a time, to find the guilty; as many as
-        `max_errors` allows get 0. `seed` is that of the function's own randomness. Raises RewardError when a call
-        fails on all completions and on none alone, or returns no list of the right length.
+        Raises InputError if the file does not run or has no such function.
         """
-        reply = self._ask(arguments, count, seed)
-        if "misshapen" in reply:
-            raise RewardError(f"reward {self.__name__} {reply['misshapen']}")
-        values: list[float | str] = list(reply.get("values", ()))
-        allowed = int(max(1, self._max_errors * count)) if self._max_errors else 0
-        for i in range(count if "error" in reply else 0):
-            one = reply
-            if count > 1:
-                one = self._ask({name: column[i : i + 1] for name, column in arguments.items()}, 1, f"{seed} {i}")
-            values += one.get("values") or [one.get("error") or one["misshapen"]]
-            if _num_bad(values) > allowed:
+        self.__name__, self._file, self._timeout_s, self._on_error = name, file, timeout_s, on_error
+        self._told: set[str] = set()
+        if error := self._start():
+            raise InputError(f"--reward {file}:{name}: {error}")
+
+    def __call__(self, **arguments: list[Any]) -> list[float]:
+        """Rewards of the completions, without the rows' places in errors. Raises as `judge`."""
+        count = max(map(len, arguments.values()))
+        texts = [str(completion) for completion in arguments.get("completions", [""] * count)]
+        return self.judge(arguments, places=["?"] * count, texts=texts, seeds=[0] * count)
+
+    def judge(
+        self, arguments: dict[str, list[Any]], *, places: Sequence[str], texts: Sequence[str], seeds: Sequence[int]
+    ) -> list[float]:
+        """Rewards of N completions, of rows at `places`; nan where a failure is forgiven. A call has its first's seed.
+
+        `arguments` are lists [N]. Raises RewardError naming function, row, completion and what the user's code did.
+        """
+        forgiven = max(1, int(MAX_FORGIVEN_FRAC * len(texts))) if self._on_error == "zero" else 0
+        answers = self._call(arguments, len(texts), seeds[0])
+        if isinstance(answers, str):
+            answers = self._one_at_a_time(arguments, seeds, whole=answers, forgiven=forgiven)
+        faults = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
+        for i, fault in faults.items():
+            said = _escaped(f"reward {self.__name__} for the row at {places[i]}, completion {texts[i][:80]!r}: {fault}")
+            if len(faults) > forgiven:
+                many = f"{len(faults)} of {len(answers)} completions, --on-reward-error zero forgives {forgiven}; "
+                raise RewardError(f"{many if forgiven else ''}{said}")
+            self._tell("forgiven", f"{said}\nThe reward is 0, see reward/errors.")
+        return [math.nan if isinstance(answer, str) else answer for answer in answers]
+
+    def _one_at_a_time(
+        self, arguments: dict[str, list[Any]], seeds: Sequence[int], *, whole: str, forgiven: int
+    ) -> list[float | str]:
+        """As `_call` of each completion alone, after `whole` went wrong; up to the first that is not forgiven."""
+        answers: list[float | str] = [whole] if len(seeds) == 1 else []
+        for i in range(len(answers), len(seeds)):
+            alone = self._call({name: values[i : i + 1] for name, values in arguments.items()}, 1, seeds[i])
+            answers.extend([alone] if isinstance(alone, str) else alone)
+            if sum(isinstance(answer, str) for answer in answers) > forgiven:
                 break
-        if "error" in reply and not _num_bad(values):
-            raise RewardError(f"reward {self.__name__}: {reply['error']} (for {count} completions, for none alone)")
-        if _num_bad(values) <= allowed:
-            self.num_errors += _num_bad(values)
-            values = [0.0 if isinstance(value, str) else value for value in values]
-        return values
+        if not any(isinstance(answer, str) for answer in answers):
+            what = f"{len(seeds)} completions, none of which fails alone"
+            raise RewardError(_escaped(f"reward {self.__name__} for {what}: {whole}"))
+        return answers
 
     def close(self) -> None:
-        """Kill the process and what it has started."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
-            self._process = None
+        """Kill the worker with the processes of its session; the next call starts another."""
+        self._kill()
 
-    def _start(self) -> dict[str, Any]:
-        command = [sys.executable, "-P", reward_worker.__file__, self._path, self.__name__, str(os.getpid())]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._process = subprocess.Popen(command, start_new_session=True, bufsize=0, **pipes)  # type: ignore[call-overload]
-        reply = self._receive(max(MIN_START_S, self._timeout_s))
-        if "error" in reply:
+    def _start(self) -> str | None:
+        """Start a worker and learn what the function takes; what is wrong with it, if anything."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", reward_worker.__file__, self._file, self.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env={"PYTHONHASHSEED": "0", **os.environ},  # sets in the same order after a resume
+        )
+        self._kill = weakref.finalize(self, _kill_session, self._process)  # at the latest when this process exits
+        start = {"path": sys.path, "parent": os.getpid()}
+        facts = self._ask(start, self._timeout_s + LOAD_TIMEOUT_S)
+        if isinstance(facts, str) or "error" in facts:
+            self._kill()
+            return facts if isinstance(facts, str) else _escaped(facts["error"])
+        kinds = inspect.Parameter
+        parameters = [kinds(name, kinds.KEYWORD_ONLY) for name in facts["required"]]
+        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in facts["optional"]]
+        parameters += [kinds("others", kinds.VAR_KEYWORD)] if facts["takes_all"] else []
+        self.__signature__ = inspect.Signature(parameters)
+        return None
+
+    def _call(self, arguments: dict[str, list[Any]], count: int, seed: int) -> list[float | str] | str:
+        """The numbers of `count` completions, a text in the place of each bad one, or a text: what went wrong."""
+        if not self._kill.alive or self._process.poll() is not None:
             self.close()
-        return reply
+            if error := self._start():
+                return error
+        answer = self._ask({"seed": seed, "arguments": arguments, "count": count}, self._timeout_s)
+        return answer if isinstance(answer, str) else answer["error"] or answer["rewards"]
 
-    def _ask(self, arguments: Mapping[str, Any], count: int, seed: str) -> dict[str, Any]:
-        if self._process is None and "error" in (reply := self._start()):
-            return reply
-        assert self._process is not None
-        assert self._process.stdin is not None
-        request = json.dumps(dict(arguments=dict(arguments), count=count, seed=seed)).encode() + b"\n"
-        with suppress(BrokenPipeError):  # it is dead, as the answer will tell
-            view = memoryview(request)
-            while view:
-                view = view[self._process.stdin.write(view) :]
-        return self._receive(self._timeout_s)
+    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
+        """The worker's answer, or a text: it took too long, or died."""
+        with contextlib.ExitStack() as unless_answered:  # a late answer must not pass as that of the next call
+            unless_answered.callback(self._kill)
+            line = _exchange(self._process, json.dumps(message).encode() + b"\n", time.monotonic() + timeout_s)
+            if line is None:
+                return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
+            if not line.endswith(b"\n"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                code = self._process.returncode
+                if code is None:
+                    return "closed the pipes of its process"
+                return f"ended its process, {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            unless_answered.pop_all()
+        answer = json.loads(line)
+        if printed := answer.pop("printed"):
+            self._tell("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
+        return answer
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the process, or an error; after one that is not its own, it is killed."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        output, parts, deadline = self._process.stdout.fileno(), bytearray(), time.monotonic() + timeout_s
-        while not parts.endswith(b"\n"):
-            if not select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.close()
-                return {"error": f"gave no answer within {timeout_s:g} s; see --reward-timeout"}
-            if not (part := os.read(output, 1 << 16)):
-                code = self._process.wait()
-                self.close()
-                return {
-                    "error": f"ended its process ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
-                }
-            parts += part
-        reply = json.loads(parts)
-        if reply["printed"] and not self._has_printed:
-            self._has_printed = True
-            print0(f"reward {self.__name__} printed (said once): {reply['printed']!r}")
-        return reply
+    def _tell(self, what: str, text: str) -> None:
+        """Print it if nothing of the kind was printed before: failures on every rank, the user's own prints on one."""
+        if what not in self._told and (what == "forgiven" or rank() == 0):
+            self._told.add(what)
+            print(f"note: {text}", flush=True)
 
 
-def _num_bad(values: list[float | str]) -> int:
-    return sum(isinstance(value, str) for value in values)
+def _exchange(process: subprocess.Popen[bytes], message: bytes, deadline: float) -> bytes | None:
+    """Send a message and read a line: less than a line if the process died, None after the deadline.
+
+    Neither direction blocks. A process that it forked may hold the pipe open after its death: hence the look at it.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    into, out = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(into, False)
+    poll, left, line = select.poll(), memoryview(message), b""
+    poll.register(out, select.POLLIN)
+    poll.register(into, select.POLLOUT)
+    while not line.endswith(b"\n"):
+        if (seconds := deadline - time.monotonic()) <= 0:
+            return None
+        has_ended = process.poll() is not None
+        ready = dict(poll.poll(1000 * min(seconds, 0.5)))
+        if into in ready:
+            try:
+                left = left[os.write(into, left) :]
+            except BrokenPipeError:
+                left = left[len(left) :]
+            if not left:
+                poll.unregister(into)
+        part = os.read(out, 65536) if out in ready else b""
+        line += part
+        if not part and (out in ready or has_ended):
+            break
+    return line
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and those that it started, as far as they have not left its session."""
+    with process, contextlib.suppress(ProcessLookupError, PermissionError):  # closes its pipes and reaps it
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _escaped(text: str) -> str:
+    """The text, with control characters (of a terminal, say) spelt out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl import reward_worker, watch
+from minirl import watch
 from minirl.attention import PackedLayout
 from minirl.batch import Rollout
 from minirl.data import Prompts, Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.plan import plan_microbatches
 from minirl.reward_process import RewardProcess
+from minirl.reward_worker import as_numbers
+from minirl.sampling import request_key
 from minirl.scoring import predict, unparked
 from minirl.tasks import Messages, RewardFunction, Row
 from minirl.weights import load_replica
@@ -51,7 +53,7 @@ def load_reward_model(
             while len(x) > 1 and x[-1] == unread:  # transformers scores at the last token that is not this one
                 x.pop()
         if (worst := max(map(len, ids))) > longest:
-            raise InputError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
+            raise RewardError(f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens")
         scores = torch.zeros(len(ids))
         ((*microbatches,),) = plan_microbatches([len(x) for x in ids], num_ranks=1, max_tokens=max_tokens)
         with unparked(model, device, park=park):
@@ -90,10 +92,26 @@ def weighted(
     return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
 
 
+def required_arguments(function: RewardFunction) -> set[str]:
+    """Names of the arguments that the function cannot do without."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def check_columns(functions: Mapping[str, RewardFunction], rows: Sequence[Row]) -> None:
+    """Raise InputError naming row, field and function unless each row has what each function requires."""
+    for name, function in functions.items():
+        required = required_arguments(function) - {"prompts", "completions", "completion_ids"}
+        for row in rows:
+            if missing := sorted(required - row.columns.keys()):
+                there = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
+                raise InputError(f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; {there}")
+
+
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that the function can take."""
     parameters = inspect.signature(function).parameters
-    if missing := sorted(required_columns(function) - arguments.keys()):
+    if missing := sorted(required_arguments(function) - arguments.keys()):
         called = getattr(function, "__name__", str(function))
         raise InputError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -105,45 +123,45 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
 class Judged:
     """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned.
 
-    `num_errors` rewards are 0 since they could not be had (`reward_process`).
+    failed bool [N]: a function failed there, and its reward is 0 (`--on-reward-error zero`).
     """
 
     rollouts: list[Rollout]
     rows: list[Row]
     texts: list[str]
     rewards: Tensor
-    num_errors: int = 0
+    failed: Tensor
 
     def __add__(self, other: "Judged") -> "Judged":
-        rewards, num_errors = torch.cat([self.rewards, other.rewards]), self.num_errors + other.num_errors
-        return Judged(
-            self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards, num_errors
-        )
+        rewards, failed = torch.cat([self.rewards, other.rewards]), torch.cat([self.failed, other.failed])
+        return Judged(self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards, failed)
 
     def select(self, places: Sequence[int]) -> "Judged":
         """Those at these places."""
-        rollouts, rows, texts = [self.rollouts[i] for i in places], [self.rows[i] for i in places], self.texts
-        return Judged(rollouts, rows, [texts[i] for i in places], self.rewards[list(places)], self.num_errors)
+        rollouts, rows = [self.rollouts[i] for i in places], [self.rows[i] for i in places]
+        texts, where = [self.texts[i] for i in places], list(places)
+        return Judged(rollouts, rows, texts, self.rewards[where], self.failed[where])
 
 
 def judge(functions: Mapping[str, RewardFunction], prompts: Prompts, rollouts: Sequence[Rollout]) -> Judged:
     """This rank's rollouts of these prompts with the rewards of K functions. Not collective.
 
-    Raises as `compute_rewards`.
+    A worker's calls are seeded by rollout ids: a random reward does not depend on what ran before. Raises as
+    `compute_rewards`.
     """
     rows = [prompts.row(rollout.rollout_id.prompt) for rollout in rollouts]
     ids = [rollout.completion for rollout in rollouts]
     texts = [prompts.tokenizer.decode(completion) for completion in ids]
-    seed = f"{prompts.purpose} {prompts.seed} {rollouts[0].rollout_id}" if rollouts else ""
-    processes = [f for f in functions.values() if isinstance(f, RewardProcess)]
-    before = sum(process.num_errors for process in processes)
+    names = [rollout.rollout_id for rollout in rollouts]
+    seeds = [request_key(prompts.seed, purpose=prompts.purpose, prompt=n.prompt, sample=n.sample) for n in names]
     columns = []
     for name, function in functions.items():
         watch.beat(f"reward {name}")
-        columns.append(compute_rewards(function, rows, completions=texts, completion_ids=ids, seed=seed))
+        columns.append(compute_rewards(function, rows, completions=texts, completion_ids=ids, seeds=seeds))
         watch.beat("")
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
-    return Judged(list(rollouts), rows, texts, rewards, sum(process.num_errors for process in processes) - before)
+    failed = rewards.isnan()
+    return Judged(list(rollouts), rows, texts, rewards.masked_fill(failed, 0), failed.any(dim=1))
 
 
 def compute_rewards(
@@ -152,12 +170,11 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
-    seed: str = "",
+    seeds: Sequence[int] | None = None,
 ) -> list[float]:
-    """Rewards of this rank's completions of these rows' prompts. Not collective.
+    """Rewards of this rank's completions of these rows' prompts; nan where a worker's failure is forgiven.
 
-    `seed` is that of the function's randomness, if it runs in a process of its own. Raises RewardError naming function,
-    row, completion and value unless there is one finite number per completion.
+    Not collective. Raises RewardError naming function, row and value unless there is one finite number per completion.
     """
     if not completions:
         return []
@@ -169,23 +186,14 @@ def compute_rewards(
     arguments["completion_ids"] = [list(ids) for ids in completion_ids]
     for name in sorted({name for row in rows for name in row.columns} - arguments.keys()):
         arguments[name] = [row.columns.get(name) for row in rows]
-    accepted, called = accepted_arguments(function, arguments), getattr(function, "__name__", str(function))
+    accepted, places = accepted_arguments(function, arguments), [row.place for row in rows]
     if isinstance(function, RewardProcess):
-        values = function.values(accepted, count=len(completions), seed=seed)
-    else:
-        reply = reward_worker.checked(function(**accepted), len(completions))
-        if "misshapen" in reply:
-            raise RewardError(f"reward {called} {reply['misshapen']}")
-        values = reply["values"]
-    for value, row, text in zip(values, rows, completions, strict=False):
-        if isinstance(value, str):
-            raise RewardError(f"reward {called}, row {row.place}, completion {text[:80]!r}: {value}")
-    return [float(value) for value in values]
-
-
-def required_columns(function: RewardFunction) -> set[str]:
-    """The columns of the data that a function cannot do without."""
-    kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    parameters = inspect.signature(function).parameters.values()
-    required = {p.name for p in parameters if p.default is p.empty and p.kind not in kinds}
-    return required - {"prompts", "completions", "completion_ids"}
+        return function.judge(accepted, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+    answers = as_numbers(function(**accepted), len(completions))
+    called = getattr(function, "__name__", str(function))
+    if isinstance(answers, str):
+        raise RewardError(f"reward {called} {answers}")
+    for answer, place, text in zip(answers, places, completions, strict=True):
+        if isinstance(answer, str):
+            raise RewardError(f"reward {called} for the row at {place}, completion {text[:80]!r}: {answer}")
+    return [float(answer) for answer in answers]

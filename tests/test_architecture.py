@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     "errors": 0,
+    "reward_worker": 0,
     "durable": 0,
     "tensor_files": 0,
     "watch": 0,
@@ -33,7 +34,6 @@ LAYERS = {
     "parallel": 2,
     "scoring": 2,
     "engine": 3,
-    "reward_worker": 0,
     "reward_process": 4,
     "rewards": 4,
     "tasks": 4,

@@ -11,6 +11,7 @@ import pytest
 
 from minirl.batch import RolloutId
 from minirl.data import Prompts, Tokenizer
+from minirl.errors import InputError
 from minirl.sampling import request_key
 from minirl.tasks import Row
 
@@ -210,14 +211,14 @@ def test_too_long_prompts_are_skipped_and_counted():
     prompts = make_prompts(["aa", "bbbb", "ccc", "ddddd"], max_prompt_tokens=3)
     assert [row.prompt for row in prompts.rows] == ["aa", "ccc"]
     assert prompts.tokens == [(97, 97), (99, 99, 99)]
-    assert prompts.num_skipped == 2
+    assert any("2 of 4 prompts have more than 3 tokens (1, 3): left out" in note for note in prompts.notes())
     assert sorted(order(prompts, 0, 2)) == [0, 1]
 
 
 def test_no_prompt_that_fits_is_refused_with_the_lengths():
-    """The shortest prompt, the room there is and the flag that takes it; no rows at all is not an error."""
-    with pytest.raises(ValueError, match=r"shortest has 4 tokens; of 8 .*--cache-tokens.*--max-new-tokens takes 5"):
-        make_prompts(["bbbb", "ddddd"], max_prompt_tokens=3)
+    """The shortest prompt, the room there is and the flags that give it; no rows at all is not an error."""
+    with pytest.raises(InputError, match=r"shortest has 8 tokens of 8 .*--cache-tokens.*--long-prompts"):
+        make_prompts(["b" * 8, "d" * 9], max_prompt_tokens=3)
     assert make_prompts([]).rows == make_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
 
 

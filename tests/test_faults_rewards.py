@@ -1,279 +1,580 @@
-"""Faults of reward functions: they cannot hang, lie or corrupt the run. Row numbers are those of the fault table."""
+"""Faults of reward functions: they cannot hang, lie about, or corrupt a run. Rows as in the fault table."""
 
+import ast
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from test_data import ids, save_tokenizer
 
+from minirl import reward_worker
+from minirl.batch import Rollout, RolloutId
+from minirl.data import Prompts, Tokenizer
 from minirl.errors import InputError, RewardError
-from minirl.reward_process import RewardProcess
-from minirl.rewards import compute_rewards
+from minirl.reward_process import load_reward
+from minirl.rewards import compute_rewards, judge
 from minirl.tasks import Row
 from minirl.tasks.load import load_task
 
-ROOT = Path(__file__).parent.parent
-ROWS = [Row(f"p{i}", {"answer": i}, f"f.jsonl:{i + 1}") for i in range(4)]
-TEXTS = ["a", "b", "c", "d"]
+SOURCE = """
+import os, random, re, sys, time
+
+def good(completions):
+    return [float(len(c)) for c in completions]
+
+def helper(text):
+    if text == "bad":
+        raise KeyError("no \\x1b[31mred\\x1b[0m")
+    return 1.0
+
+def raises(completions):
+    return [helper(c) for c in completions]
+
+def only_together(completions):
+    assert len(completions) == 1, "several"
+    return [1.0]
+
+def none_for_bad(completions):
+    return [None if c == "bad" else 1 for c in completions]
+
+def drops_bad(completions):
+    return [1.0 for c in completions if c != "bad"]
+
+def hangs(completions):
+    while "bad" in completions:
+        time.sleep(0.01)
+    return [1.0] * len(completions)
+
+def hangs_in_c(completions):
+    return [float(bool(re.match("(a+)+$", "a" * 50 + "b"))) if c == "bad" else 1.0 for c in completions]
+
+def exits(completions):
+    return [sys.exit("done") if c == "bad" else 1.0 for c in completions]
+
+def dies(completions):
+    return [os._exit(3) if c == "bad" else 1.0 for c in completions]
+
+def is_killed(completions):
+    return [os.kill(os.getpid(), 9) if c == "bad" else 1.0 for c in completions]
+
+def closes_everything(completions):
+    if "bad" in completions:
+        os.closerange(0, 100)
+        time.sleep(100)
+    return [1.0] * len(completions)
+
+def recurses(completions):
+    return [recurses(completions) if c == "bad" else 1.0 for c in completions]
+
+def interrupts(completions):
+    if "bad" in completions:
+        raise KeyboardInterrupt
+    return [1.0] * len(completions)
+
+def prints(completions):
+    print("hello \\x1b[31m" + "x" * 5_000_000)
+    print("to stderr", file=sys.stderr)
+    os.system("echo of a program")
+    os.write(1, b"to the descriptor")
+    sys.stdout.buffer.write(b"bytes")
+    return [1.0] * len(completions)
+
+def forks(completions):
+    os.fork()
+    return [1.0] * len(completions)
+
+def forks_and_raises(completions):
+    if os.fork() == 0:
+        raise ValueError("in the child")
+    return [1.0] * len(completions)
+
+def moves(completions):
+    here = os.getcwd()
+    os.chdir("/")
+    return [float(len(here))] * len(completions)
+
+def seeds(completions):
+    random.seed(0)
+    os.environ["MINE"] = "1"
+    return [1.0] * len(completions)
+
+def mutates(prompts, completions, answer):
+    count = len(completions)
+    answer[0].append(3)
+    for values in (prompts, completions, answer):
+        values.clear()
+    return [1.0] * count
+
+def code_points(completions):
+    return [float(ord(c)) for c in completions]
+
+def modules(completions):
+    loaded = [name for name in sys.modules if name.partition(".")[0] in ("torch", "minirl")]
+    return [float(len(loaded))] * len(completions)
+
+def pids(completions):
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    return [float(os.getpid()), float(child)]
+
+def by_position(completions, /):
+    return [1.0]
+
+not_callable = 3
+"""
+DRAWS = """
+import numpy, random
+
+def draws(completions):
+    return [random.random() + numpy.random.rand() for _ in completions]
+"""
+BATCH = ("fine", "bad", "fine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards")
+    (path / "mine.py").write_text(SOURCE)
+    return path
 
 
 @pytest.fixture
-def reward(tmp_path):
-    """A process that runs this text as a reward file."""
-    started = []
+def load(folder):
+    """`load(name, ...)`: the function of that name in its worker, closed at the end."""
+    loaded = []
 
-    def start(text, name="score", timeout_s=20.0, max_errors=0.0):
-        (tmp_path / "mine.py").write_text(text)
-        started.append(RewardProcess(f"{tmp_path}/mine.py:{name}", timeout_s=timeout_s, max_errors=max_errors))
-        return started[-1]
+    def load_one(name, **options):
+        loaded.append(load_reward(f"{folder}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
+        return loaded[-1]
 
-    yield start
-    for process in started:
-        process.close()
-
-
-def rewards_of(function, rows=ROWS, texts=TEXTS, seed=""):
-    return compute_rewards(function, rows, completions=texts, completion_ids=[[1]] * len(texts), seed=seed)
+    yield load_one
+    for function in loaded:
+        function.close()
 
 
-def guilty_at(completion, action):
-    """A reward file that does something bad with one completion."""
-    body = "".join(f"            {line}\n" for line in action.splitlines())
-    return (
-        "import os, sys, time\nimport ctypes\ndef score(completions, **kwargs):\n"
-        f"    for c in completions:\n        if c == {completion!r}:\n{body}    return [1.0] * len(completions)\n"
-    )
+def rewards_of(function, completions=BATCH, columns=()):
+    rows = [Row("p", dict(columns), f"f.jsonl:{i}") for i in range(1, 1 + len(completions))]
+    return compute_rewards(function, rows, completions=completions, completion_ids=[[7]] * len(completions))
 
 
-@pytest.mark.parametrize(
-    ("action", "said"),
-    [
-        ("raise KeyError('answer')", "KeyError: 'answer'"),
-        ("sys.exit(3)", "SystemExit: 3"),
-        ("os._exit(3)", r"ended its process \(exit code 3\)"),
-        ("os.kill(os.getpid(), 11)", r"ended its process \(SIGSEGV\)"),
-        ("time.sleep(100)", r"gave no answer within 0\.5 s; see --reward-timeout"),
-        ("while True: pass", r"gave no answer within 0\.5 s"),
-    ],
-    ids=["row-23-raises", "row-26-exits", "row-26-dies", "row-26-crashes", "row-25-sleeps", "row-25-loops"],
-)
-def test_the_guilty_completion_is_named(reward, action, said):
-    """Function, row and completion; the time is bounded; the process is there again for the next call."""
-    function = reward(guilty_at("c", action), timeout_s=0.5)
-    began = time.monotonic()
-    with pytest.raises(RewardError, match=rf"(?s)reward score, row f\.jsonl:3, completion 'c': .*{said}"):
-        rewards_of(function)
-    assert time.monotonic() - began < 4
-    assert rewards_of(function, ROWS[:2], TEXTS[:2]) == [1.0, 1.0]
+def is_alive(pid):
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
-def test_row_23_the_traceback_is_the_users_only(reward, tmp_path):
-    """Its file and line, none of ours."""
-    with pytest.raises(RewardError) as raised:
-        rewards_of(reward("def score(completions):\n    return [1 / 0]\n"))
-    said = str(raised.value)
-    assert f'File "{tmp_path}/mine.py", line 2, in score' in said
-    assert "ZeroDivisionError" in said
-    assert "reward_worker" not in said
+def assert_gone(*pids):
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_alive(pid)]}"
+        time.sleep(0.02)
 
 
-def test_row_23_a_fault_of_the_whole_batch_says_so(reward):
-    """No single completion is guilty."""
-    function = reward("def score(completions):\n    assert len(completions) < 2\n    return [0.0]\n")
-    with pytest.raises(RewardError, match=r"(?s)reward score: .*AssertionError.*for 4 completions, for none alone"):
-        rewards_of(function)
+# Row 17: columns
 
 
-def test_row_23_few_errors_may_be_tolerated_and_are_counted(reward):
-    """At least one completion of a call may fail and gets 0; more than the share is an error all the same."""
-    function = reward(guilty_at("c", "raise ValueError"), max_errors=0.05)
-    assert rewards_of(function) == [1.0, 1.0, 0.0, 1.0]
-    assert function.num_errors == 1
-    assert rewards_of(function, ROWS * 10, TEXTS[:2] * 20) == [1.0] * 40
-    assert rewards_of(function, ROWS * 10, ["c", "c", *"ab" * 19])[:3] == [0.0, 0.0, 1.0]
-    assert function.num_errors == 3
-    with pytest.raises(RewardError, match=r"row f\.jsonl:1, completion 'c'"):
-        rewards_of(function, texts=["c", "c", "a", "a"])
-    returns_none = "def score(completions):\n    return [None, *[1.0] * (len(completions) - 1)]\n"
-    returns_none = reward(returns_none, max_errors=0.05)
-    assert rewards_of(returns_none) == [0.0, 1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ("[float('nan')] * 4", "f.jsonl:1, completion 'a': returned nan; return a finite number"),
-        ("[1, 2, float('inf'), 4]", "f.jsonl:3, completion 'c': returned inf"),
-        ("[1, None, 3, 4]", "f.jsonl:2, completion 'b': returned None"),
-        ("[1, 2, 3, 'x']", "f.jsonl:4, completion 'd': returned 'x'"),
-        ("[[1], 2, 3, 4]", "f.jsonl:1, completion 'a': returned \\[1\\]"),
-        ("[1, 2]", "returned 2 values for 4 completions"),
-        ("[]", "returned 0 values for 4"),
-        ("3.0", "returned 3.0; expected a list of 4 numbers"),
-        ("None", "returned None; expected a list of 4"),
-        ("'1234'", "returned '1234'; expected a list"),
-        ("dict.fromkeys(completions, 1.0)", "returned {.*; expected a list"),
-    ],
-)
-def test_row_24_what_is_not_a_list_of_finite_numbers_is_refused(reward, returned, said):
-    """With index, by row and completion, and value; or the length."""
-    with pytest.raises(RewardError, match=rf"(?s)reward score.*{said}"):
-        rewards_of(reward(f"def score(completions):\n    return {returned}\n"))
-
-
-@pytest.mark.parametrize(
-    "returned",
-    ["numpy.array([1, 0, 1, 0])", "torch.tensor([1.0, 0, 1, 0])", "[numpy.float32(1), numpy.bool_(0), True, 0]"],
-)
-def test_row_24_numbers_of_every_kind_are_accepted(reward, returned):
-    """Arrays, tensors, bools."""
-    text = f"import {returned.split('.')[0].strip('[')}\ndef score(completions):\n    return {returned}\n"
-    assert rewards_of(reward(text)) == [1.0, 0.0, 1.0, 0.0]
-
-
-HOSTILE = """
-import os, random, sys
-def score(completions, answer, prompts):
-    print("x" * 3_000_000)
-    sys.stderr.write("y" * 3_000_000)
-    os.write(1, b"z" * 100_000)
-    os.chdir("/")
-    random.seed(0)
-    os.environ["HOME"] = "/nowhere"
-    answer.clear(); prompts[:] = ["changed"] * len(prompts); completions.append("more")
-    if os.fork() == 0:
-        return [9.0] * 4
-    return [1.0] * 4
-"""
-
-
-def test_row_26_what_a_reward_does_stays_in_its_process(reward, capfd):
-    """Prints, forks, directories, seeds, the environment and changed arguments; megabytes printed block nothing."""
-    function, here, state = reward(HOSTILE), os.getcwd(), random.getstate()
-    home = os.environ.get("HOME")
-    for _ in range(3):
-        assert rewards_of(function) == [1.0] * 4
-    assert (os.getcwd(), random.getstate(), os.environ.get("HOME")) == (here, state, home)
-    assert [row.columns for row in ROWS] == [{"answer": i} for i in range(4)]
-    printed = capfd.readouterr()
-    assert printed.out.count("reward score printed (said once)") == 1
-    assert len(printed.out + printed.err) < 5000
-
-
-def test_row_26_the_directory_is_the_same_in_every_call(reward):
-    """A function that changes it does not change the next call's."""
-    text = "import os\ndef score(completions):\n    ok = os.getcwd() != '/'\n    os.chdir('/')\n    return [ok]\n"
-    function = reward(text)
-    assert [rewards_of(function, ROWS[:1], TEXTS[:1]) for _ in range(3)] == [[1.0]] * 3
-
-
-def test_a_random_reward_is_a_function_of_the_rollouts(reward):
-    """So that a resumed run gets it again; other rollouts draw others."""
-    text = "import random, numpy\ndef score(completions):\n"
-    text += "    return [random.random() + numpy.random.rand() for _ in completions]\n"
-    function, other = reward(text), reward(text)
-    first = rewards_of(function, seed="train 0 (1, 2)")
-    assert rewards_of(function, seed="train 0 (3, 0)") != first
-    assert rewards_of(other, seed="train 0 (1, 2)") == first
-    assert len(set(first)) == 4
-
-
-@pytest.mark.parametrize("text", ["\ud800", "\x00\x1b[31m", "שלום", "x" * 2_000_000])
-def test_row_19_any_text_reaches_the_function_whole(reward, text):
-    """Lone surrogates, control characters, right-to-left text, megabytes: its length is right, and order is kept."""
-    function = reward("def score(completions):\n    return [len(c) + (c[0] == '\\ud800') for c in completions]\n")
-    values = rewards_of(function, ROWS[:2], [text, "a"])
-    assert values == [len(text) + (text == "\ud800"), 1.0]
-
-
-def test_row_46_hostile_completions_are_escaped_in_errors(reward):
-    """No control character reaches the terminal, and the excerpt is short."""
-    with pytest.raises(RewardError) as raised:
-        rewards_of(reward("def score(completions):\n    return [None]\n"), ROWS[:1], ["\x1b[2J<script>" + "x" * 10_000])
-    assert "\x1b" not in str(raised.value)
-    assert len(str(raised.value)) < 400
-
-
-def write_rows(path, rows):
+def write_rows(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_row_17_a_column_that_a_reward_needs_is_checked_before_anything_is_loaded(tmp_path):
-    """File, line, field and function; in held-out rows too; a parameter with a default is not needed."""
-    (tmp_path / "mine.py").write_text("def score(completions, answer, extra=None, **rest):\n    return []\n")
-    good = write_rows(tmp_path / "good.jsonl", [{"prompt": "a", "answer": None}] * 2)
-    bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": "b", "anwser": 1}])
-    spec = (f"{tmp_path}/mine.py:score",)
-    load_task("auto", data=good, eval_data=good, reward=spec)
-    for data, eval_data in ((bad, None), (good, bad)):
-        with pytest.raises(InputError, match=r"bad\.jsonl:2: no field 'answer', which reward score needs.* anwser"):
-            load_task("auto", data=data, eval_data=eval_data, reward=spec)
+@pytest.mark.parametrize("part", ["training", "held_out"])
+def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(tmp_path, part):
+    """File, line, field, function and the fields that are there; in every row of both files."""
+    (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
+    rows = {"prompt": "a", "answer": 1}, {"prompt": "b", "solution": 1}
+    good, bad = write_rows(tmp_path / "good.jsonl", rows[0]), write_rows(tmp_path / "bad.jsonl", *rows)
+    files = dict(data=bad, eval_data=good) if part == "training" else dict(data=good, eval_data=bad)
+    with pytest.raises(InputError, match=r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"):
+        load_task("auto", **files, reward=[f"{tmp_path}/needs.py:right"])
+    task = load_task("auto", data=good, eval_data=None, reward=[f"{tmp_path}/needs.py:right"])
+    assert list(task.rewards) == ["right"]
+
+
+# Row 23: raises
+
+
+@pytest.mark.parametrize("completions", [BATCH, ("bad",)], ids=["row-23-of-several", "row-23-alone"])
+def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load, completions):
+    """The traceback has the user's frames and none of ours; control characters are spelt out."""
+    with pytest.raises(RewardError) as caught:
+        rewards_of(load("raises"), completions)
+    said = str(caught.value)
+    assert f"reward raises for the row at f.jsonl:{completions.index('bad') + 1}, completion 'bad': raised" in said
+    assert "in helper\n" in said
+    assert "in raises\n" in said
+    assert "KeyError" in said
+    assert "reward_worker" not in said
+    assert "\x1b" not in said
+    assert caught.value.exit_code == 4
+
+
+def test_row_23_an_error_of_the_whole_call_only_is_said_to_be_that(load):
+    """No row is blamed that is judged well alone."""
+    with pytest.raises(RewardError, match=r"3 completions, none of which fails alone: raised\n(.|\n)*several"):
+        rewards_of(load("only_together"))
+
+
+def test_row_23_few_failures_count_as_zero_and_are_counted_if_asked(load, capfd):
+    """One always is forgiven; the others keep their rewards; it is said once."""
+    function = load("raises", on_error="zero")
+    for _ in range(2):
+        first, failed, last = rewards_of(function)
+        assert (first, last) == (1.0, 1.0)
+        assert math.isnan(failed)
+    printed = capfd.readouterr().out
+    assert printed.count("note: reward raises for the row at f.jsonl:2") == 1
+
+
+@pytest.mark.parametrize("name", ["raises", "none_for_bad", "drops_bad"])
+@pytest.mark.parametrize(("num_bad", "count"), [(2, 39), (2, 40), (3, 59)])
+def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num_bad, count):
+    """2 of 40 are 5 %; 2 of 39 and 3 of 59 are more."""
+    function = load(name, on_error="zero")
+    completions = ["fine"] * (count - num_bad) + ["bad"] * num_bad
+    if num_bad <= 0.05 * count:
+        assert [math.isnan(reward) for reward in rewards_of(function, completions)] == [c == "bad" for c in completions]
+    else:
+        said = rf"^{num_bad} of .* forgives {num_bad - 1}; reward {name} for the row at f\.jsonl:{count - num_bad + 1}"
+        with pytest.raises(RewardError, match=said):
+            rewards_of(function, completions)
+
+
+def make_rollouts(tmp_path, texts):
+    """Prompts of one row, and a rollout of each text."""
+    save_tokenizer(tmp_path, None)
+    prompts = Prompts([Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20)
+    rollouts = []
+    for sample, text in enumerate(texts):
+        tokens = torch.tensor([*prompts.tokens[0], *ids(text)])
+        n, first = len(tokens), len(prompts.tokens[0])
+        streams = (torch.arange(n) >= first, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
+        rollouts.append(Rollout(tokens, *streams, first, RolloutId(5, sample), "stop"))
+    return prompts, rollouts
+
+
+def test_row_23_a_forgiven_completion_has_reward_zero_and_is_marked(load, tmp_path):
+    """What is trained on is 0, not nan; what another function says of it stays."""
+    prompts, rollouts = make_rollouts(tmp_path, ["fine<eos>", "bad<eos>"])
+    judged = judge({"raises": load("raises", on_error="zero"), "good": load("good")}, prompts, rollouts)
+    assert judged.rewards.tolist() == [[1.0, 4.0], [0.0, 3.0]]
+    assert judged.failed.tolist() == [False, True]
+    both = judged + judged.select([1])
+    assert both.failed.tolist() == [False, True, True]
+
+
+# Row 24: what is returned
+
+
+@pytest.fixture
+def returning(tmp_path):
+    """A worker's function that returns the value of an expression."""
+    loaded = []
+
+    def make(expression):
+        imports = "".join(f"import {name}\n" for name in ("numpy", "decimal") if name in expression)
+        (tmp_path / "returns.py").write_text(f"{imports}def f(completions):\n    return {expression}\n")
+        loaded.append(load_reward(f"{tmp_path}/returns.py:f"))
+        return loaded[-1]
+
+    yield make
+    for function in loaded:
+        function.close()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "expression",
     [
-        ("1 / 0", "ZeroDivisionError"),
-        ("def other(): pass", "has no function score"),
-        ("import sys; sys.exit()", "SystemExit"),
-        ("def", "SyntaxError"),
+        pytest.param("[True, 0]", id="row-24-bool-int"),
+        pytest.param("(1.0, numpy.float32(0))", id="row-24-tuple-numpy"),
+        pytest.param("numpy.array([1, 0])", id="row-24-array"),
+        pytest.param("[numpy.array(1.0), decimal.Decimal(0)]", id="row-24-0-d"),
     ],
 )
-def test_row_23_a_file_that_does_not_load_is_refused_at_once(tmp_path, text, said):
-    """By flag, before any model."""
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(InputError, match=rf"(?s)--reward .*mine\.py:score: .*{said}"):
-        load_task("auto", data=None, eval_data=None, reward=(f"{tmp_path}/mine.py:score",))
+def test_row_24_numbers_of_every_kind_are_accepted(returning, expression):
+    """And arrive as floats."""
+    assert rewards_of(returning(expression), ("a", "b")) == [1.0, 0.0]
 
 
-def children_of_workers():
-    """Processes that run the worker or were left by the functions of these tests."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"reward_worker.py" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        pytest.param("[1, float('nan')]", "f.jsonl:2.*'b': returned nan", id="row-24-nan"),
+        pytest.param("[float('-inf'), 1]", "f.jsonl:1.*'a': returned -inf", id="row-24-inf"),
+        pytest.param("[1, None]", "f.jsonl:2.*'b': returned None", id="row-24-none"),
+        pytest.param("[1, '1.0']", "f.jsonl:2.*'b': returned '1.0'", id="row-24-text"),
+        pytest.param("[1, b'1']", "f.jsonl:2.*'b': returned b'1'", id="row-24-bytes"),
+        pytest.param("[1, [1.0]]", r"f.jsonl:2.*'b': returned \[1.0\]", id="row-24-list"),
+        pytest.param("numpy.ones((2, 1))", r"f.jsonl:1.*'a': returned array\(\[1.\]\)", id="row-24-2-d"),
+        pytest.param("[1, numpy.nan]", "f.jsonl:2.*'b': returned nan", id="row-24-numpy-nan"),
+        pytest.param("[1, 10**400]", "f.jsonl:2.*'b': returned 1000", id="row-24-huge"),
+        pytest.param("1.0", "f.jsonl:1.*returned 1.0; expected a list", id="row-24-scalar"),
+        pytest.param("None", "f.jsonl:1.*returned None; expected a list", id="row-24-nothing"),
+        pytest.param("numpy.array(1.0)", "f.jsonl:1.*; expected a list", id="row-24-0-d-whole"),
+        pytest.param("'12'[:len(completions)]", "f.jsonl:1.*returned '1'; expected a list", id="row-24-whole-text"),
+        pytest.param("dict.fromkeys(range(len(completions)))", "f.jsonl:1.*; expected a list", id="row-24-dict"),
+        pytest.param("set(range(len(completions)))", "f.jsonl:1.*; expected a list", id="row-24-set"),
+        pytest.param("(1.0 for _ in completions)", "f.jsonl:1.*; expected a list", id="row-24-generator"),
+        pytest.param("[1.0] * 3", "f.jsonl:1.*returned 3 values for 1 comp", id="row-24-long"),
+        pytest.param("[1.0] * (len(completions) - 1)", "f.jsonl:1.*returned 0 values for 1 comp", id="row-24-short"),
+    ],
+)
+def test_row_24_everything_else_is_named_with_its_value(returning, expression, said):
+    """Row, completion and value, before any of it reaches a gradient."""
+    with pytest.raises(RewardError, match=f"reward f for the row at {said}"):
+        rewards_of(returning(expression), ("a", "b"))
 
 
-def test_no_process_outlives_its_trainer(tmp_path):
-    """Neither idle, nor in the middle of a call, nor its forks, when the trainer is killed; nor after `close`."""
-    text = "import os, time\ndef score(completions):\n    os.fork()\n    time.sleep(600)\n"
-    (tmp_path / "mine.py").write_text(text)
-    script = "from minirl.reward_process import RewardProcess\n"
-    script += f"p = RewardProcess('{tmp_path}/mine.py:score', timeout_s=600)\n"
-    for action in ("import time; time.sleep(600)", "p(completions=['a'])"):
-        before = set(children_of_workers())
-        trainer = subprocess.Popen([sys.executable, "-c", script + action], cwd=ROOT)
-        wait_for(lambda before=before, n=1 if "time" in action else 2: len(set(children_of_workers()) - before) >= n)
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
-        if "time" in action:
-            wait_for(lambda before=before: not set(children_of_workers()) - before)
-        else:
-            wait_for(lambda before=before: len(set(children_of_workers()) - before) <= 1)
-            for pid in set(children_of_workers()) - before:  # a grandchild of a killed trainer has nobody to end it
-                os.kill(pid, signal.SIGKILL)
+@pytest.mark.parametrize("value", [{0: 1.0, 1: 1.0}, {1.0, 2.0}, "11", b"11"], ids=["dict", "set", "text", "bytes"])
+def test_row_24_functions_of_this_process_are_checked_alike(value):
+    """A dict's keys are not rewards."""
+    with pytest.raises(RewardError, match="expected a list of 2 numbers"):
+        rewards_of(lambda completions: value, ("a", "b"))
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+# Row 25: hangs and deaths
 
 
-def test_the_worker_starts_with_the_standard_library_only():
-    """Neither torch nor minirl: it is there within a fraction of a second."""
-    worker = ROOT / "minirl" / "reward_worker.py"
-    script = f"import runpy, sys; runpy.run_path({str(worker)!r}); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "minirl"} & set(done.stdout.split())
+@pytest.mark.parametrize("name", ["hangs", "hangs_in_c"])
+def test_row_25_a_call_that_hangs_is_killed_and_its_row_named(load, name):
+    """Also where Python's own signal handlers would not run; the next call has a new worker."""
+    function = load(name, timeout_s=0.5)
+    before, start = function._process.pid, time.monotonic()
+    said = r"f\.jsonl:2, completion 'bad': took more than 0\.5 s and was killed; see --reward-timeout"
+    with pytest.raises(RewardError, match=said):
+        rewards_of(function)
+    assert time.monotonic() - start < 5
+    assert_gone(before, function._process.pid)
+    assert rewards_of(function, ("fine",)) == [1.0]
+
+
+def test_row_25_a_hang_is_forgiven_like_an_error(load):
+    """The others are judged by new workers."""
+    first, failed, last = rewards_of(load("hangs", timeout_s=0.5, on_error="zero"))
+    assert (first, last) == (1.0, 1.0)
+    assert math.isnan(failed)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("dies", "ended its process, exit code 3", id="row-25-exit"),
+        pytest.param("is_killed", "ended its process, SIGKILL", id="row-25-kill"),
+        pytest.param("closes_everything", "closed the pipes of its process", id="row-25-close"),
+    ],
+)
+def test_row_25_a_dead_worker_is_said_to_be_dead_and_replaced(load, name, said):
+    """Within a second or two, long before the deadline."""
+    function = load(name)
+    with pytest.raises(RewardError, match=rf"f\.jsonl:2, completion 'bad': {said}"):
+        rewards_of(function)
+    assert rewards_of(function, ("fine",)) == [1.0]
+
+
+def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
+    """A request of more than a pipe holds has the same deadline; a death while writing is seen."""
+    function = load("good", timeout_s=1.0)
+    os.kill(function._process.pid, signal.SIGSTOP)
+    with pytest.raises(RewardError, match="took more than 1 s"):
+        function(completions=["x" * 1_000_000])
+    assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
+    pid = function._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(RewardError, match="SIGKILL"):
+        function(completions=["x" * 1_000_000])
+
+
+def test_row_25_an_interrupted_call_leaves_no_answer_for_the_next(load):
+    """Ctrl-C in the middle of a call, and another call after it: each answer belongs to its question."""
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    function = load("hangs")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(TimeoutError):
+            rewards_of(function)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rewards_of(function, ("fine", "fine")) == [1.0, 1.0]
+
+
+# Row 26: side effects
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("exits", "SystemExit: done", id="row-26-sys-exit"),
+        pytest.param("interrupts", "KeyboardInterrupt", id="row-26-interrupt"),
+        pytest.param("recurses", "RecursionError", id="row-26-recursion"),
+    ],
+)
+def test_row_26_what_would_end_the_process_is_an_error_of_the_row(load, name, said):
+    """And the worker lives on."""
+    function = load(name)
+    pid = function._process.pid
+    with pytest.raises(RewardError, match=rf"f\.jsonl:2, completion 'bad': raised\n(.|\n)*{said}") as caught:
+        rewards_of(function)
+    assert len(str(caught.value)) < 5000
+    assert rewards_of(function, ("fine",)) == [1.0]
+    assert function._process.pid == pid
+
+
+def test_row_26_prints_are_kept_off_the_run_and_shown_once_in_part(load, capfd):
+    """2,000 characters, control characters spelt out, nothing of programs and descriptors."""
+    function = load("prints")
+    for _ in range(2):
+        assert rewards_of(function) == [1.0] * 3
+    out, err = capfd.readouterr()
+    assert out.startswith("note: reward prints printed (said once):\nhello \\x1b[31mxxx")
+    assert 2000 < len(out) < 2100
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_and_raises"])
+def test_row_26_a_fork_that_returns_answers_nothing(load, name):
+    """One answer for each call, from the worker."""
+    function = load(name)
+    for count in (1, 2, 3):
+        assert rewards_of(function, ["fine"] * count) == [1.0] * count
+
+
+def test_row_26_working_directory_and_generators_are_the_trainers(load):
+    """The directory is back for the next call; what the user seeds is not the trainer's generator."""
+    function, before = load("moves"), random.getstate()
+    assert rewards_of(function) == rewards_of(function) == [float(len(os.getcwd()))] * 3
+    rewards_of(load("seeds"))
+    assert random.getstate() == before
+    assert "MINE" not in os.environ
+
+
+def test_row_26_changed_arguments_do_not_come_back(load):
+    """The row's own lists are what they were."""
+    answer, completions = [1, 2], ["fine", "fine"]
+    assert rewards_of(load("mutates"), completions, {"answer": answer}) == [1.0, 1.0]
+    assert (answer, completions) == ([1, 2], ["fine", "fine"])
+
+
+# Row 27: randomness
+
+
+def test_row_27_a_random_reward_depends_on_the_rollout_not_on_what_ran_before(tmp_path):
+    """The same again in a new worker, after other calls; another for another rollout."""
+    (tmp_path / "random_reward.py").write_text(DRAWS)
+    prompts, rollouts = make_rollouts(tmp_path, ["a<eos>", "a<eos>"])
+    fresh, used = (load_reward(f"{tmp_path}/random_reward.py:draws") for _ in range(2))
+    first = judge({"draws": fresh}, prompts, rollouts).rewards
+    other = judge({"draws": used}, prompts, rollouts[1:]).rewards
+    assert torch.equal(judge({"draws": used}, prompts, rollouts).rewards, first)
+    assert other.item() not in first.flatten().tolist()
+
+
+# Row 29: nothing written
+
+
+def test_row_29_empty_completions_are_judged_and_none_need_no_call(load, tmp_path):
+    """All end at once: finite rewards; a rank without rollouts has none."""
+    prompts, rollouts = make_rollouts(tmp_path, ["<eos>", "<eos>"])
+    assert judge({"good": load("good")}, prompts, rollouts).rewards.tolist() == [[0.0], [0.0]]
+    nothing = judge({"raises": load("raises")}, prompts, [])
+    assert (nothing.rewards.shape, nothing.failed.shape) == ((0, 1), (0,))
+
+
+# The file, and the process
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        pytest.param("def f(completions:\n", r"SyntaxError", id="row-23-syntax"),
+        pytest.param("import sys\nsys.exit(4)\n", "SystemExit: 4", id="row-26-exit-at-import"),
+        pytest.param("raise RuntimeError('mine')\n", r'mine\.py", line 1', id="row-23-raise-at-import"),
+        pytest.param("import os\nos._exit(4)\n", "ended its process, exit code 4", id="row-25-death-at-import"),
+        pytest.param("f = 3\n", r"mine\.py has no function f", id="row-23-no-function"),
+        pytest.param("def f(completions, /): pass\n", "takes 'completions' by position", id="row-23-position"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, source, said):
+    """Before any model is loaded, with the flag."""
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(InputError, match=rf"--reward .*mine\.py:f: (.|\n)*{said}"):
+        load_reward(f"{tmp_path}/mine.py:f")
+
+
+def test_texts_arrive_as_they_are(load):
+    """Also lone surrogates, NUL and what JSON escapes."""
+    texts = ["\ud800", "\x00", "\n", "\u2028", "\U0001f600", '"', "\u202e"]
+    assert rewards_of(load("code_points"), texts) == [float(ord(text)) for text in texts]
+
+
+def test_the_worker_loads_neither_torch_nor_the_package(load):
+    """It starts in a moment: standard library only, and the function finds no more than it imports."""
+    tree = ast.parse(Path(reward_worker.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) for node in imports}
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+    assert rewards_of(load("modules"), ("a",)) == [0.0]
+
+
+def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_path):
+    """A helper module of the user's may be called like one of the package's."""
+    (tmp_path / "batch.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine.py").write_text("import batch\ndef f(completions):\n    return [batch.VALUE]\n")
+    function = load_reward(f"{tmp_path}/mine.py:f")
+    assert function(completions=["a"]) == [7.0]
+    function.close()
+
+
+def test_no_process_is_left_after_close(load):
+    """Neither the worker nor what it forked."""
+    function = load("pids")
+    processes = [int(pid) for pid in function(completions=["a", "b"])]
+    assert all(map(is_alive, processes))
+    function.close()
+    assert_gone(*processes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_no_process_is_left_after_the_trainer_was_killed(folder):
+    """SIGKILL while the worker waits and while it hangs in a call."""
+    program = (
+        "import sys\nfrom minirl.reward_process import load_reward\n"
+        f"pids, hangs = (load_reward('{folder}/mine.py:' + name) for name in ('pids', 'hangs_in_c'))\n"
+        "print(*map(int, pids(completions=['a', 'b'])), hangs._process.pid, flush=True)\n"
+        "hangs(completions=['bad'])\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    processes = [int(pid) for pid in trainer.stdout.readline().split()]
+    time.sleep(0.2)
+    assert len(processes) == 3
+    assert all(map(is_alive, processes))
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert_gone(*processes)
+
+
+def test_a_call_costs_milliseconds(load):
+    """128 completions, the median of ten calls; 0.5 ms where it was measured alone."""
+    function, taken = load("good"), []
+    for _ in range(10):
+        start = time.perf_counter()
+        function(completions=["y" * 1000] * 128)
+        taken.append(time.perf_counter() - start)
+    assert sorted(taken)[5] < 0.05

@@ -397,7 +397,7 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     rollouts = [make_rollout(2, 3), dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0))]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
-    judged = Judged(rollouts, rows, ["yes\u2028", "2"], rewards)
+    judged = Judged(rollouts, rows, ["yes\u2028", "2"], rewards, torch.zeros(2))
     logger.log_rollouts(
         12, judged, ["a", "b"], reward=rewards.sum(1), advantage=torch.tensor([0.5, -0.5], dtype=torch.float64)
     )
@@ -415,7 +415,7 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
         "num_tokens": 3,
         "finish_reason": "stop",
     }
-    logger.log_rollouts(13, Judged([], [], [], torch.zeros(0, 2)), ["a", "b"], reward=torch.zeros(0))
+    logger.log_rollouts(13, Judged([], [], [], torch.zeros(0, 2), torch.zeros(0)), ["a", "b"], reward=torch.zeros(0))
     assert (tmp_path / "rollouts" / "000013.jsonl").read_text() == ""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
-from minirl.tasks import Messages, Row, Task
+from minirl.tasks import Row, Task
 
 
 def load_jsonl_task(data: str, eval_data: str | None, *, prompt_field: str) -> Task:
@@ -22,7 +22,10 @@ def read_rows(path: str, prompt_field: str) -> list[Row]:
     for place, fields in read_objects(path):
         if prompt_field not in fields:
             raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
-        prompt = _checked_prompt(fields[prompt_field], f"{place}: field {prompt_field!r}")
+        if not _is_prompt(prompt := fields[prompt_field]):
+            what = f"{place}: field {prompt_field!r} is {str(prompt)[:60]!r}"
+            others = f"the row has {sorted(fields)}, see --prompt-field"
+            raise InputError(f"{what}; expected text, or messages with role and content; {others}")
         rows.append(Row(prompt, {k: v for k, v in fields.items() if k != prompt_field}, place))
     return rows
 
@@ -44,6 +47,8 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
                 raise InputError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+                raise InputError(f"{path}:{number}: cannot be read: {error}") from None
             if not isinstance(fields, dict):
                 raise InputError(f"{path}:{number}: expected an object, got {line.strip()[:60]}")
             count += 1
@@ -52,12 +57,10 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"{path}: no rows")
 
 
-def _checked_prompt(prompt: Any, place: str) -> str | Messages:
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        return prompt
-    raise InputError(f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content")
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, list):
+        return bool(prompt) and all(_is_message(message) for message in prompt)
+    return isinstance(prompt, str) and bool(prompt.strip())
 
 
 def _is_message(message: Any) -> bool:

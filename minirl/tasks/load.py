@@ -1,19 +1,18 @@
 """From a task's name and files to the task."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from minirl.errors import InputError
-from minirl.reward_process import RewardProcess
-from minirl.rewards import required_columns
-from minirl.tasks import RewardFunction, Task
+from minirl.reward_process import load_reward
+from minirl.rewards import check_columns
+from minirl.tasks import Task
 from minirl.tasks.gsm8k import load_gsm8k
 from minirl.tasks.jsonl import load_jsonl_task
 from minirl.tasks.sorting import load_sorting
 
 TASKS = ("auto", "sorting", "gsm8k", "jsonl")
-MAX_REWARD_ERRORS = 0.05  # share of completions, where errors are tolerated
-RESERVED = {"reward", "errors", "mean", "std", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
+RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
 
 
 def load_task(
@@ -23,26 +22,26 @@ def load_task(
     eval_data: str | None,
     prompt_field: str = "prompt",
     reward: Sequence[str] = (),
-    reward_model: str | None = None,
     reward_timeout: float = 60.0,
     on_reward_error: str = "stop",
+    reward_model: str | None = None,
 ) -> Task:
     """The task `name` ("auto": jsonl with `data`, else sorting) from its files.
 
-    reward: "file.py:function" each. They, or the reward model that the caller adds, take the place of the task's own
-    reward, which is then only logged. They run in processes of their own, `reward_timeout` seconds a call at most;
-    on_reward_error "zero" tolerates few errors. The whole of each file is checked. Raises InputError naming
-    file, line, field or flag.
+    reward: "file.py:function" each, called in a worker process of its own (`reward_process`). They, or the reward model
+    that the caller adds, take the place of the task's own reward, which is then only logged. The whole of each file is
+    checked, also for the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
     """
     if name not in TASKS:
         raise InputError(f"--task {name}: choose one of {', '.join(TASKS)}")
     name = ("jsonl" if data else "sorting") if name == "auto" else name
-    how = dict(timeout_s=reward_timeout, max_errors=MAX_REWARD_ERRORS if on_reward_error == "zero" else 0.0)
-    functions = {spec.rpartition(":")[2]: RewardProcess(spec, **how) for spec in reward}
-    if len(functions) < len(reward):
+    names = {spec.rpartition(":")[2] for spec in reward}
+    if len(names) < len(reward):
         raise InputError(f"--reward {' '.join(reward)}: two functions of one name; rename one, metrics go by name")
-    if taken := sorted(functions.keys() & RESERVED):
+    if taken := sorted(names & RESERVED):
         raise InputError(f"--reward {' '.join(reward)}: the name {taken[0]} is taken by a metric; rename the function")
+    loaded = [load_reward(spec, timeout_s=reward_timeout, on_error=on_reward_error) for spec in reward]
+    functions = {function.__name__: function for function in loaded}
     if name == "sorting":
         if data or eval_data:
             raise InputError("--task sorting makes its own prompts; leave out --data and --eval-data")
@@ -55,19 +54,10 @@ def load_task(
         raise InputError("--data FILE.jsonl needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k")
     else:
         task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
-    _refuse_missing_columns(task, {**task.rewards, **task.extra_scores, **functions})
-    if not functions and not reward_model:
-        return task
-    own = {**task.rewards, **task.extra_scores}
-    if taken := sorted(functions.keys() & own):
-        raise InputError(f"--reward {' '.join(reward)}: task {name} has a score called {taken[0]}; rename the function")
-    return dataclasses.replace(task, rewards=functions, extra_scores=own)
-
-
-def _refuse_missing_columns(task: Task, functions: Mapping[str, RewardFunction]) -> None:
-    for name, function in functions.items():
-        required = required_columns(function)
-        for row in (*task.train_rows, *task.eval_rows):
-            if missing := sorted(required - row.columns.keys()):
-                there = ", ".join(sorted(row.columns)) or "none"
-                raise InputError(f"{row.place}: no field {missing[0]!r}, which reward {name} needs; fields: {there}")
+    if functions or reward_model:
+        own = {**task.rewards, **task.extra_scores}
+        if taken := sorted(functions.keys() & own):
+            raise InputError(f"--reward {' '.join(reward)}: task {name} has a score {taken[0]}; rename the function")
+        task = dataclasses.replace(task, rewards=functions, extra_scores=own)
+    check_columns({**task.rewards, **task.extra_scores}, [*task.train_rows, *task.eval_rows])
+    return task

@@ -1,0 +1,232 @@
+"""Faults of data files, prompts and tokenizers: named by file, line and field before a model is loaded."""
+
+import json
+
+import pytest
+from test_data import TEMPLATE, Letters, ids, save_tokenizer
+
+from minirl.data import Prompts, Tokenizer
+from minirl.errors import InputError
+from minirl.tasks import Row
+from minirl.tasks.jsonl import read_rows
+
+GOOD = b'{"prompt": "good", "answer": 1}'
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A file of these lines, by path."""
+
+    def write_file(*lines):
+        (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+        return str(tmp_path / "rows.jsonl")
+
+    return write_file
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    """A tokenizer with a chat template, to be spoilt."""
+    save_tokenizer(tmp_path / "model", TEMPLATE)
+    return tmp_path / "model"
+
+
+def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **options):
+    """Prompts of one token per letter; row i is at f:i."""
+    rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
+    limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
+    return Prompts(rows, tokenizer or Letters(), purpose="train", **limits, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param(b'{"prompt": "a", }', "not JSON: .* at column 17", id="row-15-comma"),
+        pytest.param(b'{"prompt": "a"', "not JSON", id="row-15-cut"),
+        pytest.param(b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits", id="row-15-digits"),
+        pytest.param(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs", id="row-15-deep"),
+        pytest.param(b'["prompt"]', "expected an object", id="row-15-list"),
+        pytest.param(b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see", id="row-16-missing"),
+        pytest.param(b'{"prompt": null, "q": 1}', r"'prompt' is 'None'.*\['prompt', 'q'\].*--prompt", id="row-16-null"),
+        pytest.param(b'{"prompt": 5}', "field 'prompt' is '5'; expected text", id="row-16-number"),
+        pytest.param(b'{"prompt": ""}', "field 'prompt' is ''", id="row-16-empty"),
+        pytest.param(b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' ", id="row-16-spaces"),
+        pytest.param(b'{"prompt": "a\x00b"}', "not JSON: Invalid control character", id="row-19-raw-nul"),
+        pytest.param('{"prompt": "a"}'.encode("utf-16"), "not UTF-8", id="row-19-utf-16"),
+    ],
+)
+def test_a_bad_line_is_named(write, line, said):
+    """File, line, and field or column."""
+    with pytest.raises(InputError, match=rf"rows\.jsonl:2: .*{said}"):
+        read_rows(write(GOOD, line, GOOD), "prompt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"], ids=["row-18-none", "row-18-blank", "row-18-bom"])
+def test_an_empty_file_is_refused(write, content):
+    """Not a run of 0 steps."""
+    with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
+        read_rows(write(content), "prompt")
+
+
+def test_row_18_few_and_repeated_rows_are_said():
+    """They work; the note has the numbers."""
+    few = make_prompts("a", "b", "a", "a")
+    said = few.notes(per_step=16)
+    assert len(said) == 2
+    assert "train: 2 of 4 prompts repeat an earlier one" in said
+    assert "train: a step takes 16 prompts and there are 4: it repeats them" in said
+    assert len(few.requests(0, 16, group_size=1)) == 16
+    assert make_prompts("a", "b").notes(per_step=2) == []
+    assert make_prompts("a", "b").notes() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("\u05e9\u05dc\u05d5\u05dd \u202eabc\u202c", id="row-19-right-to-left"),
+        pytest.param("a\x00b", id="row-19-nul"),
+        pytest.param("a\ud800b", id="row-19-surrogate"),
+        pytest.param("x" * 1_000_000, id="row-19-megabyte"),
+        pytest.param("a\u2028b\u0085c\x0bd\x1ce", id="row-19-other-line-ends"),
+    ],
+)
+def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text):
+    """Between a BOM and CRLF, blank lines counted: text, answer and place of each row are its own."""
+    lines = [json.dumps({"prompt": f"{text}{i}", "answer": i}).encode() + b"\r" for i in range(3)]
+    path = write(b"\xef\xbb\xbf" + lines[0], b"\r", lines[1], b"", lines[2])
+    found = [(row.prompt, row.columns["answer"], row.place) for row in read_rows(path, "prompt")]
+    assert found == [(f"{text}{i}", i, f"{path}:{line}") for i, line in enumerate((1, 3, 5))]
+
+
+def test_row_19_what_cannot_be_tokenized_is_named(tokenizer_folder):
+    """Half of a surrogate pair, as text and in a message; NUL is a character."""
+    tokenizer = Tokenizer(tokenizer_folder)
+    for prompt in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
+        with pytest.raises(InputError, match=r"f:3: the text cannot be tokenized: .*\\ud800"):
+            tokenizer.encode(Row(prompt, {}, "f:3"))
+    assert tokenizer.encode(Row("a\x00", {}, "f:3")) == ids("<bos>a<unk>")
+
+
+LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
+
+
+def test_row_20_long_prompts_are_skipped_counted_and_named():
+    """The default; the first three places."""
+    prompts = make_prompts(*LONG)
+    assert [row.prompt for row in prompts.rows] == ["aaaaaa", "cc"]
+    (said,) = prompts.notes()
+    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
+    assert "--long-prompts" in said
+
+
+def test_row_20_long_prompts_are_refused_if_asked():
+    """The first one's place, the numbers and the flags."""
+    with pytest.raises(InputError, match=r"\(f:2, .*--max-new-tokens takes 4 of 10 .*--long-prompts"):
+        make_prompts(*LONG, long_prompts="error")
+    assert len(make_prompts("a", "b", long_prompts="error").rows) == 2
+
+
+def test_row_20_long_prompts_keep_their_end_if_asked():
+    """The last six tokens; short ones as they are; all have room for a completion."""
+    prompts = make_prompts(*LONG[:3], "abcdefghij", long_prompts="left")
+    assert ["".join(map(chr, tokens)) for tokens in prompts.tokens] == ["aaaaaa", "bbbbbb", "cc", "efghij"]
+    assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
+    assert "2 of 4 prompts have more than 6 tokens (f:2, f:4): cut from the left" in prompts.notes()[0]
+
+
+@pytest.mark.parametrize("long_prompts", ["skip", "error"])
+def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompts):
+    """--max-new-tokens too large for every row: each completion gets what is left, said with the numbers."""
+    prompts = make_prompts("aaa", "bbbbb", max_new_tokens=100, long_prompts=long_prompts)
+    by_prompt = {len(r.prompt): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
+    assert by_prompt == {3: 7, 5: 5}
+    (said,) = prompts.notes()
+    assert "no prompt leaves --max-new-tokens 100 of 10" in said
+    assert "7 at most" in said
+
+
+def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
+    """There is no completion to be capped."""
+    with pytest.raises(InputError, match="every prompt is too long: the shortest has 10 tokens of 10"):
+        make_prompts("a" * 10, "b" * 11)
+
+
+CHAT = Row([{"role": "system", "content": "a"}], {}, "rows.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        pytest.param(None, "no chat template; use text prompts", id="row-22-none"),
+        pytest.param("{{ raise_exception('no system role') }}", "model refuses .*no system role", id="row-22-raises"),
+        pytest.param("{{ messages[5].content }}", "model refuses .*no element 5", id="row-22-undefined"),
+        pytest.param("{% if", "model refuses .*unexpected", id="row-22-syntax"),
+        pytest.param("{{ 1 + 'a' }}", "model refuses .*unsupported operand", id="row-22-type"),
+    ],
+)
+def test_row_22_a_template_that_fails_is_named_with_the_row(tokenizer_folder, template, said):
+    """Row, model folder and what the template says."""
+    tokenizer = Tokenizer(tokenizer_folder)
+    tokenizer.backend.chat_template = template
+    with pytest.raises(InputError, match=rf"rows\.jsonl:7: .*{said}"):
+        tokenizer.encode(CHAT)
+
+
+def change(folder, **keys):
+    """The folder with keys of tokenizer_config.json set, or left out if None."""
+    path = folder / "tokenizer_config.json"
+    known = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({key: value for key, value in known.items() if value is not None}))
+
+
+def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tokenizer_folder, monkeypatch):
+    """No question on the terminal, no import."""
+    change(tokenizer_folder, auto_map={"AutoTokenizer": ["mine.Mine", None]}, tokenizer_class="Mine")
+    canary = tokenizer_folder / "canary"
+    (tokenizer_folder / "mine.py").write_text(f"open({str(canary)!r}, 'w')\nclass Mine: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    with pytest.raises(InputError, match=r"its tokenizer cannot be loaded: .*custom code"):
+        Tokenizer(tokenizer_folder)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("content", [pytest.param("{", id="row-36-cut"), pytest.param("{}", id="row-36-empty")])
+def test_a_damaged_tokenizer_is_refused_by_its_folder(tokenizer_folder, content):
+    """Not a traceback of another library."""
+    (tokenizer_folder / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match="model: its tokenizer cannot be loaded: "):
+        Tokenizer(tokenizer_folder)
+
+
+@pytest.mark.parametrize(
+    ("eos", "vocab_size", "can_stop"),
+    [
+        pytest.param("<eos>", 34, True, id="row-36-eos"),
+        pytest.param("<eos>", 2, True, id="row-36-eos-is-the-last-id"),
+        pytest.param(None, 34, False, id="row-36-no-eos"),
+        pytest.param("<eos>", 1, False, id="row-36-eos-not-in-the-vocabulary"),
+    ],
+)
+def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path, eos, vocab_size, can_stop):
+    """Completions then end only at the limit; it works."""
+    save_tokenizer(tmp_path, None, eos_token=eos, single="$A")
+    prompts = make_prompts(tokenizer=Tokenizer(tmp_path), vocab_size=vocab_size)
+    said = [note for note in prompts.notes(per_step=1) if "end-of-sequence" in note]
+    assert len(said) == (not can_stop)
+    assert can_stop or "completions end only at --max-new-tokens" in said[0]
+    assert prompts.notes() == []
+
+
+def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer_folder):
+    """A tokenizer larger than the embedding would read outside of it; rows that do not use the rest are fine."""
+    tokenizer = Tokenizer(tokenizer_folder)
+    (last,) = {max(tokenizer.encode(Row("b", {}, "")))}
+    with pytest.raises(InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"):
+        make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last)
+    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).tokens
+
+
+def test_row_36_a_prompt_without_tokens_is_refused_by_row():
+    """A tokenizer without a BOS may find nothing in a text."""
+    with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
+        make_prompts("a", "")
