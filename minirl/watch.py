@@ -53,7 +53,7 @@ here = _Pulse()
 def beat(call: str | None = None, *, phase: str | None = None) -> None:
     """Say that this rank goes on, and from now on in this phase or call (one of user code; "": in none).
 
-    Under a microsecond, no communication. From the first one on, silence is counted.
+    Under a microsecond, not collective. Silence is counted from the first one on: a model may take long to arrive.
     """
     if phase is not None:
         here.phase, here.call = phase, ""
@@ -105,7 +105,7 @@ def leave_now(code: int) -> NoReturn:
 
 
 def _prepare_process() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # if it is gone already, so is its store
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
@@ -116,7 +116,7 @@ def _prepare_process() -> None:
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Exit code, and what the user reads."""
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and not here.count:  # --help, a wrong flag; later it is an accident
         is_code = error.code is None or isinstance(error.code, int)
         return (int(error.code or 0), "") if is_code else (1, str(error.code))
     if code := getattr(error, "exit_code", 0):

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from minirl import watch
 from minirl.errors import InputError
 from minirl.model import ModelConfig, RopeScaling, Transformer
 
@@ -273,4 +274,5 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     for tensor in tensors:
+        watch.beat()  # a slow disk is no hang
         yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

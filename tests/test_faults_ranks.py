@@ -233,6 +233,9 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
     """There is nothing to save."""
     with started(tmp_path, [python(tmp_path, "print('started', flush=True)\ntime.sleep(300)")]) as job:
         job.until("started", 0)
+        job.processes[0].send_signal(signal.SIGUSR1)
+        job.until('script.py", line', 0)  # the stacks
+        assert job.processes[0].poll() is None
         job.processes[0].send_signal(signal.SIGINT)
         assert job.codes(within=2) == [130]
         assert "nothing to save" in job.output(0)
@@ -241,10 +244,11 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
+        ("SystemExit(0)", 1, r"^rank 1 raised:\nTraceback(.|\n)*SystemExit: 0$"),
         ("RewardError('reward few raised')", 4, r"^error: reward few raised \[rank 1, step 3, phase reward\]$"),
         ("KeyError('answer')", 1, r"^rank 1 raised:\nTraceback(.|\n)*KeyError: 'answer'$"),
     ],
-    ids=["RewardError", "bug"],
+    ids=["exit", "RewardError", "bug"],
 )
 def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, error, code, message):
     """Within 5 seconds and with one code, though the other rank is in a collective; that one prints nothing."""
