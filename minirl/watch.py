@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -67,9 +68,7 @@ def rendezvous() -> Any:
     """The store where the ranks meet: torchrun's, one that rank 0 hosts, or of this process alone. Waits for it."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    # torchrun listens before it starts a rank: when it does not answer, it is gone
-    patience_s = 15 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 300
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=patience_s)))[0]
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))[0]
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -105,9 +104,15 @@ def leave_now(code: int) -> NoReturn:
 
 
 def _prepare_process() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # if it is gone already, so is its store
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it listens before it starts a rank
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=30).close()
+        except OSError:
+            _say(f"rank {_rank()}: torchrun is gone, it does not answer")
+            leave_now(1)
     faulthandler.register(signal.SIGUSR1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

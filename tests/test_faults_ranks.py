@@ -144,6 +144,14 @@ def test_row_03_ranks_die_with_torchrun(tmp_path):
         wait_for(lambda: not any(map(is_alive, ranks)), "ranks outlived torchrun", 5)
 
 
+def test_row_03_a_rank_that_was_just_started_sees_that_torchrun_is_gone(tmp_path):
+    """It may have been killed while the rank was importing: nobody listens at the address that was given."""
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with started(tmp_path, [python(tmp_path, "joined()")], RANK="0", WORLD_SIZE="2", **agent) as job:
+        assert job.codes(within=20) == [1]
+        assert job.output(0) == "rank 0: torchrun is gone, it does not answer\n"
+
+
 LOOP = """joined()
 while not (stop := distributed.stop_requested()):
     time.sleep(0.1)
