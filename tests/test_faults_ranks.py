@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +81,13 @@ def started(folder: Path, commands: list[list[str]], **environments: str) -> Ite
             job.files.append(folder / f"output-{rank}")
             with job.files[-1].open("w") as out:
                 environment = base | (ranks if len(commands) > 1 else {})
-                job.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+                how = dict(stdout=out, stderr=out, env=environment, start_new_session=True)
+                job.processes.append(subprocess.Popen(command, **how))
         yield job
     finally:
         for process in job.processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its forks
             process.wait()
 
 
