@@ -29,6 +29,7 @@ def score(
 
     `select` must be false at the first token of each sequence. Differentiable in the parameters. Not collective.
     """
+    watch.beat()
     hidden = model(tokens[layout.kept], layout.positions, layout)
     chosen = select.nonzero()[:, 0]
     logprobs, entropies = ChunkedLogprobs.apply(
@@ -45,6 +46,7 @@ def predict(model: Transformer, tokens: Tensor, layout: PackedLayout, *, select:
     The first are a value model's values (`select` as in `score`), the second a reward model's scores. Differentiable in
     the parameters. Not collective.
     """
+    watch.beat()
     hidden = model(tokens[layout.kept], layout.positions, layout)
     chosen, last = select.nonzero()[:, 0], layout.row[layout.cu_seqlens[1:].long() - 1]
     states = torch.cat([_states_before(hidden, chosen, layout), hidden.index_select(0, last)])
@@ -72,7 +74,6 @@ def score_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequen
     """Logprobs [T] of a batch's sampled tokens, without gradient, by microbatch; 0 elsewhere. Not collective."""
     logprobs = torch.zeros_like(batch.sample_logprobs)
     for sequences in microbatches:
-        watch.beat()
         part = batch.select(sequences)
         scored, _ = score(model, part.tokens, part.layout(), select=part.loss_mask, temperature=temperature)
         logprobs[batch.token_index(sequences)] = scored.to(logprobs.dtype)
@@ -88,7 +89,6 @@ def predict_frozen(model: Transformer, batch: Batch, microbatches: Sequence[Sequ
     values = torch.zeros_like(batch.sample_logprobs)
     after = values.new_zeros(len(batch.lengths))
     for sequences in microbatches:
-        watch.beat()
         part = batch.select(sequences)
         before, last = predict(model, part.tokens, part.layout(), select=part.loss_mask)
         values[batch.token_index(sequences)], after[list(sequences)] = before.to(values), last.to(values)

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ here = _Pulse()
 def beat(call: str | None = None, *, phase: str | None = None) -> None:
     """Say that this rank goes on, and from now on in this phase or call (one of user code; "": in none).
 
-    Under a microsecond, no communication. From the first one on, silence is counted.
+    Under a microsecond, not collective. Silence is counted from the first one on: a model may take long to arrive.
     """
     if phase is not None:
         here.phase, here.call = phase, ""
@@ -69,9 +70,7 @@ def rendezvous() -> Any:
     """The store where the ranks meet: torchrun's, one that rank 0 hosts, or of this process alone. Waits for it."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    # torchrun listens before it starts a rank: when it does not answer, it is gone
-    patience_s = 15 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 300
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=patience_s)))[0]
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))[0]
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -110,6 +109,12 @@ def _prepare_process() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it listens before it starts a rank
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=30).close()
+        except OSError:
+            _say(f"rank {_rank()}: torchrun is gone, it does not answer")
+            leave_now(1)
     faulthandler.register(signal.SIGUSR1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -118,7 +123,7 @@ def _prepare_process() -> None:
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Exit code, and what the user reads."""
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and not here.count:  # --help, a wrong flag; later it is an accident
         is_code = error.code is None or isinstance(error.code, int)
         return (int(error.code or 0), "") if is_code else (1, str(error.code))
     if code := getattr(error, "exit_code", 0):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Job:
 
     def until(self, text: str, *ranks: int) -> None:
         """Wait until these ranks have printed the text."""
-        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 60)
+        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 120)
 
     def codes(self, within: float) -> list[int]:
         """Exit codes; all must have ended within so many seconds."""
@@ -81,11 +81,13 @@ def started(folder: Path, commands: list[list[str]], **environments: str) -> Ite
             job.files.append(folder / f"output-{rank}")
             with job.files[-1].open("w") as out:
                 environment = base | (ranks if len(commands) > 1 else {})
-                job.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+                how = dict(stdout=out, stderr=out, env=environment, start_new_session=True)
+                job.processes.append(subprocess.Popen(command, **how))
         yield job
     finally:
         for process in job.processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its forks
             process.wait()
 
 
@@ -144,6 +146,14 @@ def test_row_03_ranks_die_with_torchrun(tmp_path):
         wait_for(lambda: not any(map(is_alive, ranks)), "ranks outlived torchrun", 5)
 
 
+def test_row_03_a_rank_that_was_just_started_sees_that_torchrun_is_gone(tmp_path):
+    """It may have been killed while the rank was importing: nobody listens at the address that was given."""
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with started(tmp_path, [python(tmp_path, "joined()")], RANK="0", WORLD_SIZE="2", **agent) as job:
+        assert job.codes(within=20) == [1]
+        assert job.output(0) == "rank 0: torchrun is gone, it does not answer\n"
+
+
 LOOP = """joined()
 while not (stop := distributed.stop_requested()):
     time.sleep(0.1)
@@ -181,14 +191,14 @@ def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
     """A whole run: the checkpoint of the step is there, no step is lost, no process is left."""
     command = torchrun(*grpo("--num-steps", "10000", "--run-name", "row-04"))
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
-        job.until("step    12/", 0)
+        job.until("step     2/", 0)
         ranks = children(job.processes[0].pid)
         assert len(ranks) == 2
         job.processes[0].terminate()
         assert job.codes(within=20) == [1]  # torchrun's own
         assert not any(map(is_alive, ranks))
     last = len((runs / "row-04" / "metrics.jsonl").read_text().splitlines())
-    assert 12 <= last < 10000
+    assert 2 <= last < 10000
     assert [path.name for path in (runs / "row-04" / "checkpoints").iterdir()] == [f"{last:06d}"]
     assert "Traceback" not in job.output(0).partition("saved ")[0]
 
@@ -233,6 +243,9 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
     """There is nothing to save."""
     with started(tmp_path, [python(tmp_path, "print('started', flush=True)\ntime.sleep(300)")]) as job:
         job.until("started", 0)
+        job.processes[0].send_signal(signal.SIGUSR1)
+        job.until('script.py", line', 0)  # the stacks
+        assert job.processes[0].poll() is None
         job.processes[0].send_signal(signal.SIGINT)
         assert job.codes(within=2) == [130]
         assert "nothing to save" in job.output(0)
@@ -241,10 +254,11 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
+        ("SystemExit(0)", 1, r"^rank 1 raised:\nTraceback(.|\n)*SystemExit: 0$"),
         ("RewardError('reward few raised')", 4, r"^error: reward few raised \[rank 1, step 3, phase reward\]$"),
         ("KeyError('answer')", 1, r"^rank 1 raised:\nTraceback(.|\n)*KeyError: 'answer'$"),
     ],
-    ids=["RewardError", "bug"],
+    ids=["exit", "RewardError", "bug"],
 )
 def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, error, code, message):
     """Within 5 seconds and with one code, though the other rank is in a collective; that one prints nothing."""
@@ -346,7 +360,7 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
 
 def test_rows_43_and_44_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
     """Before there is a process group: code 2, one line in all. A misspelt flag, and CUDA where there is none."""
-    cases = [("--lr", "-1", "error: --lr -1.0"), ("--grop-size", "4", "--group-size")]
+    cases = [("--grop-size", "4", "--group-size")]
     cases += [] if torch.cuda.is_available() else [("--device", "cuda", "error: --device cuda")]
     for flag, value, message in cases:
         with started(tmp_path, [[sys.executable, *grpo(flag, value)]] * 2) as job:
