@@ -140,7 +140,7 @@ def fork(function) -> int:
     return pid
 
 
-def test_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(one_process, tmp_path, source, capfd):
+def test_row_02_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(one_process, tmp_path, source, capfd):
     """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
 
     Row 2: at most keep + 1 folders, no half-made one after the next start, no step backwards.
@@ -191,7 +191,7 @@ def die_before_operation(k: int, root: Path) -> list[str]:
     return seen
 
 
-def test_a_kill_before_each_file_operation_of_a_save_loses_nothing(one_process, tmp_path, source):
+def test_row_02_a_kill_before_each_file_operation_loses_nothing(one_process, tmp_path, source):
     """Point layer, row 2: the save of step 3 deletes step 1; whichever operation is the last, 2 or 3 is whole."""
     save_steps(tmp_path / "base", source, [1, 2], keep=2)
     newest = {}

@@ -578,3 +578,16 @@ def test_a_call_costs_milliseconds(load):
         function(completions=["y" * 1000] * 128)
         taken.append(time.perf_counter() - start)
     assert sorted(taken)[5] < 0.05
+
+
+def test_row_46_hostile_completions_are_escaped_and_cut_in_errors():
+    """No control character reaches a terminal, and thousands of characters do not either."""
+
+    def nothing(completions):
+        return [None] * len(completions)
+
+    with pytest.raises(RewardError) as caught:
+        rewards_of(nothing, ["\x1b[2J\u202e<script>" + "x" * 10_000])
+    assert str(caught.value).isprintable()
+    assert "<script>" in str(caught.value)
+    assert len(str(caught.value)) < 400

@@ -434,7 +434,7 @@ def fail(*args, **kwargs):
 
 
 @pytest.mark.parametrize("module", [types.SimpleNamespace(init=fail), None], ids=["init_raises", "not_installed"])
-def test_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys, tmp_path, module):
+def test_row_39_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys, tmp_path, module):
     """Without wandb, or without its network, the run logs to files and says so once."""
     monkeypatch.setitem(sys.modules, "wandb", module)
     logger = Logger(tmp_path, {}, wandb_mode="online")
@@ -447,7 +447,7 @@ def test_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys,
 
 
 @pytest.mark.parametrize("method", ["log", "finish"])
-def test_wandb_that_fails_later_is_one_line_and_left_alone(one_process, monkeypatch, capsys, tmp_path, method):
+def test_row_39_wandb_that_fails_later_is_one_line_and_left_alone(one_process, monkeypatch, capsys, tmp_path, method):
     """The first failure is printed; no later step calls it again, and every step is in the file."""
     calls = []
 
@@ -480,7 +480,7 @@ def test_wandb_gets_the_arguments_the_steps_and_the_mode(one_process, monkeypatc
     assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
 
 
-def test_a_resumed_run_goes_on_in_its_wandb_run_and_its_files(one_process, monkeypatch, tmp_path):
+def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(one_process, monkeypatch, tmp_path):
     """The same id; numbers of later steps, half a line of a crash among them, are gone; rollouts beyond `keep` too."""
     started = []
     module = types.SimpleNamespace(init=lambda **kwargs: started.append(kwargs))

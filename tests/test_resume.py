@@ -64,7 +64,7 @@ def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
 
 @pytest.mark.parametrize("num_ranks", POOLS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks):
+def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
