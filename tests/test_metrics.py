@@ -205,12 +205,13 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     """Lengths count sampled tokens, not the prompt's; a rank without rollouts changes nothing but is counted."""
     rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     first, second = StepMetrics(), StepMetrics()
-    add_rollouts(first, [make_rollout(9, 2), make_rollout(1, 4, "length")], grouped_rewards=rewards)
+    add_rollouts(first, [make_rollout(9, 1), make_rollout(1, 5, "length")], grouped_rewards=rewards)
     add_rollouts(second, [], grouped_rewards=rewards)
     assert reduce_over_ranks(first, second)[0] == {
         "len/mean": 3.0,
-        "len/max": 4.0,
+        "len/max": 5.0,
         "len/truncated": 0.5,
+        "len/empty": 0.5,
         "count/tokens": 6.0,
         "count/rollouts": 2.0,
         "reward/mean": 0.75,
@@ -502,7 +503,7 @@ def test_rollouts_are_rotated_on_demand(one_process, tmp_path):
     """Only the newest steps' files stay."""
     logger = Logger(tmp_path, {}, wandb_mode="off", keep_rollouts=2)
     for step in range(1, 6):
-        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1)), ["a"], reward=torch.zeros(0))
+        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1), torch.zeros(0)), ["a"], reward=torch.zeros(0))
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000004.jsonl", "000005.jsonl"]
 
 
