@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_data import ids, save_tokenizer
 
-from minirl import reward_worker
+from minirl import reward_worker, watch
 from minirl.batch import Rollout, RolloutId
 from minirl.data import Prompts, Tokenizer
 from minirl.errors import InputError, RewardError
@@ -365,6 +365,14 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
     first, failed, last = rewards_of(load("hangs", timeout_s=0.5, on_error="zero"))
     assert (first, last) == (1.0, 1.0)
     assert math.isnan(failed)
+
+
+def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
+    """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
+    function, before = load("hangs", timeout_s=1.6), watch.here.count
+    with pytest.raises(RewardError, match="killed"):
+        rewards_of(function, ("bad",))
+    assert watch.here.count >= before + 3
 
 
 @pytest.mark.parametrize(

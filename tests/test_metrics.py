@@ -211,6 +211,7 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
         "len/mean": 3.0,
         "len/max": 4.0,
         "len/truncated": 0.5,
+        "len/empty": 0.0,
         "count/tokens": 6.0,
         "count/rollouts": 2.0,
         "reward/mean": 0.75,
@@ -502,7 +503,7 @@ def test_rollouts_are_rotated_on_demand(one_process, tmp_path):
     """Only the newest steps' files stay."""
     logger = Logger(tmp_path, {}, wandb_mode="off", keep_rollouts=2)
     for step in range(1, 6):
-        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1)), ["a"], reward=torch.zeros(0))
+        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1), torch.zeros(0)), ["a"], reward=torch.zeros(0))
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000004.jsonl", "000005.jsonl"]
 
 
