@@ -26,7 +26,7 @@ from minirl.tasks import Row
 from minirl.tasks.load import load_task
 
 SOURCE = """
-import os, random, re, sys, time
+import os, random, re, subprocess, sys, time
 
 def good(completions):
     return [float(len(c)) for c in completions]
@@ -126,6 +126,9 @@ def pids(completions):
     if child == 0:
         time.sleep(1000)
     return [float(os.getpid()), float(child)]
+
+def starts(completions):
+    return [float(os.getpid()), float(subprocess.Popen(["sleep", "1000"]).pid)]
 
 def by_position(completions, /):
     return [1.0]
@@ -549,9 +552,10 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
     function.close()
 
 
-def test_no_process_is_left_after_close(load):
-    """Neither the worker nor what it forked."""
-    function = load("pids")
+@pytest.mark.parametrize("name", ["pids", "starts"])
+def test_no_process_is_left_after_close(load, name):
+    """Neither the worker nor what it forked or started."""
+    function = load(name)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
     assert all(map(is_alive, processes))
     function.close()
