@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl import reward_worker
+from minirl import reward_worker, watch
 from minirl.distributed import rank
 from minirl.errors import InputError, RewardError
 
@@ -169,6 +169,7 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, deadline: float)
     while not line.endswith(b"\n"):
         if (seconds := deadline - time.monotonic()) <= 0:
             return None
+        watch.beat()  # the deadline says how long to wait, not --hang-timeout
         has_ended = process.poll() is not None
         ready = dict(poll.poll(1000 * min(seconds, 0.5)))
         if into in ready:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_data import ids, save_tokenizer
 
-from minirl import reward_worker
+from minirl import reward_worker, watch
 from minirl.batch import Rollout, RolloutId
 from minirl.data import Prompts, Tokenizer
 from minirl.errors import InputError, RewardError
@@ -26,7 +26,7 @@ from minirl.tasks import Row
 from minirl.tasks.load import load_task
 
 SOURCE = """
-import os, random, re, sys, time
+import os, random, re, subprocess, sys, time
 
 def good(completions):
     return [float(len(c)) for c in completions]
@@ -126,6 +126,9 @@ def pids(completions):
     if child == 0:
         time.sleep(1000)
     return [float(os.getpid()), float(child)]
+
+def starts(completions):
+    return [float(os.getpid()), float(subprocess.Popen(["sleep", "1000"]).pid)]
 
 def by_position(completions, /):
     return [1.0]
@@ -367,6 +370,14 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
     assert math.isnan(failed)
 
 
+def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
+    """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
+    function, before = load("hangs", timeout_s=1.6), watch.here.count
+    with pytest.raises(RewardError, match="killed"):
+        rewards_of(function, ("bad",))
+    assert watch.here.count >= before + 3
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -541,9 +552,10 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
     function.close()
 
 
-def test_no_process_is_left_after_close(load):
-    """Neither the worker nor what it forked."""
-    function = load("pids")
+@pytest.mark.parametrize("name", ["pids", "starts"])
+def test_no_process_is_left_after_close(load, name):
+    """Neither the worker nor what it forked or started."""
+    function = load(name)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
     assert all(map(is_alive, processes))
     function.close()
