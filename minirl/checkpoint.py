@@ -11,6 +11,7 @@ folder. A failed save is said and given up: the run goes on, with the checkpoint
 """
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -34,6 +35,7 @@ from minirl.tensor_files import open_tensors, write_tensors
 from minirl.weights import scalar_config, write_folder
 
 _LIST = "files.json"  # the digests of what a rank has written
+SHARED_S = 60.0  # for one rank's files to be seen by another
 _DIED = "its thread died, see the traceback"
 Part = Callable[[Path], dict[str, Digest]]  # writes files into a folder; their digests by path within it
 
@@ -154,6 +156,7 @@ class _Save:
         self.folder = run.folder / "checkpoints" / name
         self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(self._world_size)]
         self._has_written, self._is_abandoned = threading.Event(), threading.Event()
+        self._until = math.inf
         self._files_error: str | None = _DIED
         self._error: str | None = _DIED
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -170,6 +173,7 @@ class _Save:
         """Wait for the thread, which commits (rank 0) unless told that the save is abandoned; what failed there."""
         if is_abandoned:
             self._is_abandoned.set()
+        self._until = time.monotonic() + SHARED_S
         while self._thread.is_alive():
             self._thread.join(1.0)
             watch.beat()
@@ -201,9 +205,11 @@ class _Save:
 
     def _commit(self, half_made: Path) -> None:
         """When every rank's list is there, collect the files, write the manifest, give the folder its name, prune."""
-        while not all((path / _LIST).exists() for path in self._half_made):
+        while missing := [path for path in self._half_made if not (path / _LIST).exists()]:
             if self._is_abandoned.wait(0.02):
                 return
+            if time.monotonic() > self._until:
+                raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
         files: dict[str, Digest] = {}
         for path in self._half_made:
             digests = json.loads((path / _LIST).read_text())

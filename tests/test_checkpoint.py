@@ -425,6 +425,20 @@ def failing_save(rank: int, folder: Path, run: Path) -> list[str]:
     return [str(error), str(checkpoints.finish())]
 
 
+@pytest.mark.usefixtures("one_process")
+def test_row_06_nodes_that_do_not_share_the_folder_are_told_so(tmp_path, source, monkeypatch):
+    """Rank 0 does not wait for ever for files that it cannot see."""
+    run, model = open_at(tmp_path), TinyModel()
+    checkpoints = saver(run, source, model)
+    monkeypatch.setattr(checkpoint_module, "SHARED_S", 0.1)
+    monkeypatch.setattr(checkpoint_module, "world_size", lambda: 2)
+    checkpoints.save({"step": 1})
+    monkeypatch.setattr(checkpoint_module, "world_size", lambda: 1)
+    with pytest.raises(SaveError, match="does not appear here; do all nodes share"):
+        checkpoints.finish()
+    close(run)
+
+
 def test_row_06_a_save_that_fails_on_one_rank_fails_on_all(two_ranks, model_folder, tmp_path):
     """Every rank knows why, none waits for the other, and the next save is good."""
     for error, saved in two_ranks.run(failing_save, model_folder, tmp_path):
