@@ -20,7 +20,7 @@ from minirl.attention import (
     DecodeRead,
     PackedLayout,
     PoolWrite,
-    kernel_for,
+    decode_kernel_for,
 )
 from minirl.portable import BLOCK, ReadPlan, block_table, min_queries, plan_reads
 
@@ -87,8 +87,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        is_flash = kernel_for(device, dtype) == "flash"
-        self.block_size = FLASH_BLOCK if is_flash else BLOCK
+        self.kernel = decode_kernel_for(device, dtype)
+        self.block_size = FLASH_BLOCK if self.kernel == "flash" else BLOCK
         self.num_kv_heads, self.num_query_groups, self.device = num_kv_heads, num_query_groups, device
         self.min_users = -(-min_queries(head_dim, dtype) // num_query_groups)
         self.pools: list[CachePool] = []
@@ -101,11 +101,11 @@ class KVCache:
             if window is not None:
                 num_blocks = min(num_blocks, max_sequences * ((window - 1) // self.block_size + 2))
             key, value = (num_kv_heads, head_dim, self.block_size), (num_kv_heads, self.block_size, head_dim)
-            if is_flash:
+            if self.kernel == "flash":
                 key = value = (self.block_size, num_kv_heads, head_dim)
             shapes = ((len(layers), num_blocks, *block) for block in (key, value))
             keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
-            self.pools.append(CachePool(keys, values, window, is_flash))
+            self.pools.append(CachePool(keys, values, window, self.kernel))
             self.free_lists.append(_Blocks(num_blocks))
         self._planned: list[tuple[list[list[int]], ReadPlan] | None] = [None] * len(self.pools)
 
@@ -140,7 +140,7 @@ class KVCache:
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that are not about to be filled: the portable kernel multiplies what it masks."""
-        if not pool.is_flash:
+        if self.kernel == "portable":
             pool.keys[:, blocks], pool.values[:, blocks] = 0, 0
 
     def fork(self, parent: CachedSequence) -> CachedSequence | None:
@@ -196,7 +196,7 @@ class KVCache:
         for i, (pool, blocks) in enumerate(zip(self.pools, self.free_lists, strict=True)):
             held = {block for sequence in sequences for block in sequence.tables[i].blocks}
             assert len(held) == len(blocks.references) - len(blocks.free), "a sequence was left out of compact()"
-            moves = {} if pool.is_flash else blocks.compact()
+            moves = blocks.compact() if self.kernel == "portable" else {}
             if moves:
                 source, target = list(moves), list(moves.values())
                 pool.keys[:, target], pool.values[:, target] = pool.keys[:, source], pool.values[:, source]
@@ -236,7 +236,7 @@ class KVCache:
     def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
         first = torch.tensor([t.first for t in tables]) * self.block_size
         blocks, num_keys = [list(t.blocks) for t in tables], (lengths - first).int().to(self.device)
-        if self.pools[pool].is_flash:
+        if self.kernel != "portable":
             return DecodeRead(block_table(blocks).to(self.device), num_keys)
         plan, window = self._plan(pool, blocks), self.pools[pool].window
         key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)

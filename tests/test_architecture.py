@@ -20,6 +20,7 @@ LAYERS = {
     "flags": 0,
     "numerics": 0,
     "portable": 0,
+    "paged": 0,
     "attention": 0,
     "kv_cache": 0,
     "sampling": 0,
