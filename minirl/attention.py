@@ -43,6 +43,11 @@ def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     return "paged" if device.type == "cuda" and dtype != torch.float64 else "portable"
 
 
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without waiting for the device: from pinned memory on CUDA."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 @dataclass(frozen=True)
 class CachePool:
     """The keys and values of the layers that share one window, in blocks.
@@ -120,12 +125,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """Starts of the sequences in the stream and the end of the last, int32 [N + 1]."""
-        return _cumulative(self.lengths).to(self.device)
+        return upload(_cumulative(self.lengths), self.device)
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """As `cu_seqlens`, of the model's rows."""
-        return _cumulative(self.num_own).to(self.device)
+        return upload(_cumulative(self.num_own), self.device)
 
     @functools.cached_property
     def row(self) -> Tensor:
@@ -136,7 +141,7 @@ class PackedLayout:
             parent, n = self.shared[i] if self.shared else (i, 0)
             own = torch.arange(end, end := end + length - n)
             rows.append(torch.cat([rows[parent][:n], own]) if n else own)
-        return torch.cat([torch.arange(0), *rows]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *rows]), self.device)
 
     @functools.cached_property
     def kept(self) -> Tensor:
@@ -144,13 +149,13 @@ class PackedLayout:
         spans, end = [], 0
         for length, n in zip(self.lengths, self.num_shared, strict=True):
             spans.append(torch.arange(end + n, end := end + length))
-        return torch.cat([torch.arange(0), *spans]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *spans]), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Position in its sequence of each of the model's rows, int64 [T']."""
         spans = map(torch.arange, self.num_shared, self.lengths)
-        return torch.cat([torch.arange(0), *spans]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *spans]), self.device)
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from minirl.attention import (
     PackedLayout,
     PoolWrite,
     decode_kernel_for,
+    upload,
 )
 from minirl.portable import BLOCK, ReadPlan, block_table, min_queries, plan_reads
 
@@ -162,6 +163,10 @@ class KVCache:
             tables.append(BlockTable(table.first, shared_and_own))
         return CachedSequence(parent.length, tables)
 
+    def has_room(self, sequences: list[CachedSequence]) -> bool:
+        """Whether `extend` is sure to make room for one more token in each of these."""
+        return sum(s.length % self.block_size == 0 for s in sequences) <= self.num_free_blocks
+
     def extend(self, sequence: CachedSequence) -> bool:
         """Make room for one more token, and give back blocks that its window has left; False when there is none."""
         position = sequence.length
@@ -215,29 +220,29 @@ class KVCache:
                 block.append(torch.tensor(table.blocks, dtype=torch.int64)[kept // self.block_size - table.first])
                 offset.append(kept % self.block_size)
                 start += sequence.length
-            write = PoolWrite(*(torch.cat(x).to(self.device) for x in (token, block, offset)))
+            write = PoolWrite(*(upload(torch.cat(x), self.device) for x in (token, block, offset)))
             cached.append(Cached(pool, write))
         return PackedLayout(tuple(s.length for s in sequences), self.device, self._by_layer(cached))
 
     def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
         """Layout of the last token of each sequence, for which `extend` has made room."""
         lengths = torch.tensor([s.length for s in sequences])
-        offset = ((lengths - 1) % self.block_size).to(self.device)
+        offset = upload((lengths - 1) % self.block_size, self.device)
         cached = []
         for i, pool in enumerate(self.pools):
             tables = [s.tables[i] for s in sequences]
-            last = torch.tensor([t.blocks[-1] for t in tables], device=self.device)
+            last = upload(torch.tensor([t.blocks[-1] for t in tables]), self.device)
             cached.append(Cached(pool, PoolWrite(None, last, offset), self._read(i, tables, lengths)))
-        return DecodeLayout((lengths - 1).to(self.device), self._by_layer(cached))
+        return DecodeLayout(upload(lengths - 1, self.device), self._by_layer(cached))
 
     def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
         return {layer: (cached[pool], index) for layer, (pool, index) in self.pool_of_layer.items()}
 
     def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
         first = torch.tensor([t.first for t in tables]) * self.block_size
-        blocks, num_keys = [list(t.blocks) for t in tables], (lengths - first).int().to(self.device)
+        blocks, num_keys = [list(t.blocks) for t in tables], upload((lengths - first).int(), self.device)
         if self.kernel != "portable":
-            return DecodeRead(block_table(blocks).to(self.device), num_keys)
+            return DecodeRead(upload(block_table(blocks), self.device), num_keys)
         plan, window = self._plan(pool, blocks), self.pools[pool].window
         key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)
         hidden = key >= lengths[:, None]

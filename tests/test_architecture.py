@@ -32,6 +32,7 @@ LAYERS = {
     "weights": 2,
     "parallel": 2,
     "scoring": 2,
+    "rows": 2,
     "engine": 3,
     "rewards": 4,
     "tasks": 4,
