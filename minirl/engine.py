@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from minirl import numerics
-from minirl.attention import upload
+from minirl.attention import FLASH_BLOCK, upload
 from minirl.batch import Rollout, RolloutId
 from minirl.errors import InputError
+from minirl.graphs import DecodeGraphs, DecodeStep, bucket, decode
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.model import Transformer
 from minirl.rows import EngineStats, Launch, Request, Row
@@ -39,14 +40,16 @@ class Engine:
         device: torch.device,
         max_prefill_tokens: int = 8192,
         late: bool | None = None,
+        graphs: bool | None = None,
     ):
         """`dtype` is the weights' (the cache takes the same); a longer prompt than `max_prefill_tokens` goes alone.
 
-        late: read tokens one step late; by default on CUDA.
+        late: read tokens one step late. graphs: pad decode steps and replay them (`graphs`). By default both on CUDA.
         """
         self.model, self.config, self.dtype, self.device = model, model.config, dtype, device
         self.max_rows, self.cache_tokens, self.max_prefill_tokens = max_rows, cache_tokens, max_prefill_tokens
         self.late = device.type == "cuda" if late is None else late
+        self.use_graphs = device.type == "cuda" if graphs is None else graphs
         self.stats = EngineStats()
         self.weight_version = 0
         self._waiting: deque[Request] = deque()
@@ -54,6 +57,8 @@ class Engine:
         self._launches: list[Launch] = []  # not yet read
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)  # the rows' last, at `Row.place`
         self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._idle: list[CachedSequence] = []  # the sequence of padding rows, so that they store in no other's block
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Those of a group, side by side, share one prefill. Not collective.
@@ -70,7 +75,7 @@ class Engine:
             if longest > self.cache_tokens:
                 raise InputError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
         if requests and self._cache is None:
-            self._cache = self._new_cache()
+            self._begin()
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
@@ -96,7 +101,10 @@ class Engine:
         return unfinished
 
     def _end(self) -> None:
-        self._rows, self._launches, self._cache = [], [], None
+        for launch in self._launches:
+            launch.wait()  # what the device still runs is about to go
+        self._rows, self._launches, self._tokens = [], [], self._tokens.new_empty(0)
+        self._cache, self._graphs, self._idle = None, None, []
 
     def generate(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
         """Run these requests to their end; rollouts in the order of the requests."""
@@ -116,17 +124,25 @@ class Engine:
         assert self._cache is not None, "nothing was submitted"
         return self._cache
 
-    def _new_cache(self) -> KVCache:
-        return KVCache(
+    def _begin(self) -> None:
+        idle = int(self.use_graphs)
+        self._cache = cache = KVCache(
             self.config.layer_windows,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
-            num_tokens=self.cache_tokens,
-            max_sequences=self.max_rows,
+            num_tokens=self.cache_tokens + idle * FLASH_BLOCK,
+            max_sequences=self.max_rows + idle,
             dtype=self.dtype,
             device=self.device,
         )
+        if self.use_graphs:
+            self._graphs = DecodeGraphs(
+                self.model, max_blocks=-(-self.config.max_position_embeddings // cache.block_size)
+            )
+            sequence = cache.add(1)
+            assert sequence is not None
+            self._idle = [sequence]
 
     def _admit(self) -> list[tuple[CachedSequence, list[Request]]]:
         """Groups of waiting requests with one prompt, each with its reserved place in the cache."""
@@ -181,7 +197,12 @@ class Engine:
         before = self._tokens if self._rows else self._tokens[:0]
         for place, row in enumerate(rows, len(before)):
             row.place = place
-        self._tokens = torch.cat([before, self._sample(rows, hidden[upload(ends[last], self.device)])])
+        positions = upload(torch.tensor([row.cached.length for row in rows]), self.device)
+        hidden, head = hidden[upload(ends[last], self.device)], self.model.lm_head.weight
+        keys, temperature = self._keys_and_temperature(rows)
+        tokens, logprobs = sample(hidden, head, keys=keys, positions=positions, temperature=temperature)
+        self._tokens = torch.cat([before, tokens])
+        self._launch(rows, tokens, logprobs)
         self._rows += rows
 
     def _growing(self) -> list[Row]:
@@ -208,27 +229,26 @@ class Engine:
         return rows
 
     def _decode(self, rows: list[Row]) -> None:
-        layout = self._live_cache.decode_layout([row.cached for row in rows])
-        tokens = self._tokens[upload(torch.tensor([row.place for row in rows]), self.device)]
-        self._tokens = self._sample(rows, self.model(tokens, layout.positions, layout))
+        idle = bucket(len(rows), self.max_rows) - len(rows) if self._graphs else 0
+        layout = self._live_cache.decode_layout([row.cached for row in rows] + self._idle * idle)
+        tokens = self._tokens[upload(torch.tensor([row.place for row in rows] + [0] * idle), self.device)]
+        step = DecodeStep(tokens, layout, *self._keys_and_temperature(rows, idle))
+        tokens, logprobs = self._graphs.decode(step) if self._graphs else decode(self.model, step)
+        self._tokens = tokens[: len(rows)]
         for place, row in enumerate(rows):
             row.place = place
+        self._launch(rows, self._tokens, logprobs[: len(rows)])
         self.stats.decode_tokens += len(rows)
-        self.stats.padding_rows += numerics.num_padded(len(rows), self.device) - len(rows)
+        self.stats.padding_rows += numerics.num_padded(len(rows) + idle, self.device) - len(rows)
         self.stats.decode_steps += 1
 
-    def _sample(self, rows: list[Row], hidden: Tensor) -> Tensor:
-        """The next token of each row, on the device."""
-        requests = [row.request for row in rows]
-        tokens, logprobs = sample(
-            hidden,
-            self.model.lm_head.weight,
-            keys=upload(torch.tensor([r.key for r in requests]), self.device),
-            positions=upload(torch.tensor([row.cached.length for row in rows]), self.device),
-            temperature=upload(torch.tensor([r.temperature for r in requests]), self.device),
-        )
+    def _keys_and_temperature(self, rows: list[Row], idle: int = 0) -> tuple[Tensor, Tensor]:
+        keys = torch.tensor([row.request.key for row in rows] + [0] * idle)
+        temperature = torch.tensor([row.request.temperature for row in rows] + [0.0] * idle)
+        return upload(keys, self.device), upload(temperature, self.device)
+
+    def _launch(self, rows: list[Row], tokens: Tensor, logprobs: Tensor) -> None:
         self._launches.append(Launch(rows, tokens, logprobs, weight_version=self.weight_version))
-        return tokens
 
     def _read(self, *, but: int = 0) -> list[Rollout]:
         """Read what was launched, `but` for the last so many; returns the rollouts that finished."""
@@ -252,5 +272,5 @@ class Engine:
             for row in finished:
                 self._live_cache.free(row.cached)
             if not self._waiting:  # else the requests that wait will fill the holes
-                self._live_cache.compact([row.cached for row in self._rows])
+                self._live_cache.compact([row.cached for row in self._rows] + self._idle)
         return [row.rollout() for row in finished]

@@ -72,9 +72,9 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     """Attention of the newest tokens q [B, H, C] over a pool's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C].
 
     table int32 [B, n]; lengths int32 [B], at least 1: the keys from the first block of a row's table on, the newest
-    included. A row sees the last `window` of them. Waits for nothing.
+    included. A row sees the last `window` of them. Rows of q beyond the table's are not computed. Waits for nothing.
     """
-    (rows, num_heads, dim), num_kv = q.shape, keys.shape[1]
+    (num_heads, dim), num_kv, rows = q.shape[1:], keys.shape[1], len(lengths)
     assert keys.is_contiguous() and values.is_contiguous(), "the kernel computes the places of keys"  # noqa: PT018
     q = q.contiguous()
     out, scale = torch.empty_like(q), math.log2(math.e) / math.sqrt(dim)

@@ -113,9 +113,13 @@ class Launch:
         if self._arrived is not None:
             self._arrived.record()
 
-    def read(self) -> Iterator[tuple[Row, Sampled]]:
-        """Wait for the tokens, not for what was launched after them."""
+    def wait(self) -> None:
+        """Wait for the tokens, and for what was launched before them."""
         if self._arrived is not None:
             self._arrived.synchronize()
+
+    def read(self) -> Iterator[tuple[Row, Sampled]]:
+        """Wait for the tokens, not for what was launched after them."""
+        self.wait()
         for row, token, logprob in zip(self.rows, self._tokens.tolist(), self._logprobs.tolist(), strict=True):
             yield row, Sampled(token, logprob, self.weight_version)

@@ -33,6 +33,7 @@ LAYERS = {
     "parallel": 2,
     "scoring": 2,
     "rows": 2,
+    "graphs": 3,
     "engine": 3,
     "rewards": 4,
     "tasks": 4,

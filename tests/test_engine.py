@@ -69,7 +69,7 @@ def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: 
 cached_model = functools.cache(make_model)
 
 
-def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int) -> Engine:
+def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int | bool) -> Engine:
     dtype = model.lm_head.weight.dtype
     return Engine(model, max_rows=max_rows, cache_tokens=cache_tokens, dtype=dtype, device=CPU, **kwargs)
 
@@ -467,6 +467,45 @@ def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, s
     stats = engine.take_stats()
     assert (stats.decode_tokens > 0) == (steps > 1), "a phase of one step reads the tokens of its prefill only"
     assert stats.late_rows > 0
+
+
+# Decode steps of padded sizes in buffers that stay.
+
+
+@variants(ALL_VARIANTS)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("max_rows", "cache_tokens"), [(64, 8192), (7, 8192), (64, 512)])
+def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(attention, dtype, late, max_rows, cache_tokens):
+    """What a graph would replay, called instead: padding rows and what an earlier step left behind change no bit."""
+    model = cached_model(attention, dtype)
+    engine = make_engine(model, late=late, graphs=True, max_rows=max_rows, cache_tokens=cache_tokens)
+    rollouts = run(engine, mixed_requests())
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+    assert (engine.stats.preemptions > 0) == (cache_tokens == 512)
+    assert engine._cache is engine._graphs is None, "graphs outlive the cache that they read"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_padded_steps_survive_drains_and_count_their_padding(late):
+    """Each phase makes its buffers anew; a step of n rows computes the next power of two, at most `max_rows`."""
+    model = cached_model("mixed", torch.float32)
+    engine = make_engine(model, late=late, graphs=True, max_rows=12)
+    sizes, rollouts, unfinished = set(), [], mixed_requests()
+    while unfinished:
+        engine.submit(unfinished)
+        for _ in range(9):
+            rollouts += engine.step()
+            sizes |= set(engine._graphs._graphs) if engine._graphs else set()
+        unfinished = engine.drain()
+    assert sizes <= {1, 2, 4, 8, 12}
+    assert len(sizes) > 2
+    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
+    before, requests = engine.take_stats(), [r for r in mixed_requests() if len(r.prompt) < 128][:9]
+    assert before.padding_rows > 0
+    run(engine, [replace(r, stop_ids=frozenset(), max_new_tokens=5) for r in requests])
+    stats = engine.take_stats()
+    assert (stats.decode_tokens, stats.decode_steps) == (9 * 4, 4)
+    assert stats.computed_rows == 4 * numerics.num_padded(12, CPU)
 
 
 # Groups.

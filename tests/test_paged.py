@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
+from test_engine import cached_model, make_engine, make_prompt, make_request, run
 
-from minirl import paged, portable
+from minirl import kv_cache, paged, portable
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.portable import BLOCK
 
@@ -81,3 +82,22 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, to
         assert got.dtype == dtype
         assert (got.float() - expected).norm() <= tolerance * expected.norm()
         assert (got.float() - expected).abs().max() <= 5 * tolerance
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, monkeypatch):
+    """The path of CUDA with the kernel interpreted and the graphs called: the portable engine's rollouts, rounded."""
+    model = cached_model(attention, torch.float32)
+    requests = [
+        make_request(make_prompt(length), number=length, member=member, max_new_tokens=2 + 3 * member)
+        for length in (5, 126, 150)
+        for member in range(2)
+    ]
+    expected = run(make_engine(model), requests)
+    monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
+    got = {r.rollout_id: r for r in run(make_engine(model, late=True, graphs=True, cache_tokens=640), requests)}
+    assert len(got) == len(requests)
+    for rollout in expected:
+        twin = got[rollout.rollout_id]
+        assert twin.completion == rollout.completion
+        assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
