@@ -255,8 +255,7 @@ class Engine:
         ready, self._launches = self._launches[: len(self._launches) - but], self._launches[len(self._launches) - but :]
         for launch in ready:
             for row, sampled in launch.read():
-                if row.finish_reason is None:
-                    row.sampled.append(sampled)
+                row.sampled.append(sampled)  # to no effect where the row's rollout was made from the tokens before
         return self._take_finished()
 
     def _discard_unread(self, rows: list[Row]) -> None:
