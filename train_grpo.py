@@ -266,7 +266,7 @@ def main(config: Config) -> int:
             if not missing:
                 break
         stats = engine.take_stats()
-        metrics.add("perf/decode_waste", stats.padding_rows, stats.computed_rows)
+        metrics.add("perf/decode_waste", stats.wasted_rows, stats.computed_rows)
 
         with metrics.timer("score"):
             trained = [p * groups.shape[1] + s for p in kept for s in range(config.group_size)]  # rows of the table

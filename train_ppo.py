@@ -249,7 +249,7 @@ def main(config: Config) -> int:
             metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
             table = gather_table(judged.rollouts, judged.rewards)
         stats = engine.take_stats()
-        metrics.add("perf/decode_waste", stats.padding_rows, stats.computed_rows)
+        metrics.add("perf/decode_waste", stats.wasted_rows, stats.computed_rows)
 
         with metrics.timer("score"):
             limits = dict(num_ranks=world_size(), max_tokens=config.max_tokens_per_microbatch)

@@ -72,7 +72,7 @@ def main() -> None:
             "mean_len": useful / len(rollouts),
             "rows": layer_rows.take(),
             "decode_rows": stats.decode_tokens,
-            "decode_waste": stats.padding_rows / stats.computed_rows,
+            "decode_waste": stats.wasted_rows / stats.computed_rows,
             "prefill_tokens": stats.prefill_tokens,
             "preemptions": stats.preemptions,
         }

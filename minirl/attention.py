@@ -4,7 +4,8 @@ A layout says what the tokens of a stream are. `PackedLayout`: whole sequences e
 a prompt that several have in common computed once. `DecodeLayout`: one new token for each of B cached sequences.
 `attend` takes either, so the model has one forward.
 
-Kernels with one meaning: flash-attn or torch's varlen kernel where they run (CUDA, 16 bit), else `portable`.
+Kernels with one meaning: flash-attn or torch's varlen kernel where they run (CUDA, 16 bit), else `portable`. Decoding
+from the cache: flash-attn, `paged` (CUDA without it), `portable`.
 Positions count from 0 in each sequence; all attention is causal; `window` w means a token sees itself and w - 1 before.
 """
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl import portable
+from minirl import paged, portable
 
 FLASH_BLOCK = 256  # tokens of a cache block for flash-attn
 
@@ -35,22 +36,34 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     return "flash" if flash_attn_installed() else "varlen"
 
 
+def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that decodes from a cache like this: "flash", "paged" (`paged`'s) or "portable"."""
+    if kernel_for(device, dtype) == "flash":
+        return "flash"
+    return "paged" if device.type == "cuda" and dtype != torch.float64 else "portable"
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without waiting for the device: from pinned memory on CUDA."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 @dataclass(frozen=True)
 class CachePool:
     """The keys and values of the layers that share one window, in blocks.
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C] for the portable kernel, whose products read them
-    as they lie; both [layers, S, FLASH_BLOCK, K, C] for flash-attn.
+    as they lie, and the paged one; both [layers, S, FLASH_BLOCK, K, C] for flash-attn. kernel: `decode_kernel_for`.
     """
 
     keys: Tensor
     values: Tensor
     window: int | None
-    is_flash: bool
+    kernel: str
 
     def write(self, layer: int, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> None:
         """Store k, v [n, K, C] of n tokens at (block, offset) [n], in the pool's `layer`-th layer."""
-        if self.is_flash:
+        if self.kernel == "flash":
             self.keys[layer][block, offset] = k
             self.values[layer][block, offset] = v
         else:
@@ -112,12 +125,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """Starts of the sequences in the stream and the end of the last, int32 [N + 1]."""
-        return _cumulative(self.lengths).to(self.device)
+        return upload(_cumulative(self.lengths), self.device)
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """As `cu_seqlens`, of the model's rows."""
-        return _cumulative(self.num_own).to(self.device)
+        return upload(_cumulative(self.num_own), self.device)
 
     @functools.cached_property
     def row(self) -> Tensor:
@@ -128,7 +141,7 @@ class PackedLayout:
             parent, n = self.shared[i] if self.shared else (i, 0)
             own = torch.arange(end, end := end + length - n)
             rows.append(torch.cat([rows[parent][:n], own]) if n else own)
-        return torch.cat([torch.arange(0), *rows]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *rows]), self.device)
 
     @functools.cached_property
     def kept(self) -> Tensor:
@@ -136,13 +149,13 @@ class PackedLayout:
         spans, end = [], 0
         for length, n in zip(self.lengths, self.num_shared, strict=True):
             spans.append(torch.arange(end + n, end := end + length))
-        return torch.cat([torch.arange(0), *spans]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *spans]), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Position in its sequence of each of the model's rows, int64 [T']."""
         spans = map(torch.arange, self.num_shared, self.lengths)
-        return torch.cat([torch.arange(0), *spans]).to(self.device)
+        return upload(torch.cat([torch.arange(0), *spans]), self.device)
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
@@ -197,12 +210,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
         return _attend_varlen(q, k, v, layout, window, kernel)
     assert cached is not None, f"layer {layer} has no cache to decode from"
     assert cached.read is not None, f"layer {layer} has no block table to decode from"
-    if cached.pool.is_flash:
-        return _decode_flash(q, cached.pool, index, cached.read)
-    pool, plan, mask = cached.pool, cached.read.plan, cached.read.mask
-    assert plan is not None, "the cache was laid out for flash-attn"
-    assert mask is not None, "the cache was laid out for flash-attn"
-    return portable.decode(q, pool.keys[index], pool.values[index], plan, mask)
+    pool, read = cached.pool, cached.read
+    if pool.kernel == "flash":
+        return _decode_flash(q, pool, index, read)
+    keys, values = pool.keys[index], pool.values[index]
+    if pool.kernel == "paged":
+        return paged.decode(q, keys, values, read.blocks, read.lengths, window=pool.window)
+    assert read.plan is not None, "the cache was laid out for another kernel"
+    assert read.mask is not None, "the cache was laid out for another kernel"
+    return portable.decode(q, keys, values, read.plan, read.mask)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str) -> Tensor:

@@ -4,72 +4,27 @@ Requests are admitted as rows and cache blocks come free; a group's prompt is pr
 is full the youngest row gives its blocks back and is recomputed later. The engine knows token ids, never text, and has
 no collectives: ranks decode on their own. A rollout depends on its request and the weights alone, not on what else is
 in the batch. The cache lives from the first `submit` of a phase to its end, so new weights never meet an old cache.
+
+A late engine launches a step before it has read the tokens of the one before, which stay on the device, so that the
+device never waits for the host. Limits are known beforehand; a stop token costs one row more, which is thrown away.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minirl import numerics, watch
+from minirl.attention import FLASH_BLOCK, upload
 from minirl.batch import Rollout, RolloutId
 from minirl.errors import InputError
+from minirl.graphs import DecodeGraphs, DecodeStep, bucket, decode
 from minirl.kv_cache import CachedSequence, KVCache
 from minirl.model import Transformer
+from minirl.rows import EngineStats, Launch, Request, Row
 from minirl.sampling import sample
-
-
-class Sampled(NamedTuple):
-    """One sampled token, its logprob at the sampling temperature and the version of the weights it came from."""
-
-    token: int
-    logprob: float
-    weight_version: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """One rollout to make. `sampled` is what an earlier phase has sampled of it (see `Engine.drain`)."""
-
-    prompt: tuple[int, ...]
-    rollout_id: RolloutId
-    key: int  # `sampling.request_key`
-    max_new_tokens: int
-    temperature: float  # 0: the likeliest token
-    stop_ids: frozenset[int]
-    sampled: tuple[Sampled, ...] = ()
-
-
-@dataclass
-class EngineStats:
-    """Work done since `take_stats`, in tokens; `decode_steps` and `preemptions` are counts.
-
-    `padding_rows` were computed for nothing in decode steps of few rows (`numerics.pad_rows`).
-    """
-
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    padding_rows: int = 0
-    decode_steps: int = 0
-    preemptions: int = 0
-
-    @property
-    def computed_rows(self) -> int:
-        """Rows that decode steps computed, the padding too."""
-        return self.decode_tokens + self.padding_rows
-
-
-@dataclass
-class _Row:
-    """A request in the decode batch. The cache holds all its tokens but the last sampled one."""
-
-    request: Request
-    cached: CachedSequence
-    sampled: list[Sampled] = field(default_factory=list)
 
 
 class Engine:
@@ -84,15 +39,26 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         max_prefill_tokens: int = 8192,
+        late: bool | None = None,
+        graphs: bool | None = None,
     ):
-        """`dtype` is the weights' (the cache takes the same); a longer prompt than `max_prefill_tokens` goes alone."""
+        """`dtype` is the weights' (the cache takes the same); a longer prompt than `max_prefill_tokens` goes alone.
+
+        late: read tokens one step late. graphs: pad decode steps and replay them (`graphs`). By default both on CUDA.
+        """
         self.model, self.config, self.dtype, self.device = model, model.config, dtype, device
         self.max_rows, self.cache_tokens, self.max_prefill_tokens = max_rows, cache_tokens, max_prefill_tokens
+        self.late = device.type == "cuda" if late is None else late
+        self.use_graphs = device.type == "cuda" if graphs is None else graphs
         self.stats = EngineStats()
         self.weight_version = 0
         self._waiting: deque[Request] = deque()
-        self._rows: list[_Row] = []  # oldest first
+        self._rows: list[Row] = []  # oldest first
+        self._launches: list[Launch] = []  # not yet read
+        self._tokens = torch.empty(0, dtype=torch.int64, device=device)  # the rows' last, at `Row.place`
         self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._idle: list[CachedSequence] = []  # the sequence of padding rows, so that they store in no other's block
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Those of a group, side by side, share one prefill. Not collective.
@@ -109,29 +75,37 @@ class Engine:
             if longest > self.cache_tokens:
                 raise InputError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
         if requests and self._cache is None:
-            self._cache = self._new_cache()
+            self._begin()
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
     def step(self) -> list[Rollout]:
-        """Admit and prefill what fits, decode one token of every row; returns the rollouts that finished."""
+        """Admit and prefill what fits, decode one token of every row; returns the rollouts that were seen to finish."""
         watch.beat()
         with torch.no_grad():
             self._prefill(self._admit())
-            finished = self._take_finished()
-            if self._make_room():
-                self._decode()
-                finished += self._take_finished()
+            finished = [] if self.late and self._has_room() else self._read()
+            rows = self._make_room()
+            if rows:
+                self._decode(rows)
+            finished += self._read(but=1 if rows and self.late else 0)
         if not self._rows and not self._waiting:
-            self._cache = None
+            self._end()
         return finished
 
     def drain(self) -> list[Request]:
-        """Stop; returns the unfinished requests with what they have sampled, to be submitted again."""
-        unfinished = [replace(row.request, sampled=tuple(row.sampled)) for row in self._rows] + list(self._waiting)
-        self._rows, self._cache = [], None
+        """Stop; returns the unfinished requests with what was read of them, to be submitted again."""
+        self._discard_unread(self._rows)
+        unfinished = [row.unfinished() for row in self._rows] + list(self._waiting)
         self._waiting.clear()
+        self._end()
         return unfinished
+
+    def _end(self) -> None:
+        for launch in self._launches:
+            launch.wait()  # what the device still runs is about to go
+        self._rows, self._launches, self._tokens = [], [], self._tokens.new_empty(0)
+        self._cache, self._graphs, self._idle = None, None, []
 
     def generate(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
         """Run these requests to their end; rollouts in the order of the requests."""
@@ -151,17 +125,25 @@ class Engine:
         assert self._cache is not None, "nothing was submitted"
         return self._cache
 
-    def _new_cache(self) -> KVCache:
-        return KVCache(
+    def _begin(self) -> None:
+        idle = int(self.use_graphs)
+        self._cache = cache = KVCache(
             self.config.layer_windows,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
-            num_tokens=self.cache_tokens,
-            max_sequences=self.max_rows,
+            num_tokens=self.cache_tokens + idle * FLASH_BLOCK,
+            max_sequences=self.max_rows + idle,
             dtype=self.dtype,
             device=self.device,
         )
+        if self.use_graphs:
+            self._graphs = DecodeGraphs(
+                self.model, max_blocks=-(-self.config.max_position_embeddings // cache.block_size)
+            )
+            sequence = cache.add(1)
+            assert sequence is not None
+            self._idle = [sequence]
 
     def _admit(self) -> list[tuple[CachedSequence, list[Request]]]:
         """Groups of waiting requests with one prompt, each with its reserved place in the cache."""
@@ -202,7 +184,7 @@ class Engine:
             return
         layout = self._live_cache.prefill_layout([cached for cached, _ in groups])
         prompts = [(*group[0].prompt, *(s.token for s in group[0].sampled)) for _, group in groups]
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        tokens = upload(torch.tensor([token for prompt in prompts for token in prompt]), self.device)
         hidden = self.model(tokens, layout.positions, layout)
         self.stats.prefill_tokens += len(tokens)
         rows, last = [], []
@@ -210,70 +192,85 @@ class Engine:
             for member, request in enumerate(group):
                 own = cached if member == 0 else self._live_cache.fork(cached)
                 assert own is not None, "admission left no room for a fork"
-                rows.append(_Row(request, own, list(request.sampled)))
+                rows.append(Row(request, own, list(request.sampled)))
                 last.append(i)
-        ends = layout.cu_seqlens[1:] - 1
-        self._sample(rows, hidden[ends[last]])
+        ends = torch.tensor(layout.lengths).cumsum(0) - 1
+        before = self._tokens if self._rows else self._tokens[:0]
+        for place, row in enumerate(rows, len(before)):
+            row.place = place
+        positions = upload(torch.tensor([row.cached.length for row in rows]), self.device)
+        hidden, head = hidden[upload(ends[last], self.device)], self.model.lm_head.weight
+        keys, temperature = self._keys_and_temperature(rows)
+        tokens, logprobs = sample(hidden, head, keys=keys, positions=positions, temperature=temperature)
+        self._tokens = torch.cat([before, tokens])
+        self._launch(rows, tokens, logprobs)
         self._rows += rows
 
-    def _make_room(self) -> bool:
-        """Room for one more token in every row, taken from the youngest where need be; False without rows."""
-        i = 0
-        while i < len(self._rows):
-            if self._live_cache.extend(self._rows[i].cached):
+    def _growing(self) -> list[Row]:
+        """The rows that are not known to be at their end."""
+        return [row for row in self._rows if row.num_launched < row.request.max_new_tokens]
+
+    def _has_room(self) -> bool:
+        """Whether the next tokens fit without throwing out a row, which one must have read."""
+        return not self._rows or self._live_cache.has_room([row.cached for row in self._growing()])
+
+    def _make_room(self) -> list[Row]:
+        """The rows to decode, with room for one more token in each, taken from the youngest where need be."""
+        rows, i = self._growing(), 0
+        while i < len(rows):
+            if self._live_cache.extend(rows[i].cached):
                 i += 1
                 continue
-            youngest = self._rows.pop()
+            assert not self._launches, "a row is thrown out whose tokens were not read"
+            youngest = rows.pop()
+            self._rows.remove(youngest)
             self._live_cache.free(youngest.cached)
-            self._waiting.appendleft(replace(youngest.request, sampled=tuple(youngest.sampled)))
+            self._waiting.appendleft(youngest.unfinished())
             self.stats.preemptions += 1
-        return bool(self._rows)
+        return rows
 
-    def _decode(self) -> None:
-        layout = self._live_cache.decode_layout([row.cached for row in self._rows])
-        tokens = torch.tensor([row.sampled[-1].token for row in self._rows], device=self.device)
-        self._sample(self._rows, self.model(tokens, layout.positions, layout))
-        self.stats.decode_tokens += len(tokens)
-        self.stats.padding_rows += numerics.num_padded(len(tokens), self.device) - len(tokens)
+    def _decode(self, rows: list[Row]) -> None:
+        idle = bucket(len(rows), self.max_rows) - len(rows) if self._graphs else 0
+        layout = self._live_cache.decode_layout([row.cached for row in rows] + self._idle * idle)
+        tokens = self._tokens[upload(torch.tensor([row.place for row in rows] + [0] * idle), self.device)]
+        step = DecodeStep(tokens, layout, *self._keys_and_temperature(rows, idle))
+        tokens, logprobs = self._graphs.decode(step) if self._graphs else decode(self.model, step)
+        self._tokens = tokens[: len(rows)]
+        for place, row in enumerate(rows):
+            row.place = place
+        self._launch(rows, self._tokens, logprobs[: len(rows)])
+        self.stats.decode_tokens += len(rows)
+        self.stats.padding_rows += numerics.num_padded(len(rows) + idle, self.device) - len(rows)
         self.stats.decode_steps += 1
 
-    def _sample(self, rows: list[_Row], hidden: Tensor) -> None:
-        requests = [row.request for row in rows]
-        tokens, logprobs = sample(
-            hidden,
-            self.model.lm_head.weight,
-            keys=torch.tensor([r.key for r in requests], device=self.device),
-            positions=torch.tensor([row.cached.length for row in rows], device=self.device),
-            temperature=torch.tensor([r.temperature for r in requests], device=self.device),
-        )
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.sampled.append(Sampled(token, logprob, self.weight_version))
+    def _keys_and_temperature(self, rows: list[Row], idle: int = 0) -> tuple[Tensor, Tensor]:
+        keys = torch.tensor([row.request.key for row in rows] + [0] * idle)
+        temperature = torch.tensor([row.request.temperature for row in rows] + [0.0] * idle)
+        return upload(keys, self.device), upload(temperature, self.device)
+
+    def _launch(self, rows: list[Row], tokens: Tensor, logprobs: Tensor) -> None:
+        self._launches.append(Launch(rows, tokens, logprobs, weight_version=self.weight_version))
+
+    def _read(self, *, but: int = 0) -> list[Rollout]:
+        """Read what was launched, `but` for the last so many; returns the rollouts that finished."""
+        ready, self._launches = self._launches[: len(self._launches) - but], self._launches[len(self._launches) - but :]
+        for launch in ready:
+            for row, sampled in launch.read():
+                row.sampled.append(sampled)  # to no effect where the row's rollout was made from the tokens before
+        return self._take_finished()
+
+    def _discard_unread(self, rows: list[Row]) -> None:
+        unread = sum(row.num_launched - len(row.sampled) for row in rows)
+        self.stats.decode_tokens -= unread
+        self.stats.late_rows += unread
 
     def _take_finished(self) -> list[Rollout]:
-        finished, running = [], []
-        for row in self._rows:
-            stopped = row.sampled[-1].token in row.request.stop_ids
-            if stopped or len(row.sampled) >= row.request.max_new_tokens:
+        finished = [row for row in self._rows if row.finish_reason is not None]
+        if finished:
+            self._discard_unread(finished)
+            self._rows = [row for row in self._rows if row.finish_reason is None]
+            for row in finished:
                 self._live_cache.free(row.cached)
-                finished.append(_rollout(row, "stop" if stopped else "length"))
-            else:
-                running.append(row)
-        self._rows = running
-        if finished and not self._waiting:  # else the requests that wait will fill the holes
-            self._live_cache.compact([row.cached for row in running])
-        return finished
-
-
-def _rollout(row: _Row, finish_reason: str) -> Rollout:
-    prompt = row.request.prompt
-    tokens, logprobs, versions = zip(*row.sampled, strict=True)
-    zeros = [0] * len(prompt)
-    return Rollout(
-        tokens=torch.tensor([*prompt, *tokens]),
-        loss_mask=torch.tensor([*map(bool, zeros), *(True for _ in tokens)]),
-        sample_logprobs=torch.tensor([*zeros, *logprobs], dtype=torch.float32),
-        weight_version=torch.tensor([*zeros, *versions], dtype=torch.int32),
-        num_prompt_tokens=len(prompt),
-        rollout_id=row.request.rollout_id,
-        finish_reason=finish_reason,
-    )
+            if not self._waiting:  # else the requests that wait will fill the holes
+                self._live_cache.compact([row.cached for row in self._rows] + self._idle)
+        return [row.rollout() for row in finished]

@@ -20,7 +20,8 @@ from minirl.attention import (
     DecodeRead,
     PackedLayout,
     PoolWrite,
-    kernel_for,
+    decode_kernel_for,
+    upload,
 )
 from minirl.portable import BLOCK, ReadPlan, block_table, min_queries, plan_reads
 
@@ -87,8 +88,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        is_flash = kernel_for(device, dtype) == "flash"
-        self.block_size = FLASH_BLOCK if is_flash else BLOCK
+        self.kernel = decode_kernel_for(device, dtype)
+        self.block_size = FLASH_BLOCK if self.kernel == "flash" else BLOCK
         self.num_kv_heads, self.num_query_groups, self.device = num_kv_heads, num_query_groups, device
         self.min_users = -(-min_queries(head_dim, dtype) // num_query_groups)
         self.pools: list[CachePool] = []
@@ -101,11 +102,11 @@ class KVCache:
             if window is not None:
                 num_blocks = min(num_blocks, max_sequences * ((window - 1) // self.block_size + 2))
             key, value = (num_kv_heads, head_dim, self.block_size), (num_kv_heads, self.block_size, head_dim)
-            if is_flash:
+            if self.kernel == "flash":
                 key = value = (self.block_size, num_kv_heads, head_dim)
             shapes = ((len(layers), num_blocks, *block) for block in (key, value))
             keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
-            self.pools.append(CachePool(keys, values, window, is_flash))
+            self.pools.append(CachePool(keys, values, window, self.kernel))
             self.free_lists.append(_Blocks(num_blocks))
         self._planned: list[tuple[list[list[int]], ReadPlan] | None] = [None] * len(self.pools)
 
@@ -140,7 +141,7 @@ class KVCache:
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that are not about to be filled: the portable kernel multiplies what it masks."""
-        if not pool.is_flash:
+        if self.kernel == "portable":
             pool.keys[:, blocks], pool.values[:, blocks] = 0, 0
 
     def fork(self, parent: CachedSequence) -> CachedSequence | None:
@@ -161,6 +162,10 @@ class KVCache:
                 blocks.references[block] += 1
             tables.append(BlockTable(table.first, shared_and_own))
         return CachedSequence(parent.length, tables)
+
+    def has_room(self, sequences: list[CachedSequence]) -> bool:
+        """Whether `extend` is sure to make room for one more token in each of these."""
+        return sum(s.length % self.block_size == 0 for s in sequences) <= self.num_free_blocks
 
     def extend(self, sequence: CachedSequence) -> bool:
         """Make room for one more token, and give back blocks that its window has left; False when there is none."""
@@ -196,7 +201,7 @@ class KVCache:
         for i, (pool, blocks) in enumerate(zip(self.pools, self.free_lists, strict=True)):
             held = {block for sequence in sequences for block in sequence.tables[i].blocks}
             assert len(held) == len(blocks.references) - len(blocks.free), "a sequence was left out of compact()"
-            moves = {} if pool.is_flash else blocks.compact()
+            moves = blocks.compact() if self.kernel == "portable" else {}
             if moves:
                 source, target = list(moves), list(moves.values())
                 pool.keys[:, target], pool.values[:, target] = pool.keys[:, source], pool.values[:, source]
@@ -215,29 +220,29 @@ class KVCache:
                 block.append(torch.tensor(table.blocks, dtype=torch.int64)[kept // self.block_size - table.first])
                 offset.append(kept % self.block_size)
                 start += sequence.length
-            write = PoolWrite(*(torch.cat(x).to(self.device) for x in (token, block, offset)))
+            write = PoolWrite(*(upload(torch.cat(x), self.device) for x in (token, block, offset)))
             cached.append(Cached(pool, write))
         return PackedLayout(tuple(s.length for s in sequences), self.device, self._by_layer(cached))
 
     def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
         """Layout of the last token of each sequence, for which `extend` has made room."""
         lengths = torch.tensor([s.length for s in sequences])
-        offset = ((lengths - 1) % self.block_size).to(self.device)
+        offset = upload((lengths - 1) % self.block_size, self.device)
         cached = []
         for i, pool in enumerate(self.pools):
             tables = [s.tables[i] for s in sequences]
-            last = torch.tensor([t.blocks[-1] for t in tables], device=self.device)
+            last = upload(torch.tensor([t.blocks[-1] for t in tables]), self.device)
             cached.append(Cached(pool, PoolWrite(None, last, offset), self._read(i, tables, lengths)))
-        return DecodeLayout((lengths - 1).to(self.device), self._by_layer(cached))
+        return DecodeLayout(upload(lengths - 1, self.device), self._by_layer(cached))
 
     def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
         return {layer: (cached[pool], index) for layer, (pool, index) in self.pool_of_layer.items()}
 
     def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
         first = torch.tensor([t.first for t in tables]) * self.block_size
-        blocks, num_keys = [list(t.blocks) for t in tables], (lengths - first).int().to(self.device)
-        if self.pools[pool].is_flash:
-            return DecodeRead(block_table(blocks).to(self.device), num_keys)
+        blocks, num_keys = [list(t.blocks) for t in tables], upload((lengths - first).int(), self.device)
+        if self.kernel != "portable":
+            return DecodeRead(upload(block_table(blocks), self.device), num_keys)
         plan, window = self._plan(pool, blocks), self.pools[pool].window
         key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)
         hidden = key >= lengths[:, None]

@@ -69,7 +69,7 @@ def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: 
 cached_model = functools.cache(make_model)
 
 
-def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int) -> Engine:
+def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int | bool) -> Engine:
     dtype = model.lm_head.weight.dtype
     return Engine(model, max_rows=max_rows, cache_tokens=cache_tokens, dtype=dtype, device=CPU, **kwargs)
 
@@ -391,6 +391,121 @@ def test_rollouts_do_not_depend_on_compaction(attention, dtype, monkeypatch):
     assert sum(moved) > 3, "nothing was compacted"
     monkeypatch.setattr(KVCache, "compact", lambda *_: None)
     assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
+
+
+# Tokens that are read one step late.
+
+
+@variants(SOME_VARIANTS)
+@pytest.mark.parametrize(
+    ("max_rows", "cache_tokens", "max_prefill_tokens"),
+    [(64, 8192, 8192), (3, 8192, 130), (64, 256, 8192), (64, 640, 300), (1, 256, 1)],
+)
+def test_a_late_engine_gives_the_same_rollouts(attention, dtype, max_rows, cache_tokens, max_prefill_tokens):
+    """A step that is launched before the tokens of the last are read changes no bit, also under preemption; each
+    stop token that is not the last one allowed costs one row, and no token is sampled twice."""
+    model = cached_model(attention, dtype)
+    limits = dict(max_rows=max_rows, cache_tokens=cache_tokens, max_prefill_tokens=max_prefill_tokens)
+    engine = make_engine(model, late=True, **limits)
+    rollouts = run(engine, mixed_requests())
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+    stats = engine.take_stats()
+    stopped = sum(r.finish_reason == "stop" and len(r.completion) < 32 for r in rollouts)
+    assert 0 < stats.late_rows <= stopped
+    assert stats.late_rows == stopped or cache_tokens < 8192, "a full cache has tokens read at once"
+    num_sampled = sum(len(r.completion) for r in rollouts)
+    assert stats.decode_tokens + len(rollouts) + stats.preemptions == num_sampled
+    assert (stats.preemptions > 0) == (cache_tokens < 8192 and max_rows > 1)
+    assert stats.wasted_rows == stats.late_rows + stats.padding_rows == stats.computed_rows - stats.decode_tokens
+
+
+def test_a_late_engine_computes_no_row_past_its_limit():
+    """Limits are known before the tokens are: without stop ids nothing is computed for nothing."""
+    requests = [replace(r, stop_ids=frozenset(), max_new_tokens=1 + i % 5) for i, r in enumerate(mixed_requests())]
+    engine = make_engine(cached_model("mixed", torch.float32), late=True, max_rows=7)
+    rollouts = run(engine, requests)
+    assert engine.stats.late_rows == 0
+    assert engine.stats.decode_tokens == sum(len(r.completion) - 1 for r in rollouts)
+
+
+@pytest.mark.parametrize("cache_tokens", [384, 8192])
+def test_a_late_engine_serves_requests_that_arrive_while_others_decode(cache_tokens):
+    """Whatever the moment of submission, also under preemption: the rollouts of an engine that reads at once."""
+    model, rng = cached_model("mixed", torch.float32), random.Random(0)
+    engine = make_engine(model, max_rows=10, cache_tokens=cache_tokens, late=True)
+    waiting, rollouts = mixed_requests(), []
+    while waiting:
+        count = rng.randint(1, 6)
+        engine.submit(waiting[:count])
+        waiting = waiting[count:]
+        for _ in range(rng.randint(0, 9)):
+            rollouts += engine.step()
+    rollouts += finish(engine, len(mixed_requests()) - len(rollouts))
+    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("cache_tokens", [384, 8192])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, steps):
+    """What was launched and not read is sampled again by the next phase, with its version; nothing is lost."""
+    model = cached_model(attention, torch.float32)
+    engine = make_engine(model, cache_tokens=cache_tokens, late=True)
+    rollouts, unfinished, phase = [], mixed_requests(), 0
+    while unfinished:
+        engine.submit(unfinished, weight_version=phase)
+        for _ in range(steps):
+            rollouts += engine.step()
+        unfinished, phase = engine.drain(), phase + 1
+        assert engine._cache is None
+        assert phase < 1500
+    assert phase > 3
+    assert_same(contents(rollouts), expected_rollouts(attention, torch.float32), model)
+    for rollout in rollouts:
+        versions = rollout.weight_version[rollout.loss_mask].tolist()
+        assert versions == sorted(versions)
+    stats = engine.take_stats()
+    assert (stats.decode_tokens > 0) == (steps > 1), "a phase of one step reads the tokens of its prefill only"
+    assert stats.late_rows > 0
+
+
+# Decode steps of padded sizes in buffers that stay.
+
+
+@variants(ALL_VARIANTS)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("max_rows", "cache_tokens"), [(64, 8192), (7, 8192), (64, 512)])
+def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(attention, dtype, late, max_rows, cache_tokens):
+    """What a graph would replay, called instead: padding rows and what an earlier step left behind change no bit."""
+    model = cached_model(attention, dtype)
+    engine = make_engine(model, late=late, graphs=True, max_rows=max_rows, cache_tokens=cache_tokens)
+    rollouts = run(engine, mixed_requests())
+    assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
+    assert (engine.stats.preemptions > 0) == (cache_tokens == 512)
+    assert engine._cache is engine._graphs is None, "graphs outlive the cache that they read"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_padded_steps_survive_drains_and_count_their_padding(late):
+    """Each phase makes its buffers anew; a step of n rows computes the next power of two, at most `max_rows`."""
+    model = cached_model("mixed", torch.float32)
+    engine = make_engine(model, late=late, graphs=True, max_rows=12)
+    sizes, rollouts, unfinished = set(), [], mixed_requests()
+    while unfinished:
+        engine.submit(unfinished)
+        for _ in range(9):
+            rollouts += engine.step()
+            sizes |= set(engine._graphs._graphs) if engine._graphs else set()
+        unfinished = engine.drain()
+    assert sizes <= {1, 2, 4, 8, 12}
+    assert len(sizes) > 2
+    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
+    before, requests = engine.take_stats(), [r for r in mixed_requests() if len(r.prompt) < 128][:9]
+    assert before.padding_rows > 0
+    run(engine, [replace(r, stop_ids=frozenset(), max_new_tokens=5) for r in requests])
+    stats = engine.take_stats()
+    assert (stats.decode_tokens, stats.decode_steps) == (9 * 4, 4)
+    assert stats.computed_rows == 4 * numerics.num_padded(12, CPU)
 
 
 # Groups.

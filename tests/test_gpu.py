@@ -5,9 +5,13 @@ import dataclasses
 import pytest
 import torch
 from test_attention import FAMILIES, shared_layout
+from test_engine import make_model, mixed_requests
+from test_paged import make_cache, poison
 from test_scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
+from minirl import paged, portable
 from minirl.attention import PackedLayout, attend, kernel_for
+from minirl.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,6 +48,62 @@ def test_cuda_attention_of_shared_prompts_equals_the_portable_kernel(window):
         results.append([x.float().cpu() for x in (out, *torch.autograd.grad(out, leaves, upstream.to(where, dtype)))])
     for expected, got in zip(*results, strict=True):
         assert (got - expected).norm() <= 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize(("groups", "dim"), [(1, 16), (2, 128), (7, 64), (3, 80)])
+@pytest.mark.parametrize("window", [None, 1, 100, 200])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
+    """As under the interpreter (test_paged), by the device: pools, tables and what must not be touched are the same."""
+    pytest.importorskip("triton")
+    cache, rows = make_cache(window, groups, dim, dtype)
+    pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
+    read = cached.read
+    q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
+    expected = portable.decode(q, pool.keys[0].float(), pool.values[0].float(), read.plan, read.mask)
+    poison(cache, rows)
+    inputs = (x.cuda() for x in (q.to(dtype), pool.keys[0], pool.values[0], read.blocks, read.lengths))
+    got = paged.decode(*inputs, window=window).float().cpu()
+    assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("cache_tokens", [512, 8192])
+def test_late_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
+    """On the device, with weights that are certain enough for rounding not to turn a token; also when drained."""
+    model = make_model(attention, torch.float32).cuda()
+    requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
+    where = dict(max_rows=50, cache_tokens=cache_tokens, dtype=torch.float32, device=torch.device("cuda"))
+    plain = Engine(model, **where, late=False, graphs=False).generate(requests)
+    engine = Engine(model, **where)
+    assert engine.late
+    assert engine.use_graphs
+    engine.submit(requests)
+    rollouts = [rollout for _ in range(7) for rollout in engine.step()]
+    rollouts += engine.generate(engine.drain())
+    by_id = {r.rollout_id: r for r in rollouts}
+    assert len(by_id) == len(rollouts) == len(requests)
+    same = [r for r in plain if by_id[r.rollout_id].completion == r.completion]
+    assert len(same) >= len(plain) - 1, "more than a tie that rounding may have turned"
+    for rollout in same:
+        assert (by_id[rollout.rollout_id].sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-4
+
+
+def test_a_late_decode_step_waits_for_nothing():
+    """Torch refuses every wait for the device while a step of known rows is launched: only `read` may wait."""
+    model = make_model("full", torch.bfloat16).cuda()
+    where = dict(max_rows=64, cache_tokens=8192, dtype=torch.bfloat16, device=torch.device("cuda"))
+    engine = Engine(model, **where)
+    engine.submit([dataclasses.replace(r, stop_ids=frozenset()) for r in mixed_requests()])
+    for _ in range(3):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.drain()
 
 
 def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):

@@ -1,0 +1,104 @@
+"""The Triton kernel under its interpreter, on the CPU: what it computes is what the portable kernel computes."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from test_engine import cached_model, make_engine, make_prompt, make_request, run
+
+from minirl import kv_cache, paged, portable
+from minirl.kv_cache import CachedSequence, KVCache
+from minirl.portable import BLOCK
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+has_no_triton = importlib.util.find_spec("triton") is None
+pytestmark = pytest.mark.skipif(has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernel itself")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def mended_interpreter(monkeypatch):
+    """Triton 3.6's multiplies the bits of bf16 as integers, and makes loop bounds in a way that NumPy 2.4 refuses."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widening_dot(self, a, b, *args):
+        return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args)
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)
+
+
+def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[CachedSequence]]:
+    """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
+    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
+    cache = KVCache((window,), num_tokens=24 * BLOCK, max_sequences=12, dtype=dtype, device=CPU, **shape)
+    parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
+    rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, 5))]
+    for row in rows:
+        assert cache.extend(row)
+    for _ in range(70):
+        assert cache.extend(rows[2])
+    generator = torch.Generator().manual_seed(0)
+    for x in (cache.pools[0].keys, cache.pools[0].values):
+        x.copy_(torch.randn(x.shape, generator=generator))
+    if window == 100:
+        assert any(table.first for row in rows for table in row.tables), "no row has left a block behind"
+    return cache, rows
+
+
+def poison(cache: KVCache, rows: list[CachedSequence]) -> None:
+    """What no row may see is not a number: free blocks, and the rest of each last block."""
+    pool, blocks = cache.pools[0], cache.free_lists[0]
+    pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
+    for row in rows:
+        end = (row.length - 1) % BLOCK + 1
+        pool.keys[:, row.tables[0].blocks[-1], :, :, end:] = torch.nan
+        pool.values[:, row.tables[0].blocks[-1], :, end:] = torch.nan
+
+
+@pytest.mark.parametrize(("groups", "dim"), [(1, 16), (7, 64), (3, 80)])
+@pytest.mark.parametrize("window", [None, 1, 100, 200])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
+    """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
+    cache, rows = make_cache(window, groups, dim, dtype)
+    pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
+    read, keys, values = cached.read, pool.keys[0], pool.values[0]
+    q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
+    expected = portable.decode(q, keys.float(), values.float(), read.plan, read.mask)
+    poison(cache, rows)
+    wide = torch.full((len(rows), 9), 10**6, dtype=torch.int32)  # beyond its blocks a row of the table is not read
+    wide[:, : read.blocks.shape[1]] = read.blocks
+    for table in (read.blocks, wide[:, : read.blocks.shape[1]]):
+        got = paged.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
+        assert got.dtype == dtype
+        assert (got.float() - expected).norm() <= tolerance * expected.norm()
+        assert (got.float() - expected).abs().max() <= 5 * tolerance
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, monkeypatch):
+    """The path of CUDA with the kernel interpreted and the graphs called: the portable engine's rollouts, rounded."""
+    model = cached_model(attention, torch.float32)
+    requests = [
+        make_request(make_prompt(length), number=length, member=member, max_new_tokens=2 + 3 * member)
+        for length in (5, 126, 150)
+        for member in range(2)
+    ]
+    expected = run(make_engine(model), requests)
+    monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
+    got = {r.rollout_id: r for r in run(make_engine(model, late=True, graphs=True, cache_tokens=640), requests)}
+    assert len(got) == len(requests)
+    for rollout in expected:
+        twin = got[rollout.rollout_id]
+        assert twin.completion == rollout.completion
+        assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
