@@ -160,9 +160,9 @@ def test_no_file_is_too_long(path):
     assert len(path.read_text().splitlines()) <= (380 if path in SCRIPTS else 300)
 
 
-def test_the_library_stays_under_5500_lines():
+def test_the_library_stays_under_5800_lines():
     """A reader finishes it in an afternoon."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 5500
+    assert sum(len(path.read_text().splitlines()) for path in FILES.values()) < 5800
 
 
 @pytest.mark.parametrize("name", FILES)
