@@ -306,19 +306,19 @@ def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(data_folder / "stories260K"), "--data", str(data), "--reward", f"{reward}:score")
 
 
-@pytest.mark.parametrize(("name", "message"), [("fork", "it is no run"), ("../fork", "plain name")])
+@pytest.mark.parametrize(("name", "message"), [("taken", "it is no run"), ("../taken", "plain name")])
 def test_no_run_writes_into_another_or_outside(runs, name, message):
     """A taken name and a path are refused, and what is there stays as it was."""
-    (runs / "fork").mkdir(exist_ok=True)
-    (runs / "fork" / "metrics.jsonl").touch()
-    before = sorted((runs / "fork").rglob("*"))
+    (runs / "taken").mkdir(exist_ok=True)
+    (runs / "taken" / "metrics.jsonl").touch()
+    before = sorted((runs / "taken").rglob("*"))
     environment = {**os.environ, "MINIRL_RUNS": str(runs)}
     command = [sys.executable, str(ROOT / "train_grpo.py"), "--run-name", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.returncode != 0
     assert message in done.stderr
-    assert sorted((runs / "fork").rglob("*")) == before
-    assert not (runs.parent / "fork").exists()
+    assert sorted((runs / "taken").rglob("*")) == before
+    assert not (runs.parent / "taken").exists()
 
 
 @pytest.mark.parametrize("task", ["stories", "gsm8k"])
