@@ -75,9 +75,7 @@ class Logger:
                 self._told.add(sentence)
                 print0(f"note: {sentence}")
         with (self.folder / "metrics.jsonl").open("a") as file:
-            finite = {
-                name: value if math.isfinite(value) else None for name, value in metrics.items()
-            }  # JSON has no NaN
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
