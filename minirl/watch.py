@@ -34,7 +34,7 @@ POLL_S = 0.25  # between looks at the store
 GONE_S = 2.0  # without a word from a rank's thread its process counts as dead
 LINK_S = 3.0  # from a broken connection to the report: the rank that caused it speaks first, or is known to be gone
 LEAVE_S = 5.0  # for all ranks to have seen a claim
-SAVE_S = 20.0  # for a checkpoint that is being written; torchrun kills 30 s after the first rank has left
+SAVE_S = 8.0  # for a checkpoint that is being written
 TWICE_S = 0.5  # torchrun may deliver one signal twice
 
 
@@ -246,12 +246,13 @@ class _Watch(threading.Thread):
     def _follow(self, code: int) -> NoReturn:
         """Leave, when all ranks that live have seen the claim: once one has left, torchrun ends the others."""
         with contextlib.suppress(dist.DistError):
+            gone = self._gone()
             self._store.add("seen", 1)
-            until, num_left = time.monotonic() + LEAVE_S, self._world_size - len(self._gone())
+            until, num_left = time.monotonic() + LEAVE_S, self._world_size - len(gone)
             while self._store.add("seen", 0) < num_left and time.monotonic() < until:
                 time.sleep(0.05)
-        if here.saving is not None and code < 128:
-            here.saving.join(SAVE_S)
+            if here.saving is not None and code < 128 and not gone:  # else it would wait for files that never come
+                here.saving.join(SAVE_S)
         time.sleep(0.2 if self._rank == 0 else 0)  # it may keep the store
         leave_now(code)
 
