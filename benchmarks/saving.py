@@ -1,7 +1,8 @@
 """What saving costs a run: the wall seconds of `train_grpo.py` on two ranks with a checkpoint every N steps.
 
-    python benchmarks/compare.py --rounds 5 --metric step_s --metric blocked_s \
-        "python benchmarks/saving.py --save-every 0" "python benchmarks/saving.py --save-every 50"
+    python benchmarks/compare.py --metric step_s "python benchmarks/saving.py --num-steps 100 --save-every 0" \
+        "python benchmarks/saving.py --num-steps 100 --save-every 50" \
+        "python benchmarks/saving.py --num-steps 100 --save-every 5"
 """
 
 import argparse
