@@ -136,6 +136,37 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
         assert "Traceback" not in job.output(0)
 
 
+SAVING = """
+def save():
+    time.sleep({seconds})
+    open(sys.argv[0] + str(rank), "w").close()
+
+import threading
+joined()
+watch.here.saving = threading.Thread(target=save, daemon=True)
+watch.here.saving.start()
+if rank == 1:
+    {action}
+distributed.barrier()
+"""
+
+
+def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path):
+    """The survivor leaves as fast as without it."""
+    body = SAVING.format(seconds=60, action="time.sleep(0.6); os.kill(os.getpid(), 9)")
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        assert job.codes(within=8) == [1, -signal.SIGKILL]
+
+
+def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
+    """On every rank, also on one that is stuck in a collective."""
+    body = SAVING.format(seconds=1.5, action="raise RewardError('no')")
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        assert job.codes(within=30) == [4, 4]
+    assert [(tmp_path / f"script.py{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
 def test_row_03_ranks_die_with_torchrun(tmp_path):
     """Also those that are stuck in user code."""
     with started(tmp_path, [torchrun(*python(tmp_path, "joined()\ntime.sleep(300)")[1:])]) as job:
