@@ -222,6 +222,8 @@ class _Save:
         durable.replace_file(half_made / "manifest.json", json.dumps(self._manifest | {"files": files}, indent=1))
         if self.folder.exists():
             durable.remove_folder(self.folder)
+        for path in self._run.folder.glob("metrics.jsonl"):  # its lines up to this step must not be lost
+            durable.sync(path)
         prune(self._run.folder, keep=self._keep)  # what a kill has left, so that there is never more than one too many
         durable.publish(half_made, self.folder)
         prune(self._run.folder, keep=self._keep)

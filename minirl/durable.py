@@ -53,9 +53,9 @@ def damage(path: Path, digest: Digest) -> str | None:
 def publish(half_made: Path, folder: Path) -> None:
     """Give a folder that is whole its name. Raises OSError when there is a folder of that name that is not empty."""
     for inner in (*(path for path in half_made.rglob("*") if path.is_dir()), half_made):
-        _sync(inner)
+        sync(inner)
     os.rename(half_made, folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -66,8 +66,9 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
