@@ -154,7 +154,8 @@ def main(config: Config) -> int:
     task = load_task(config.task, **files, reward=config.reward, reward_model=config.reward_model)
     device = distributed.start(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
     run_name = config.run_name or distributed.agree(time.strftime("ppo-%Y%m%d-%H%M%S"))
-    run = open_run(run_name, dataclasses.asdict(config), resume=config.resume)
+    given = dataclasses.asdict(config)
+    run = open_run(run_name, given, resume=config.resume)
     auto_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     where = dict(dtype=dtype, device=device)
@@ -205,14 +206,12 @@ def main(config: Config) -> int:
     )
     chosen |= dict(task=task.name, old_logprobs=old_logprobs, dtype=str(dtype), device=device.type)
     chosen |= dict(model=str(source), world_size=world_size(), command=sys.argv)
-    models, sources = (
-        dict(policy=(policy, optimizer), value=(value, value_optimizer)),
-        dict(policy=source, value=value_source),
-    )
+    models = dict(policy=(policy, optimizer), value=(value, value_optimizer))
+    sources = dict(policy=source, value=value_source)
     checkpoints = Checkpoints(run, models, sources=sources, keep=config.keep_checkpoints)
     fresh: dict[str, Any] = dict(step=0, update=0, num_served=0, kl_coef=config.kl_reward_coef, before={}, evaluated={})
     state = checkpoints.restore(config.num_steps) or fresh
-    given, kept_files = dataclasses.asdict(config), dict(after_step=state["step"], keep_rollouts=config.keep_rollouts)
+    kept_files = dict(after_step=state["step"], keep_rollouts=config.keep_rollouts)
     logger = Logger(run.folder, given | chosen | dict(flags=given), wandb_mode=config.wandb, **kept_files)
     print0(f"model {source}, {world_size()} x {device.type} {dtype}, sampled == training logprobs bitwise: {is_exact}")
     print0(f"task {task.name}: {len(prompts.rows)} prompts, {len(held_out.rows)} held out")

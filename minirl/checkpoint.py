@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minirl import durable, watch
-from minirl.distributed import print0, rank, world_size
+from minirl.distributed import agree, gather, print0, rank, world_size
 from minirl.durable import Digest
 from minirl.errors import SaveError
 from minirl.parallel import ShardedModel
@@ -110,12 +109,9 @@ class Checkpoints:
         """Let the save that is being written end on every rank; says what failed, if anything did (collective)."""
         if self._writing is None:
             return None
-        errors: list[str | None] = [None] * world_size()
-        dist.all_gather_object(errors, self._writing.wait_for_own_files())
-        failed = next((error for error in errors if error), None)
-        outcome = [self._writing.end(is_abandoned=failed is not None)]
-        dist.broadcast_object_list(outcome)
-        failed = failed or outcome[0]
+        failed: str | None = next(filter(None, gather(self._writing.wait_for_own_files())), None)
+        outcome = agree(self._writing.end(is_abandoned=failed is not None))
+        failed = failed or outcome
         if failed is None:
             self._saved = self._writing.folder
         else:
@@ -222,8 +218,8 @@ class _Save:
         durable.replace_file(half_made / "manifest.json", json.dumps(self._manifest | {"files": files}, indent=1))
         if self.folder.exists():
             durable.remove_folder(self.folder)
-        for path in self._run.folder.glob("metrics.jsonl"):  # its lines up to this step must not be lost
-            durable.sync(path)
+        if (metrics := self._run.folder / "metrics.jsonl").is_file():  # its lines up to this step must not be lost
+            durable.sync(metrics)
         prune(self._run.folder, keep=self._keep)  # what a kill has left, so that there is never more than one too many
         durable.publish(half_made, self.folder)
         prune(self._run.folder, keep=self._keep)

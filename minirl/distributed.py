@@ -77,6 +77,13 @@ def agree(value: Any) -> Any:
     return values[0]
 
 
+def gather(value: Any) -> list[Any]:
+    """Every rank's value in rank order, on every rank (collective)."""
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Wait for all ranks (collective)."""
     dist.barrier()

@@ -101,12 +101,6 @@ class Engine:
         self._end()
         return unfinished
 
-    def _end(self) -> None:
-        for launch in self._launches:
-            launch.wait()  # what the device still runs is about to go
-        self._rows, self._launches, self._tokens = [], [], self._tokens.new_empty(0)
-        self._cache, self._graphs, self._idle = None, None, []
-
     def generate(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
         """Run these requests to their end; rollouts in the order of the requests."""
         self.submit(requests, weight_version=weight_version)
@@ -144,6 +138,12 @@ class Engine:
             sequence = cache.add(1)
             assert sequence is not None
             self._idle = [sequence]
+
+    def _end(self) -> None:
+        for launch in self._launches:
+            launch.wait()  # what the device still runs is about to go
+        self._rows, self._launches, self._tokens = [], [], self._tokens.new_empty(0)
+        self._cache, self._graphs, self._idle = None, None, []
 
     def _admit(self) -> list[tuple[CachedSequence, list[Request]]]:
         """Groups of waiting requests with one prompt, each with its reserved place in the cache."""

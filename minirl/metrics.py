@@ -4,16 +4,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minirl import watch
 from minirl.advantages import are_equal
 from minirl.batch import Batch, Rollout
-from minirl.distributed import world_size
+from minirl.distributed import gather
 from minirl.errors import GuardError
 from minirl.losses import is_clipped, kl_penalty
 
@@ -62,11 +60,9 @@ class StepMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks, the same on each (collective)."""
-        gathered: list[Any] = [None] * world_size()
-        dist.all_gather_object(gathered, (self._sums, self._maxima, self._totals))
         sums: dict[str, tuple[float, float]] = {}
         maxima, totals = dict[str, float](), dict[str, float]()
-        for rank_sums, rank_maxima, rank_totals in gathered:
+        for rank_sums, rank_maxima, rank_totals in gather((self._sums, self._maxima, self._totals)):
             for name, (total, weight) in rank_sums.items():
                 before, weight_before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before + total, weight_before + weight)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minirl import watch
+from minirl.distributed import gather
 from minirl.errors import GuardError, InputError
 from minirl.model import ModelConfig, Transformer
 from minirl.numerics import at_least_fp32
@@ -137,9 +138,7 @@ class ShardedModel:
     def _worst_gradients(self) -> str:
         """The first parameter whose gradient is not finite, and the ranks in whose shards (collective)."""
         flags = [bool(x.grad is None or x.grad.to_local().isfinite().all()) for x in self.masters.values()]  # type: ignore
-        by_rank: list[list[bool]] = [[] for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(by_rank, flags)
-        for name, finite in zip(self.masters, zip(*by_rank, strict=True), strict=True):
+        for name, finite in zip(self.masters, zip(*gather(flags), strict=True), strict=True):
             if not all(finite):
                 ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
                 return f"first in {name}, in the shard of rank {', '.join(ranks)}"

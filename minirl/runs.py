@@ -84,7 +84,6 @@ def _make_folder(name: str) -> Path:
         )
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "rollouts").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -23,7 +23,7 @@ import torch
 from test_parallel import RAW_CONFIG, make_folder
 
 from minirl import checkpoint as checkpoint_module
-from minirl import durable, runs
+from minirl import distributed, durable, runs
 from minirl.checkpoint import Checkpoints, prune, stored_tensors
 from minirl.errors import InputError, SaveError
 from minirl.parallel import ShardedModel
@@ -40,9 +40,8 @@ def one_process(monkeypatch):
     for module in (checkpoint_module, runs):
         monkeypatch.setattr(module, "rank", lambda: 0)
     monkeypatch.setattr(checkpoint_module, "world_size", lambda: 1)
-    monkeypatch.setattr(checkpoint_module.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
-    monkeypatch.setattr(checkpoint_module.dist, "broadcast_object_list", lambda values: None)
-    monkeypatch.setattr(runs, "agree", lambda value: value)
+    monkeypatch.setattr(distributed.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda values: None)
 
 
 class TinyModel:

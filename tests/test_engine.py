@@ -291,12 +291,14 @@ def test_rollouts_do_not_depend_on_the_order_of_submission(dtype):
         assert_same(contents(rollouts), expected_rollouts("mixed", dtype), model)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("cache_tokens", [384, 8192])
-def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens):
-    """Requests that arrive while others decode, also under preemption, give the same rollouts."""
+def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens, late):
+    """Requests that arrive while others decode, also under preemption and read late, give the same rollouts."""
     model = cached_model("mixed", torch.float32)
     rng = random.Random(0)
-    engine, waiting, rollouts = make_engine(model, max_rows=10, cache_tokens=cache_tokens), mixed_requests(), []
+    engine = make_engine(model, max_rows=10, cache_tokens=cache_tokens, late=late)
+    waiting, rollouts = mixed_requests(), []
     while waiting:
         count = rng.randint(1, 6)
         engine.submit(waiting[:count])
@@ -426,22 +428,6 @@ def test_a_late_engine_computes_no_row_past_its_limit():
     rollouts = run(engine, requests)
     assert engine.stats.late_rows == 0
     assert engine.stats.decode_tokens == sum(len(r.completion) - 1 for r in rollouts)
-
-
-@pytest.mark.parametrize("cache_tokens", [384, 8192])
-def test_a_late_engine_serves_requests_that_arrive_while_others_decode(cache_tokens):
-    """Whatever the moment of submission, also under preemption: the rollouts of an engine that reads at once."""
-    model, rng = cached_model("mixed", torch.float32), random.Random(0)
-    engine = make_engine(model, max_rows=10, cache_tokens=cache_tokens, late=True)
-    waiting, rollouts = mixed_requests(), []
-    while waiting:
-        count = rng.randint(1, 6)
-        engine.submit(waiting[:count])
-        waiting = waiting[count:]
-        for _ in range(rng.randint(0, 9)):
-            rollouts += engine.step()
-    rollouts += finish(engine, len(mixed_requests()) - len(rollouts))
-    assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
 
 
 @pytest.mark.parametrize("attention", ["full", "mixed"])

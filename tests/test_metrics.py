@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import minirl.distributed
 import minirl.logger
 import minirl.metrics
 from minirl.batch import Batch, Rollout, RolloutId
@@ -71,7 +72,7 @@ def reduce_over_ranks(monkeypatch):
 
     def reduce_all(*ranks):
         states = []
-        monkeypatch.setattr(minirl.metrics, "world_size", lambda: len(ranks))
+        monkeypatch.setattr(minirl.distributed, "world_size", lambda: len(ranks))
 
         def collect(out, mine):
             states.append(mine)
@@ -81,10 +82,10 @@ def reduce_over_ranks(monkeypatch):
             assert len(out) == len(ranks)
             out[:] = states
 
-        monkeypatch.setattr(minirl.metrics.dist, "all_gather_object", collect)
+        monkeypatch.setattr(minirl.distributed.dist, "all_gather_object", collect)
         for metrics in ranks:
             metrics.reduce()
-        monkeypatch.setattr(minirl.metrics.dist, "all_gather_object", gather)
+        monkeypatch.setattr(minirl.distributed.dist, "all_gather_object", gather)
         return [metrics.reduce() for metrics in ranks]
 
     return reduce_all

@@ -50,6 +50,11 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def untimed(line: dict) -> dict:
+    """The numbers of a step that a second run must give again."""
+    return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
+
+
 def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
     """The folder loads in transformers and continues `prompt` there as it does in minirl."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +104,7 @@ def test_two_runs_of_one_seed_are_bitwise_equal(runs, script):
 
     def numbers(name: str) -> list[dict]:
         lines = read_metrics(runs / (script + name))
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+        return [untimed(line) for line in lines]
 
     def rollouts(name: str) -> str:
         return (runs / (script + name) / "rollouts" / "000003.jsonl").read_text()
@@ -118,10 +123,7 @@ def test_old_logprobs_are_those_before_the_first_update(runs, script):
     for kind in ("sampled", "scored"):
         name = f"{script}-{kind}"
         output = run_script(ROOT / script, "--run-name", name, "--old-logprobs", kind, *flags, runs=runs, ranks=1)
-        lines[kind] = [
-            {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
-            for line in read_metrics(runs / name)
-        ]
+        lines[kind] = [untimed(line) for line in read_metrics(runs / name)]
     if "bitwise: False" in output:
         pytest.skip("this machine's products depend on the number of rows")
     assert lines["sampled"] == lines["scored"]
