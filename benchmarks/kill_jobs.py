@@ -15,21 +15,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from workload import start_script
+
 FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6 --eval-rows 16".split()
 
 
 def start(script: str, runs: Path, name: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log = (runs / f"{name}.log").open("a")
-    command += [str(ROOT / script), "--run-name", name, *FLAGS]
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    flags = ("--run-name", name, *FLAGS)
+    return start_script(script, *flags, runs=runs, stdout=log, stderr=log, start_new_session=True)
 
 
 def workers(name: str) -> dict[str, int]:

@@ -4,15 +4,12 @@ python benchmarks/long_run.py [--num-steps 500] [--script train_ppo.py]
 """
 
 import argparse
-import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from workload import print_result, start_script
 
 
 def resident_mib(pid: int) -> float:
@@ -28,19 +25,18 @@ def main() -> None:
     flags = ["--num-steps", str(arguments.num_steps), "--prompts-per-step", "4", "--save-every", "10"]
     flags += ["--keep-rollouts", "20", "--eval-rows", "32", "--eval-every", "100"]
     with tempfile.TemporaryDirectory() as runs:
-        environment = {**os.environ, "MINIRL_RUNS": runs, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / arguments.script), "--run-name", "long", *flags]
-        job = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        flags += ["--run-name", "long"]
+        job = start_script(arguments.script, *flags, runs=runs, ranks=1, stdout=subprocess.DEVNULL)
         folder, seen = Path(runs) / "long", []
-        while job.poll() is None:
+        while job.poll() is None and len(seen) < 9:  # at the last tenth it ends
             time.sleep(0.2)
             lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
-            if lines >= (len(seen) + 1) * arguments.num_steps // 10 and job.poll() is None:
+            if lines >= (len(seen) + 1) * arguments.num_steps // 10:
                 files = [path for path in folder.rglob("*") if path.is_file()]
                 seen.append((lines, round(resident_mib(job.pid), 1), len(files)))
                 print(f"step {lines}: {seen[-1][1]} MiB resident, {len(files)} files", flush=True)
-        assert job.returncode == 0
-    print("RESULT", json.dumps(dict(what="long run", growth_mib=round(seen[-1][1] - seen[1][1], 1), seen=seen)))
+        assert job.wait() == 0
+    print_result(what="long run", growth_mib=seen[-1][1] - seen[1][1], seen=seen)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from workload import print_result, start_script
 
 
 def main() -> None:
@@ -22,15 +20,13 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=300)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += [str(ROOT / "train_grpo.py"), "--run-name", "saving", "--save-every", str(arguments.save_every)]
-        command += ["--num-steps", str(arguments.num_steps)]
-        environment = {**os.environ, "MINIRL_RUNS": runs, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        flags = ["--save-every", str(arguments.save_every), "--num-steps", str(arguments.num_steps)]
+        job = start_script("train_grpo.py", "--run-name", "saving", *flags, runs=runs, stdout=subprocess.DEVNULL)
+        assert job.wait() == 0
         lines = [json.loads(line) for line in (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()]
     # The last save is after the last line: it ends the run and delays no step.
     result = dict(step_s=sum(line["time/step"] for line in lines), blocked_s=sum(line["time/save"] for line in lines))
-    print("RESULT", json.dumps(dict(what=f"save every {arguments.save_every}", **result)))
+    print_result(what=f"save every {arguments.save_every}", **result)
 
 
 if __name__ == "__main__":

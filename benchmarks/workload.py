@@ -5,15 +5,18 @@ weights over V tokens, the lengths of completions are about geometric with mean 
 """
 
 import json
+import os
 import random
 import resource
 import string
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -24,7 +27,15 @@ from minirl.model import Transformer
 from minirl.sampling import request_key
 
 PROMPT_LENGTHS = (12, 20, 31, 47, 64, 80, 96, 120)
+ROOT = Path(__file__).parent.parent
 LETTERS = string.digits + string.ascii_lowercase + " +-*/=().,:;?!'\""
+
+
+def start_script(script: str, *flags: str, runs: Path | str, ranks: int = 2, **options: Any) -> subprocess.Popen:
+    """Start a training script of this checkout, under torchrun for several ranks; `options` are Popen's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environment = {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / script), *flags], env=environment, **options)
 
 
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
