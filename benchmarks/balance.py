@@ -17,7 +17,7 @@ from statistics import mean, median
 
 from workload import print_result
 
-from minirl.plan import plan_microbatches
+from minirl.training.assignment import plan_microbatches
 
 
 def draw_lengths(args: argparse.Namespace, seed: int) -> list[int]:
@@ -32,7 +32,9 @@ def imbalance(loads: Sequence[int]) -> float:
     return max(loads) / mean(loads) - 1
 
 
-def measure(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """The imbalance of each way to share these lengths; what the plan costs and how full its microbatches are."""
     cuts = [len(lengths) * rank // num_ranks for rank in range(num_ranks + 1)]
     start = time.perf_counter()
@@ -50,7 +52,9 @@ def measure(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> tuple[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=8192, help="budget of a microbatch")
@@ -68,7 +72,9 @@ def main() -> None:
         result |= {f"{name}_mean": mean(found), f"{name}_max": max(found)}
     costs = {name: median(cost[name] for _, cost in draws) for name in draws[0][1]}
     print(f"plan: {costs['plan_ms']:.3g} ms, microbatches filled to {costs['used_frac']:.1%} (medians)")
-    print_result(what="minirl_balance", sequences=args.sequences, ranks=args.ranks, draws=args.draws, **result, **costs)
+    print_result(
+        what="minirl_balance", sequences=args.sequences, ranks=args.ranks, draws=args.draws, **result, **costs
+    )
 
 
 if __name__ == "__main__":

@@ -29,10 +29,14 @@ def spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commands", nargs="+", help="quoted; the first is the base")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--metric", action="append", help="may be given more than once (default useful_tok_cpu_s)")
+    parser.add_argument(
+        "--metric", action="append", help="may be given more than once (default useful_tok_cpu_s)"
+    )
     parser.add_argument("--timeout-s", type=float, default=900)
     args = parser.parse_args()
     metrics = args.metric or ["useful_tok_cpu_s"]

@@ -14,17 +14,20 @@ from pathlib import Path
 import torch
 from workload import PhaseClock, print_result
 
-from minirl import distributed
-from minirl.attention import PackedLayout
-from minirl.batch import Rollout, RolloutId
-from minirl.engine import Engine, Request
-from minirl.model import Transformer
-from minirl.parallel import ShardedModel
-from minirl.sampling import request_key
-from minirl.scoring import score
-from minirl.weights import config_from_dict, write_folder
+from minirl.generation.engine import Engine, Request
+from minirl.generation.sampling import request_key
+from minirl.model.attention import PackedLayout
+from minirl.model.families import config_from_dict
+from minirl.model.transformer import Transformer
+from minirl.model.weights import write_folder
+from minirl.ranks import process_group
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.scoring import score
+from minirl.training.sharded_model import ShardedModel
 
-QWEN = dict(rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", max_position_embeddings=32768, vocab_size=151936)
+QWEN = dict(
+    rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", max_position_embeddings=32768, vocab_size=151936
+)
 KEYS = "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim"
 SHAPES = {
     "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128),
@@ -54,16 +57,18 @@ def peak_gib(device: torch.device) -> float:
     return peak
 
 
-def decode(policy: ShardedModel, rows: int, steps: int, mode: str, device: torch.device) -> tuple[float, list[Rollout]]:
+def decode(
+    policy: ShardedModel, rows: int, steps: int, mode: str, device: torch.device
+) -> tuple[float, list[Rollout]]:
     """Tokens per second of `steps` decode steps with all rows running, and some rollouts."""
     new, (late, graphs), requests = 2 * steps, MODES[mode], []
     prompts = torch.randint(0, policy.decoder.config.vocab_size, (-(-rows // GROUP), PROMPT)).tolist()
     for i, sample in (divmod(row, GROUP) for row in range(rows)):
-        key = request_key(0, purpose="train", prompt=i, sample=sample)
+        key = request_key(0, purpose="train", prompt_ordinal=i, sample=sample)
         requests.append(Request(tuple(prompts[i]), RolloutId(i, sample), key, new, 1.0, frozenset()))
     cache_tokens = len(prompts) * PROMPT + rows * -(-new // 256) * 256
     where = dict(dtype=torch.bfloat16, device=device, late=late, graphs=graphs)
-    engine = Engine(policy.decoder, max_rows=rows, cache_tokens=cache_tokens, **where)
+    engine = Engine(policy.decoder, max_running_requests=rows, cache_tokens=cache_tokens, **where)
     engine.submit(requests)
     while engine.stats.prefill_tokens < len(prompts) * PROMPT:
         engine.step()
@@ -75,21 +80,25 @@ def decode(policy: ShardedModel, rows: int, steps: int, mode: str, device: torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     for flag, of_an_h100 in (("--bandwidth", 3.35e12), ("--flops", 989e12)):
         parser.add_argument(flag, type=float, default=of_an_h100)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=128)
     args = parser.parse_args()
-    device = distributed.start()
+    device = process_group.start()
     raw = QWEN | dict(zip(KEYS.split(), SHAPES[args.shape], strict=True), tie_word_embeddings=True)
     config = config_from_dict(raw)
     with tempfile.TemporaryDirectory() as folder:
         model = Transformer(config).to(torch.bfloat16)
         model.model.embed_tokens.weight.data.mul_(0.05)  # tied: else the next token is all but certain
         write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_from=None)
-        policy = ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
+        policy = ShardedModel(
+            config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True
+        )
     count, found = sum(x.numel() for x in policy.compute_weights.values()), {"load_gib": peak_gib(device)}
     kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     for rows in args.rows:
@@ -116,4 +125,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

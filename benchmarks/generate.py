@@ -21,21 +21,25 @@ from workload import (
     print_row,
 )
 
-from minirl.data import Tokenizer
-from minirl.engine import Engine
-from minirl.weights import load_replica
+from minirl.data.tokenizer import Tokenizer
+from minirl.generation.engine import Engine
+from minirl.model.weights import load_replica
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument("--max-rows", type=int, default=64, help="sequences decoded at a time")
-    parser.add_argument("--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="sequences decoded at a time")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="runs that do not count")
     return parser.parse_args()
@@ -48,7 +52,13 @@ def main() -> None:
     tokenizer = Tokenizer(args.model)
     model = load_replica(args.model, dtype=dtype).to(device)
     prompts = encode_prompts(tokenizer, args.prompts)
-    engine = Engine(model, max_rows=args.max_rows, cache_tokens=args.cache_tokens, dtype=dtype, device=device)
+    engine = Engine(
+        model,
+        max_running_requests=args.max_running_requests,
+        cache_tokens=args.cache_tokens,
+        dtype=dtype,
+        device=device,
+    )
     layer_rows, clock, runs = LayerRows(model), PhaseClock(device), []
     for run in range(args.warmup + args.runs):
         requests = make_requests(
@@ -72,7 +82,7 @@ def main() -> None:
             "mean_len": useful / len(rollouts),
             "rows": layer_rows.take(),
             "decode_rows": stats.decode_tokens,
-            "decode_waste": stats.wasted_rows / stats.computed_rows,
+            "decode_waste": stats.wasted_tokens / stats.computed_tokens,
             "prefill_tokens": stats.prefill_tokens,
             "preemptions": stats.preemptions,
         }

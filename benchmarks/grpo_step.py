@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from workload import (
     LayerRows,
     PhaseClock,
@@ -26,27 +25,30 @@ from workload import (
     print_row,
 )
 
-from minirl import distributed
-from minirl.advantages import group_advantages, loss_weights
-from minirl.batch import Batch, Rollout, exchange, gather_table
-from minirl.data import Tokenizer
-from minirl.distributed import all_reduce_sum, rank, world_size
-from minirl.engine import Engine
-from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty
-from minirl.metrics import StepMetrics, add_gap, add_tokens
-from minirl.parallel import ShardedModel
-from minirl.plan import plan_updates
-from minirl.scoring import score, score_frozen
-from minirl.weights import load_replica, read_config
-
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+import train_grpo  # found by workload
+from minirl.data.tokenizer import Tokenizer
+from minirl.generation.engine import Engine
+from minirl.model.families import read_config
+from minirl.model.weights import load_replica
+from minirl.ranks import process_group
+from minirl.ranks.process_group import all_reduce_sum, rank, world_size
+from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.rollouts import Rollout
+from minirl.training.assignment import plan_updates
+from minirl.training.batch import Batch, exchange, gather_table
+from minirl.training.frozen_models import frozen_logprobs, unparked
+from minirl.training.scoring import score_batch
+from minirl.training.sharded_model import ShardedModel
 
 
 class GrpoLoop:
     """The phases of a step of `train_grpo.py` with one update, as methods. All ranks call them in order."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.device, self.dtype = args, distributed.start(device=args.device), getattr(torch, args.dtype)
+        self.args = args
+        self.device = process_group.start(device=args.device)
+        self.dtype = getattr(torch, args.dtype)
+        self.config = train_grpo.Config(kl_coef=args.kl_coef)
         self.tokenizer = Tokenizer(args.model)
         self.prompts = encode_prompts(self.tokenizer, args.prompts)
         self.policy = ShardedModel(read_config(args.model), args.model, dtype=self.dtype, device=self.device)
@@ -54,7 +56,7 @@ class GrpoLoop:
         self.reference = load_replica(args.model, dtype=self.dtype) if args.kl_coef else None
         self.engine = Engine(
             self.policy.decoder,
-            max_rows=args.max_rows,
+            max_running_requests=args.max_running_requests,
             cache_tokens=args.cache_tokens,
             dtype=self.dtype,
             device=self.device,
@@ -80,43 +82,42 @@ class GrpoLoop:
 
     def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[list[int]]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
+        args = self.args
         table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
-        grouped = table.rewards.view(self.args.prompts, self.args.samples)
-        advantages = group_advantages(grouped, baseline="mean", norm="group_std").flatten()
         plan = plan_updates(
             table.num_tokens.tolist(),
-            table.prompts,
+            table.prefixes,
             num_minibatches=1,
             num_ranks=world_size(),
-            max_tokens=self.args.max_tokens_per_microbatch,
+            max_tokens=args.max_tokens_per_microbatch,
         )
-        weights = loss_weights(table.num_loss_tokens, norm="token_mean", constant=self.args.max_new)
-        batch = exchange(rollouts, table, plan.rank_of)
-        batch = batch.replace(
-            advantages=batch.spread(advantages[batch.row].float()),
-            loss_weights=batch.spread(weights[batch.row].float()),
-        ).to(self.device)
         (microbatches,) = plan.of_rank(rank())
+        batch = exchange(rollouts, table, plan.rank_of)
+        groups = table.rewards.view(args.prompts, args.samples, 1)
+        reward_weights = torch.ones(1, dtype=torch.float64)
+        advantages = train_grpo.token_advantages(self.config, groups, groups[:, :0], reward_weights, batch)
+        weights = train_grpo.rollout_weights(self.config, table, args.max_new)
+        batch = batch.replace(
+            advantages=advantages.float(),
+            loss_weights=batch.spread(weights[batch.table_index]).float(),
+        ).to(self.device)
         if self.reference is not None:
-            self.reference.to(self.device)
-            batch = batch.replace(ref_logprobs=score_frozen(self.reference, batch, microbatches, 1.0))
-            self.reference.to("cpu")
+            with unparked(self.reference, self.device, park=True):
+                ref_logprobs = frozen_logprobs(self.reference, batch, microbatches, 1.0)
+            batch = batch.replace(ref_logprobs=ref_logprobs)
         return batch, microbatches
 
     def backward(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> None:
         """Forward and backward of every microbatch (collective)."""
+        config = self.config
         for i, sequences in enumerate(microbatches):
             micro = batch.select(sequences)
-            lengths, mask = micro.lengths, micro.loss_mask
-            new, entropy = score(self.policy.module, micro.tokens, micro.layout(), select=mask, temperature=1.0)
-            old = new.detach()
-            ratio = importance_ratio(new, old, level="token", lengths=lengths, loss_mask=mask)
-            loss: Tensor = clipped_policy_loss(ratio, micro.advantages, **CLIP)
-            if self.reference is not None:
-                loss = loss + self.args.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
-            self.policy.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new, old, ratio, entropy, **CLIP)
-            add_gap(self.metrics, micro, new)
+            new, entropy = score_batch(self.policy.module, micro, temperature=1.0)
+            loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
+            objective = (micro.loss_weights * loss).sum()
+            self.policy.backward(objective, is_last=i == len(microbatches) - 1)
+            add_tokens(self.metrics, micro, new, ratio, entropy, is_on_policy=True)
+            add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
         """The optimizer's step and the refresh; returns the metrics of the update (collective)."""
@@ -135,8 +136,12 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=8, help="per step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument("--max-rows", type=int, default=64, help="sequences that a rank decodes at a time")
-    parser.add_argument("--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work")
+    parser.add_argument(
+        "--max-running-requests", type=int, default=64, help="sequences that a rank decodes at a time"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
+    )
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-6)
@@ -160,11 +165,16 @@ def main() -> None:
             with clock.phase("update"):
                 loop.backward(batch, microbatches)
                 metrics = loop.step()
-        computed = sum(len(batch.select(sequences).layout().kept) for sequences in microbatches)
+        computed = sum(len(batch.select(sequences).layout().computed_tokens) for sequences in microbatches)
         counts = [sum(len(r.completion) for r in rollouts), len(batch.tokens), computed, layer_rows.take()]
         useful, tokens, computed, rows = all_reduce_sum(torch.tensor(counts)).tolist()
         seconds = clock.take()
-        row = {"step_s": seconds.pop("step"), "step_cpu_s": seconds.pop("step_cpu"), **seconds, "useful": useful}
+        row = {
+            "step_s": seconds.pop("step"),
+            "step_cpu_s": seconds.pop("step_cpu"),
+            **seconds,
+            "useful": useful,
+        }
         row |= {
             "train_waste": 1 - computed / rows,
             "shared_frac": 1 - computed / tokens,
@@ -194,4 +204,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from workload import print_result, print_row, reset_peak_rss, status_mib
 
-from minirl.numerics import at_least_fp32
-from minirl.scoring import CHUNK, ChunkedLogprobs
+from minirl.model.batch_invariance import at_least_fp32
+from minirl.training.scoring import CHUNK, ChunkedLogprobs
 
 
 def full(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def full_wide(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def minirl(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The head as `minirl.scoring.score` runs it."""
+    """The head as `minirl.training.scoring.score` runs it."""
     return ChunkedLogprobs.apply(hidden, head, targets, 1.0, CHUNK)[0]
 
 
@@ -48,7 +48,9 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def gradients(variant: str, vocab: int, width: int, tokens: int, dtype: torch.dtype, *, wide: bool) -> Callable:
+def gradients(
+    variant: str, vocab: int, width: int, tokens: int, dtype: torch.dtype, *, wide: bool
+) -> Callable:
     """A function that runs forward and backward over fixed inputs rounded to `dtype`; `wide`: and then made fp64."""
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -65,7 +67,9 @@ def gradients(variant: str, vocab: int, width: int, tokens: int, dtype: torch.dt
 def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     """The figures of one variant, in this process."""
     dtype, seconds, peaks = getattr(torch, args.dtype), [], []
-    gradients(variant, 64, 64, 64, dtype, wide=False)()  # loads the libraries, and is too small to leave memory behind
+    gradients(
+        variant, 64, 64, 64, dtype, wide=False
+    )()  # loads the libraries, and is too small to leave memory behind
     run = gradients(variant, args.vocab, args.hidden, args.tokens, dtype, wide=False)
     reset_peak_rss()
     before = status_mib("VmRSS")
@@ -82,7 +86,9 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)

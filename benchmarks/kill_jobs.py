@@ -21,7 +21,9 @@ from pathlib import Path
 
 from workload import start_script
 
-FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6 --eval-rows 16".split()
+FLAGS = (
+    "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6 --eval-rows 16".split()
+)
 
 
 def start(script: str, runs: Path, name: str) -> subprocess.Popen:
@@ -47,7 +49,10 @@ def workers(name: str) -> dict[str, int]:
 def kill_once(job: subprocess.Popen, name: str, rng: random.Random) -> str:
     """Send a random signal to a random part of the job; what was done."""
     alive = {"agent": job.pid, **workers(name)}
-    target, kind = rng.choice(["rank 0", "rank 1", "agent", "all"]), rng.choice([signal.SIGKILL, signal.SIGTERM])
+    target, kind = (
+        rng.choice(["rank 0", "rank 1", "agent", "all"]),
+        rng.choice([signal.SIGKILL, signal.SIGTERM]),
+    )
     for victim, pid in alive.items():
         if target in (victim, "all"):
             with contextlib.suppress(ProcessLookupError):
@@ -83,7 +88,9 @@ def main() -> None:
     runs, rng, kills, chain = arguments.runs or Path(tempfile.mkdtemp()), random.Random(arguments.seed), 0, 0
     runs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    assert start(arguments.script, runs, "reference").wait() == 0, (runs / "reference.log").read_text()[-2000:]
+    assert start(arguments.script, runs, "reference").wait() == 0, (runs / "reference.log").read_text()[
+        -2000:
+    ]
     whole_s, expected = time.monotonic() - began, result(runs / "reference")
     while kills < arguments.kills:
         chain, is_done = chain + 1, False

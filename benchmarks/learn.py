@@ -18,6 +18,7 @@ A CSV needs the columns step, cpu_seconds, reward and mean_len; --read gives its
 
 import argparse
 import csv
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,7 @@ import torch
 from grpo_step import GrpoLoop, make_parser
 from workload import print_result, print_row
 
-from minirl import distributed
-from minirl.advantages import group_advantages
+from minirl.ranks import process_group
 
 LEVELS, SPAN = (0.3, 0.5, 0.7, 0.8), 10
 STD_EPS = 1e-4  # as TRL's; minirl's scripts add 1e-6
@@ -39,22 +39,23 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(max_new=128, lr=1e-3, steps=30)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--csv", type=Path, help="write the curve there")
-    parser.add_argument("--read", action="store_true", help="MODEL is the CSV of an earlier run: report on that")
+    parser.add_argument(
+        "--read", action="store_true", help="MODEL is the CSV of an earlier run: report on that"
+    )
     return parser.parse_args()
 
 
 def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Train; one row per step."""
     loop = GrpoLoop(args)
+    loop.config = dataclasses.replace(loop.config, advantage_eps=STD_EPS)
     loop.optimizer = loop.policy.make_optimizer(betas=(0.9, 0.999), weight_decay=0.0)
     start = time.process_time()
     for step in range(args.steps):
         rollouts = loop.generate(args.seed * NOISE_STRIDE + step)
         rewards = loop.reward(rollouts)
         batch, microbatches = loop.score(rollouts, rewards)
-        grouped = torch.tensor(rewards).view(args.prompts, args.samples)
-        advantages = group_advantages(grouped, baseline="mean", norm="group_std", eps=STD_EPS).flatten()
-        loop.backward(batch.replace(advantages=batch.spread(advantages[batch.row])), microbatches)
+        loop.backward(batch, microbatches)
         loop.step()
         yield {
             "step": step + 1,
@@ -104,4 +105,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     if torch.distributed.is_initialized():  # not with --read
-        distributed.stop()
+        process_group.stop()

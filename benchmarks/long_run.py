@@ -30,7 +30,11 @@ def main() -> None:
         folder, seen = Path(runs) / "long", []
         while job.poll() is None and len(seen) < 9:  # at the last tenth it ends
             time.sleep(0.2)
-            lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
+            lines = (
+                (folder / "metrics.jsonl").read_text().count("\n")
+                if (folder / "metrics.jsonl").exists()
+                else 0
+            )
             if lines >= (len(seen) + 1) * arguments.num_steps // 10:
                 files = [path for path in folder.rglob("*") if path.is_file()]
                 seen.append((lines, round(resident_mib(job.pid), 1), len(files)))

@@ -22,10 +22,10 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
 
-import minirl.engine
-from minirl import distributed
-from minirl.model import Transformer
-from minirl.parallel import ShardedModel
+import minirl.generation.engine
+from minirl.model.transformer import Transformer
+from minirl.ranks import process_group
+from minirl.training.sharded_model import ShardedModel
 
 REPEATS, TOP = 3, 6
 SAMPLE, MODEL, OTHER = "minirl::sample", "minirl::model", "views, allocations, others"
@@ -90,7 +90,9 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
     """CPU seconds in operators by kind, and by name of those that are of no kind."""
     kinds, others = Counter[str](), Counter[str]()
     with (
-        patch.object(minirl.engine, "sample", record_function(SAMPLE)(minirl.engine.sample)),
+        patch.object(
+            minirl.generation.engine, "sample", record_function(SAMPLE)(minirl.generation.engine.sample)
+        ),
         patch.object(Transformer, "forward", record_function(MODEL)(Transformer.forward)),
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled,
     ):
@@ -111,14 +113,22 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
     return kinds, others
 
 
-def report(phase: str, unit: str, count: float, total: float, floor: float, found: tuple[Counter, Counter]) -> dict:
+def report(
+    phase: str, unit: str, count: float, total: float, floor: float, found: tuple[Counter, Counter]
+) -> dict:
     """Print a phase's table, in ms per `unit` of which there are `count`; returns its part of the result."""
     kinds, others = found
     kinds["Python, dispatch, freeing"] = total - kinds.total()
     print(f"\n| {phase} | ms per {unit} | share |\n|---|---|---|")
-    for name, seconds in [*kinds.most_common(), ("total", total), ("floor: the layers' products alone", floor)]:
+    for name, seconds in [
+        *kinds.most_common(),
+        ("total", total),
+        ("floor: the layers' products alone", floor),
+    ]:
         print(f"| {name} | {1e3 * seconds / count:.3f} | {seconds / total:.1%} |")
-    print(f"{OTHER}:", ", ".join(f"{name} {s / total:.1%}" for name, s in others.most_common(TOP)), flush=True)
+    print(
+        f"{OTHER}:", ", ".join(f"{name} {s / total:.1%}" for name, s in others.most_common(TOP)), flush=True
+    )
     names = {kind: kind.lower().replace(",", "").replace(" ", "_") for kind in kinds}
     shares = {f"{phase}_{names[kind]}_frac": seconds / total for kind, seconds in kinds.items()}
     return {f"{phase}_ms": 1e3 * total / count, f"{phase}_floor_ms": 1e3 * floor / count, **shares}
@@ -155,4 +165,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

@@ -21,11 +21,17 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         flags = ["--save-every", str(arguments.save_every), "--num-steps", str(arguments.num_steps)]
-        job = start_script("train_grpo.py", "--run-name", "saving", *flags, runs=runs, stdout=subprocess.DEVNULL)
+        job = start_script(
+            "train_grpo.py", "--run-name", "saving", *flags, runs=runs, stdout=subprocess.DEVNULL
+        )
         assert job.wait() == 0
-        lines = [json.loads(line) for line in (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()
+        ]
     # The last save is after the last line: it ends the run and delays no step.
-    result = dict(step_s=sum(line["time/step"] for line in lines), blocked_s=sum(line["time/save"] for line in lines))
+    result = dict(
+        step_s=sum(line["time/step"] for line in lines), blocked_s=sum(line["time/save"] for line in lines)
+    )
     print_result(what=f"save every {arguments.save_every}", **result)
 
 

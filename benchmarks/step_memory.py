@@ -14,9 +14,9 @@ import torch
 from grpo_step import GrpoLoop, make_parser
 from workload import print_result, reset_peak_rss, status_mib
 
-from minirl import distributed
-from minirl.batch import Batch
-from minirl.plan import plan_updates
+from minirl.ranks import process_group
+from minirl.training.assignment import plan_updates
+from minirl.training.batch import Batch
 
 NUM_SPECIAL = 6  # ids that random tokens leave out
 
@@ -74,4 +74,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

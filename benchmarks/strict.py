@@ -21,9 +21,10 @@ from grpo_step import GrpoLoop, make_parser
 from torch import Tensor
 from workload import PhaseClock, print_result, print_row
 
-import minirl.model
-from minirl import distributed, numerics
-from minirl.attention import DecodeLayout, Layout
+import minirl.model.transformer
+from minirl.model import batch_invariance
+from minirl.model.attention import DecodeLayout, Layout
+from minirl.ranks import process_group
 
 
 def cached_keys(layout: DecodeLayout, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +42,7 @@ def cached_keys(layout: DecodeLayout, layer: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def free_attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
-    """`minirl.attention.attend` by `scaled_dot_product_attention`."""
+    """`minirl.model.attention.attend` by `scaled_dot_product_attention`."""
     assert window is None, "this benchmark is for models without a window"
     if layer in layout.caches:
         cached, index = layout.caches[layer]
@@ -49,20 +50,26 @@ def free_attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, 
     if isinstance(layout, DecodeLayout):
         keys, values, first = cached_keys(layout, layer)
         seen = first[:, None] + torch.arange(keys.shape[2]) <= layout.positions[:, None]
-        groups = q.unflatten(1, (k.shape[1], -1))  # [B, K, heads per key head, C]: they share the keys of their row
-        return F.scaled_dot_product_attention(groups, keys, values, attn_mask=seen[:, None, None]).flatten(1, 2)
-    whole = (x[layout.row].transpose(0, 1)[None].split(list(layout.lengths), 2) for x in (q, k, v))
-    outputs = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in zip(*whole, strict=True)]
-    return torch.cat(outputs, 2)[0].transpose(0, 1)[layout.kept]
+        groups = q.unflatten(
+            1, (k.shape[1], -1)
+        )  # [B, K, heads per key head, C]: they share the keys of their row
+        return F.scaled_dot_product_attention(groups, keys, values, attn_mask=seen[:, None, None]).flatten(
+            1, 2
+        )
+    whole = (x[layout.hidden_index].transpose(0, 1)[None].split(list(layout.lengths), 2) for x in (q, k, v))
+    outputs = [
+        F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in zip(*whole, strict=True)
+    ]
+    return torch.cat(outputs, 2)[0].transpose(0, 1)[layout.computed_tokens]
 
 
 @contextmanager
 def free() -> Iterator[None]:
     """Nothing is bitwise in the block."""
     with (
-        patch.object(minirl.model, "attend", free_attend),
-        patch.object(numerics, "pad_rows", lambda x, multiple=1: x),
-        patch.object(numerics, "linear", F.linear),
+        patch.object(minirl.model.transformer, "attend", free_attend),
+        patch.object(batch_invariance, "pad_rows", lambda x, multiple=1: x),
+        patch.object(batch_invariance, "linear", F.linear),
     ):
         yield
 
@@ -108,9 +115,11 @@ def main() -> None:
         result |= {f"{mode}_{name}": median(row[name] for row in found) for mode, found in rows.items()}
         label = name.replace("_us", "_ratio")
         result |= {label: median(ratios), f"{label}_min": min(ratios), f"{label}_max": max(ratios)}
-    print_result(what="minirl_strict", dtype=args.dtype, rounds=args.rounds, strict_gap_max=gaps["strict"], **result)
+    print_result(
+        what="minirl_strict", dtype=args.dtype, rounds=args.rounds, strict_gap_max=gaps["strict"], **result
+    )
 
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

@@ -18,9 +18,9 @@ from grpo_step import GrpoLoop, make_parser
 from torch import Tensor
 from workload import peak_rss_mib, print_result
 
-from minirl import distributed
-from minirl.distributed import print0, rank, world_size
-from minirl.parallel import ShardedModel
+from minirl.ranks import process_group
+from minirl.ranks.process_group import print0, rank, world_size
+from minirl.training.sharded_model import ShardedModel
 
 NUM_REFRESHES = 10
 
@@ -109,7 +109,9 @@ def main() -> None:
     refresh_s = statistics.median(seconds)
     refreshed = sum(weight.nbytes for weight in policy.compute_weights.values())
     print0(f"{watch.checks} checks passed on each of {world_size()} ranks")
-    print0(f"refresh: {refreshed} bytes per rank in {refresh_s:.4g} s, {refreshed / refresh_s / 1e9:.3g} GB/s")
+    print0(
+        f"refresh: {refreshed} bytes per rank in {refresh_s:.4g} s, {refreshed / refresh_s / 1e9:.3g} GB/s"
+    )
     if rank() == 0:
         print_result(
             what="minirl_weight_sharing",
@@ -129,4 +131,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    distributed.stop()
+    process_group.stop()

@@ -15,10 +15,10 @@ from statistics import median
 import torch
 from workload import print_result
 
-from minirl.kv_cache import KVCache
-from minirl.model import Transformer
-from minirl.sampling import request_key, sample
-from minirl.weights import config_from_dict
+from minirl.generation.kv_cache import KVCache
+from minirl.generation.sampling import request_key, sample
+from minirl.model.families import config_from_dict
+from minirl.model.transformer import Transformer
 
 SHAPE = {
     "model_type": "mistral",
@@ -35,7 +35,9 @@ PROMPT = 32
 def make_model(window: int | None, args: argparse.Namespace) -> Transformer:
     """A random model; the weights do not depend on the window."""
     torch.manual_seed(0)
-    config = config_from_dict(SHAPE | {"sliding_window": window, "max_position_embeddings": PROMPT + args.tokens})
+    config = config_from_dict(
+        SHAPE | {"sliding_window": window, "max_position_embeddings": PROMPT + args.tokens}
+    )
     return Transformer(config).to(getattr(torch, args.dtype))
 
 
@@ -55,7 +57,9 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
         device=torch.device("cpu"),
     )
     num_blocks = cache.num_free_blocks
-    keys = torch.tensor([request_key(0, purpose="train", prompt=row, sample=0) for row in range(args.rows)])
+    keys = torch.tensor(
+        [request_key(0, purpose="train", prompt_ordinal=row, sample=0) for row in range(args.rows)]
+    )
     how = dict(keys=keys, temperature=torch.ones(args.rows))
     sequences = [cache.add(PROMPT) for _ in range(args.rows)]
     assert all(sequences), "the cache holds every row"
@@ -75,7 +79,9 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="sampled per row")
@@ -84,7 +90,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = {"window": decode(args.window, args), "full": decode(None, args)}
-    print(f"| tokens | ms/step, window {args.window} | ms/step, none | blocks, window {args.window} | blocks, none |")
+    print(
+        f"| tokens | ms/step, window {args.window} | ms/step, none | blocks, window {args.window} | blocks, none |"
+    )
     print("|---|---|---|---|---|")
     table: list[dict[str, tuple[float, int]]] = []
     for end in range(args.span, args.tokens + 1, args.span):
@@ -95,7 +103,9 @@ def main() -> None:
         (ms, used), (full_ms, full_used) = row["window"], row["full"]
         print(f"| {end} | {ms:.2f} | {full_ms:.2f} | {used} | {full_used} |", flush=True)
         table.append(row)
-    first = next(i for i in range(len(table)) if i * args.span >= args.window)  # the first span with a full window
+    first = next(
+        i for i in range(len(table)) if i * args.span >= args.window
+    )  # the first span with a full window
     result = {"what": "minirl_window", "dtype": args.dtype, "window": args.window, "rows": args.rows}
     for name in runs:
         for label, i in (("filled", first), ("last", -1)):

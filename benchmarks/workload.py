@@ -20,22 +20,29 @@ from typing import Any
 
 import torch
 
-from minirl.batch import RolloutId
-from minirl.data import Tokenizer
-from minirl.engine import Request
-from minirl.model import Transformer
-from minirl.sampling import request_key
+from minirl.data.tokenizer import Tokenizer
+from minirl.generation.engine import Request
+from minirl.generation.sampling import request_key
+from minirl.model.transformer import Transformer
+from minirl.rollouts import RolloutId
 
-PROMPT_LENGTHS = (12, 20, 31, 47, 64, 80, 96, 120)
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # so that benchmarks can import the training scripts
+PROMPT_LENGTHS = (12, 20, 31, 47, 64, 80, 96, 120)
 LETTERS = string.digits + string.ascii_lowercase + " +-*/=().,:;?!'\""
 
 
-def start_script(script: str, *flags: str, runs: Path | str, ranks: int = 2, **options: Any) -> subprocess.Popen:
+def start_script(
+    script: str, *flags: str, runs: Path | str, ranks: int = 2, **options: Any
+) -> subprocess.Popen:
     """Start a training script of this checkout, under torchrun for several ranks; `options` are Popen's."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
     environment = {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / script), *flags], env=environment, **options)
+    return subprocess.Popen(
+        [sys.executable, *torchrun, str(ROOT / script), *flags], env=environment, **options
+    )
 
 
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
@@ -47,7 +54,9 @@ def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
 
 def encode_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     """`prompt_texts` as token ids, without special tokens."""
-    return [tuple(tokenizer.backend(text, add_special_tokens=False)["input_ids"]) for text in prompt_texts(count)]
+    return [
+        tuple(tokenizer.backend(text, add_special_tokens=False)["input_ids"]) for text in prompt_texts(count)
+    ]
 
 
 def make_requests(
@@ -57,7 +66,7 @@ def make_requests(
     requests = []
     for i, prompt in enumerate(prompts):
         for sample in range(samples):
-            key = request_key(0, purpose="train", prompt=first + i, sample=sample)
+            key = request_key(0, purpose="train", prompt_ordinal=first + i, sample=sample)
             requests.append(Request(prompt, RolloutId(first + i, sample), key, max_new, 1.0, stop_ids))
     return requests
 

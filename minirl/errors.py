@@ -33,3 +33,9 @@ class SaveError(RuntimeError):
     """The last checkpoint could not be written; what was saved before is intact."""
 
     exit_code = 6
+
+
+def refuse(is_wrong: object, message: str) -> None:
+    """Raise InputError with the message if something is wrong."""
+    if is_wrong:
+        raise InputError(message)

@@ -5,13 +5,11 @@ import itertools
 import pytest
 import torch
 
-from minirl.advantages import (
+from minirl.objective.advantages import (
     ADVANTAGE_NORMS,
-    adapted_kl_coef,
     explained_variance,
     gae,
     group_advantages,
-    loss_weights,
     mean_and_variance,
     returns_to_go,
     select_groups,
@@ -19,6 +17,8 @@ from minirl.advantages import (
     token_rewards,
     whiten,
 )
+from minirl.objective.kl import adapted_kl_coef
+from minirl.objective.loss_weights import loss_weights
 
 
 def double(values):
@@ -49,7 +49,9 @@ def flat(per_sequence):
 
 
 def assert_six_decimals(actual, expected):
-    torch.testing.assert_close(torch.as_tensor(actual, dtype=torch.float64), double(expected), rtol=0, atol=6e-7)
+    torch.testing.assert_close(
+        torch.as_tensor(actual, dtype=torch.float64), double(expected), rtol=0, atol=6e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,9 @@ def assert_six_decimals(actual, expected):
         pytest.param(TRL, REWARDS, [[0.783186, -1.305310, -0.261062, 0.783186]], id="grpo_trl"),
         pytest.param(DR_GRPO, REWARDS, [[0.375, -0.625, -0.125, 0.375]], id="dr_grpo"),
         pytest.param(RLOO, REWARDS, [[0.500000, -0.833333, -0.166667, 0.500000]], id="rloo"),
-        pytest.param({"baseline": double([0.5]), "norm": "none"}, REWARDS, [[0.5, -0.5, 0.0, 0.5]], id="remax"),
+        pytest.param(
+            {"baseline": double([0.5]), "norm": "none"}, REWARDS, [[0.5, -0.5, 0.0, 0.5]], id="remax"
+        ),
         pytest.param({"baseline": "none", "norm": "none"}, REWARDS, REWARDS.tolist(), id="reinforce"),
         pytest.param(GRPO, double([[1.0, 0.0]]), [[0.707106, -0.707106]], id="group_of_2"),
         pytest.param(
@@ -69,7 +73,10 @@ def assert_six_decimals(actual, expected):
             id="batch_std",
         ),
         pytest.param(
-            TRL, double([[1.2, 0.2, 1.8, 0.4]]), [[0.405696, -0.946625, 1.217089, -0.676161]], id="sum_then_normalise"
+            TRL,
+            double([[1.2, 0.2, 1.8, 0.4]]),
+            [[0.405696, -0.946625, 1.217089, -0.676161]],
+            id="sum_then_normalise",
         ),
     ],
 )
@@ -152,9 +159,18 @@ def test_advantages_follow_a_permutation_of_the_group(options):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: group_advantages(REWARDS, baseline="mean", norm="std"), r"'std'.*none, group_std, batch_std"),
-        (lambda: group_advantages(REWARDS, baseline="greedy", norm="none"), r"'greedy'.*mean, leave_one_out, none"),
-        (lambda: loss_weights(LENGTHS, norm="mean", constant=8), r"'mean'.*token_mean, sequence_mean, constant"),
+        (
+            lambda: group_advantages(REWARDS, baseline="mean", norm="std"),
+            r"'std'.*none, group_std, batch_std",
+        ),
+        (
+            lambda: group_advantages(REWARDS, baseline="greedy", norm="none"),
+            r"'greedy'.*mean, leave_one_out, none",
+        ),
+        (
+            lambda: loss_weights(LENGTHS, norm="mean", constant=8),
+            r"'mean'.*token_mean, sequence_mean, constant",
+        ),
     ],
 )
 def test_unknown_names_are_refused_with_the_choices(call, message):
@@ -187,7 +203,13 @@ def test_separate_advantages_depend_on_the_weights_and_not_on_the_scales():
 
 @pytest.mark.parametrize(
     ("count", "rows", "num_equal"),
-    [(1, [1], 0), (3, [1, 3, 5], 0), (4, [0, 1, 3, 5], 1), (6, [0, 1, 2, 3, 4, 5], 3), (9, [0, 1, 2, 3, 4, 5], 3)],
+    [
+        (1, [1], 0),
+        (3, [1, 3, 5], 0),
+        (4, [0, 1, 3, 5], 1),
+        (6, [0, 1, 2, 3, 4, 5], 3),
+        (9, [0, 1, 2, 3, 4, 5], 3),
+    ],
 )
 def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
     """The first groups whose accuracies differ, filled up with the first others, in order and counted. Pitfall 54."""
@@ -197,7 +219,10 @@ def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
 
 def test_an_all_correct_group_of_different_lengths_is_dropped():
     """Pitfall 26: judged by accuracy it has no signal; the shaped reward would have kept it before the mixed one."""
-    accuracy, lengths = double([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]), double([[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]])
+    accuracy, lengths = (
+        double([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]),
+        double([[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]]),
+    )
     assert select_groups(accuracy, 1) == ([1], 0)
     assert select_groups(accuracy - 0.01 * lengths, 1) == ([0], 0)
 
@@ -223,7 +248,9 @@ def test_loss_weights_equal_their_formulas(keep, norm, expected):
     torch.testing.assert_close(weights, double(expected), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize(("norm", "total"), [("token_mean", 1.0), ("sequence_mean", 1.0), ("constant", 14 / 32)])
+@pytest.mark.parametrize(
+    ("norm", "total"), [("token_mean", 1.0), ("sequence_mean", 1.0), ("constant", 14 / 32)]
+)
 def test_weights_of_all_tokens_sum_to_a_known_total(norm, total):
     """Means weigh 1 in all; the constant divisor weighs the share of N * C that was used."""
     weights = loss_weights(LENGTHS, norm=norm, constant=8)
@@ -280,10 +307,17 @@ def estimates_of(sequences, **decay):
         pytest.param(TERMINAL, PPO_DECAY, [0.527475, 0.660500, 0.590000, 0.200000], id="terminal"),
         pytest.param(TERMINAL, {"gamma": 1.0, "gae_lambda": 1.0}, [0.6, 0.7, 0.6, 0.2], id="lambda_1"),
         pytest.param(
-            TERMINAL, {"gamma": 0.99, "gae_lambda": 0.95}, [0.497529, 0.639584, 0.580100, 0.2], id="gamma_0.99"
+            TERMINAL,
+            {"gamma": 0.99, "gae_lambda": 0.95},
+            [0.497529, 0.639584, 0.580100, 0.2],
+            id="gamma_0.99",
         ),
-        pytest.param(PENALISED, PPO_DECAY, [-0.286627, -0.243818, -0.351387, -0.117250, -0.055000], id="ended"),
-        pytest.param(TRUNCATED, PPO_DECAY, [0.039175, 0.099132, 0.009612, 0.262750, 0.345000], id="truncated"),
+        pytest.param(
+            PENALISED, PPO_DECAY, [-0.286627, -0.243818, -0.351387, -0.117250, -0.055000], id="ended"
+        ),
+        pytest.param(
+            TRUNCATED, PPO_DECAY, [0.039175, 0.099132, 0.009612, 0.262750, 0.345000], id="truncated"
+        ),
     ],
 )
 def test_estimates_equal_the_worked_numbers(sequence, decay, expected):
@@ -368,7 +402,9 @@ WHITENED_SEQUENCES = [[0.902957] * 3, [-1.203942] * 5, [-0.150493] * 2, [0.90295
     ("stream", "expected"),
     [
         pytest.param(
-            double([0.527475, 0.660500, 0.590000, 0.200000]), [0.161903, 0.814913, 0.468833, -1.445648], id="gae"
+            double([0.527475, 0.660500, 0.590000, 0.200000]),
+            [0.161903, 0.814913, 0.468833, -1.445648],
+            id="gae",
         ),
         pytest.param(
             group_advantages(REWARDS, **DR_GRPO)[0].repeat_interleave(LENGTHS),

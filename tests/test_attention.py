@@ -8,12 +8,12 @@ import types
 import pytest
 import torch
 
-from minirl import attention, numerics
-from minirl.attention import PackedLayout, attend, kernel_for
-from minirl.batch import Batch
-from minirl.kv_cache import KVCache
-from minirl.plan import Prompt
-from minirl.portable import BLOCK, QUERIES, min_queries
+from minirl.generation.kv_cache import KVCache
+from minirl.model import attention, batch_invariance, padding
+from minirl.model.attention import PackedLayout, attend, kernel_for
+from minirl.model.portable_attention import BLOCK, QUERIES, min_queries
+from minirl.training.assignment import PromptPrefix
+from minirl.training.batch import Batch
 
 CPU = torch.device("cpu")
 RAGGED = (1, 127, 128, 129, 300, 2, 257)
@@ -88,7 +88,9 @@ def test_bf16_attention_rounds_where_it_says_and_nowhere_else():
     probs = scores.masked_fill(future, -torch.inf).softmax(-1).bfloat16().float()
     parts = [(p @ x).bfloat16().float() for p, x in zip(probs.split(BLOCK, 1), v.split(BLOCK), strict=True)]
     expected = sum(parts).bfloat16().float()
-    assert (out == expected).float().mean() > 0.97  # a product's own order of summing may turn a rounding over
+    assert (
+        out == expected
+    ).float().mean() > 0.97  # a product's own order of summing may turn a rounding over
 
 
 @pytest.mark.parametrize("window", [None, 130])
@@ -114,7 +116,9 @@ def test_empty_streams_and_sequences_attend_to_nothing(lengths):
     expected = dense_attention(*leaves, None)
     assert out.shape == (sum(lengths), 4, 8)
     torch.testing.assert_close(out, expected)
-    for grad, expected_grad in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (out, expected)), strict=True):
+    for grad, expected_grad in zip(
+        *(torch.autograd.grad(x.sum(), leaves) for x in (out, expected)), strict=True
+    ):
         torch.testing.assert_close(grad, expected_grad)
 
 
@@ -156,24 +160,26 @@ def test_portable_kernel_serves_the_cpu_and_full_precision(device, dtype):
 def test_a_shared_prompt_is_computed_as_rows_of_the_first_sequence_that_has_it():
     """The third sequence has 2 tokens of the first, the fourth those and one more: 9 rows for 14 tokens."""
     layout = PackedLayout((3, 2, 5, 4), CPU, shared=((0, 0), (1, 0), (0, 2), (2, 3)))
-    assert layout.row.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 5, 8]
-    assert layout.kept.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 13]
+    assert layout.hidden_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 5, 8]
+    assert layout.computed_tokens.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 13]
     assert layout.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 3]
     assert layout.num_shared == (0, 0, 2, 3)
     assert layout.cu_seqlens.tolist() == [0, 3, 5, 10, 14]
-    assert layout.kept[layout.row].tolist() != list(range(14)), "nothing is shared"
-    assert layout.row[layout.kept].tolist() == list(range(9)), "a row is not the token that it was kept for"
-    assert {x.dtype for x in (layout.row, layout.kept, layout.positions)} == {torch.int64}
+    assert layout.computed_tokens[layout.hidden_index].tolist() != list(range(14)), "nothing is shared"
+    assert layout.hidden_index[layout.computed_tokens].tolist() == list(range(9)), (
+        "a row is not the token that it was kept for"
+    )
+    assert {x.dtype for x in (layout.hidden_index, layout.computed_tokens, layout.positions)} == {torch.int64}
 
 
 def test_without_shared_prompts_every_token_is_a_row():
     """Nothing said of prompts, or each sequence its own parent: the stream as it is."""
     for shared in ((), ((0, 0), (1, 0), (2, 0))):
         layout = PackedLayout((3, 1, 2), CPU, shared=shared)
-        assert layout.row.tolist() == layout.kept.tolist() == list(range(6))
+        assert layout.hidden_index.tolist() == layout.computed_tokens.tolist() == list(range(6))
         assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
         assert layout.num_shared == (0, 0, 0)
-    assert PackedLayout((), CPU).row.tolist() == PackedLayout((), CPU).kept.tolist() == []
+    assert PackedLayout((), CPU).hidden_index.tolist() == PackedLayout((), CPU).computed_tokens.tolist() == []
 
 
 def shared_layout(families, seed=0):
@@ -183,7 +189,7 @@ def shared_layout(families, seed=0):
 
 def shuffled_members(families, seed):
     """The prompt and the number of own tokens of each member of these families."""
-    members = [(Prompt(i, prompt), n) for i, (prompt, *owns) in enumerate(families) for n in owns]
+    members = [(PromptPrefix(i, prompt), n) for i, (prompt, *owns) in enumerate(families) for n in owns]
     random.Random(seed).shuffle(members)
     return members
 
@@ -191,10 +197,10 @@ def shuffled_members(families, seed):
 def layout_of(members):
     """The layout of a batch of these members."""
     lengths, nothing = tuple(prompt.num_tokens + n for prompt, n in members), torch.empty(0)
-    return Batch(lengths, nothing, nothing, nothing, prompts=tuple(prompt for prompt, _ in members)).layout()
+    return Batch(lengths, nothing, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
 
 
-# Prompts around the borders of blocks, of one to five members, one without a token of its own; two share nothing.
+# PromptStream around the borders of blocks, of one to five members, one without a token of its own; two share nothing.
 FAMILIES = [
     (1, 3, 140),
     (127, 1, 2, 60),
@@ -213,12 +219,18 @@ FAMILIES = [
 def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, window, groups, seed):
     """A row does not know who else begins as it does: attention over shared rows is that over the whole stream."""
     layout = shared_layout(FAMILIES, seed)
-    q, k, v = random_qkv(len(layout.kept), 2 * groups, 2, 16, dtype)
+    q, k, v = random_qkv(len(layout.computed_tokens), 2 * groups, 2, 16, dtype)
     got = attend(q, k, v, layout, layer=0, window=window)
     assert got.shape == q.shape
     assert len(q) < sum(layout.lengths) - 1000
-    expected = attend_packed(q[layout.row], k[layout.row], v[layout.row], layout.lengths, window)
-    assert_same(got[layout.row], expected, numerics.rows_are_invariant([(16, BLOCK), (BLOCK, 16)], dtype, CPU))
+    expected = attend_packed(
+        q[layout.hidden_index], k[layout.hidden_index], v[layout.hidden_index], layout.lengths, window
+    )
+    assert_same(
+        got[layout.hidden_index],
+        expected,
+        batch_invariance.is_batch_invariant([(16, BLOCK), (BLOCK, 16)], dtype, CPU),
+    )
 
 
 @pytest.mark.parametrize("window", [None, 130])
@@ -227,7 +239,7 @@ def test_each_row_asks_once(window):
     layout = shared_layout(FAMILIES)
     plan = layout.plan(window, 2)
     asked = torch.cat([tiles.queries for tiles in plan.tiles])
-    num_rows = 2 * len(layout.kept)  # for each of two key heads
+    num_rows = 2 * len(layout.computed_tokens)  # for each of two key heads
     assert asked[plan.place].tolist() == list(range(num_rows))
     own = [n - m for n, m in zip(layout.lengths, layout.num_shared, strict=True)]
     most = sum(n // QUERIES[-1] * QUERIES[-1] + max(16, 2 * (n % QUERIES[-1])) for n in own)
@@ -238,10 +250,10 @@ def test_each_row_asks_once(window):
 def test_gradients_of_shared_rows_are_the_sums_over_those_who_share_them(window):
     """In fp64 the gradient of a shared query, key or value is what autograd sums when each sequence has its copy."""
     layout = shared_layout(FAMILIES)
-    leaves = [x.requires_grad_() for x in random_qkv(len(layout.kept), 4, 2, 8, torch.float64)]
+    leaves = [x.requires_grad_() for x in random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)]
     upstream = randn(sum(layout.lengths), 4, 8, seed=3, dtype=torch.float64)
-    got = attend(*leaves, layout, layer=0, window=window)[layout.row]
-    expected = attend_packed(*(x[layout.row] for x in leaves), layout.lengths, window)
+    got = attend(*leaves, layout, layer=0, window=window)[layout.hidden_index]
+    expected = attend_packed(*(x[layout.hidden_index] for x in leaves), layout.lengths, window)
     grads, expected_grads = (torch.autograd.grad(x, leaves, upstream) for x in (got, expected))
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert_near(grad, expected_grad, 1e-13)
@@ -266,7 +278,9 @@ def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kernel", ["flash", "varlen"])
-def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(kernel, window, shares, monkeypatch):
+def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
+    kernel, window, shares, monkeypatch
+):
     """Their queries, keys, limits and windows for shared prompts, with a dense softmax in the kernel's place."""
 
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, window_size):
@@ -279,9 +293,11 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
         return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
 
     module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=varlen)
-    monkeypatch.setitem(sys.modules, "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen", module)
+    monkeypatch.setitem(
+        sys.modules, "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen", module
+    )
     layout = shared_layout(FAMILIES) if shares else PackedLayout(RAGGED, CPU)
-    qkv = random_qkv(len(layout.kept), 4, 2, 8, torch.float64)
+    qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
     got = attention._attend_varlen(*qkv, layout, window, kernel)
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
 
@@ -295,19 +311,24 @@ def make_streams(lengths, num_layers, groups, dim, dtype, seed):
     layers = []
     for layer in range(num_layers):
         shared = random_qkv(prompt, 2 * groups, 2, dim, dtype, seed + 100 * layer)
-        own = [random_qkv(n, 2 * groups, 2, dim, dtype, seed + 100 * layer + 10 * i + 10) for i, n in enumerate(rests)]
+        own = [
+            random_qkv(n, 2 * groups, 2, dim, dtype, seed + 100 * layer + 10 * i + 10)
+            for i, n in enumerate(rests)
+        ]
         layers.append([tuple(torch.cat(pair) for pair in zip(shared, x, strict=True)) for x in own])
     return [[layer[i] for layer in layers] for i in range(len(rests))]
 
 
 def gather_rows(streams, layer, spans):
     """q, k, v of the tokens start..end of each stream, end to end."""
-    rows = [[x[start:end] for x in stream[layer]] for stream, (start, end) in zip(streams, spans, strict=True)]
+    rows = [
+        [x[start:end] for x in stream[layer]] for stream, (start, end) in zip(streams, spans, strict=True)
+    ]
     return [torch.cat(x) for x in zip(*rows, strict=True)]
 
 
 def assert_same(got, expected, is_exact):
-    """Bitwise where products are row-invariant; on another BLAS within 1e-5 (fp32) or bf16's rounding."""
+    """Bitwise where products are batch-invariant; on another BLAS within 1e-5 (fp32) or bf16's rounding."""
     if is_exact:
         assert torch.equal(got, expected)
     else:
@@ -344,7 +365,9 @@ def decode_and_check(cache, windows, rows, is_exact):
     for layer, window in enumerate(windows):
         q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
         got = attend(q, k, v, layout, layer=layer, window=window)
-        assert_same(got, torch.stack([packed[layer][cached.length - 1] for _, cached, packed in rows]), is_exact)
+        assert_same(
+            got, torch.stack([packed[layer][cached.length - 1] for _, cached, packed in rows]), is_exact
+        )
 
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (8, 8), (2, 32), (4, 64)])
@@ -352,7 +375,7 @@ def decode_and_check(cache, windows, rows, is_exact):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     """Sampling and scoring attend to the same bits: shared prompts, block borders, windows, reused blocks, order."""
-    is_exact = numerics.rows_are_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU)
+    is_exact = batch_invariance.is_batch_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU)
     shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
     cache = KVCache(windows, num_tokens=2560, max_sequences=12, dtype=dtype, device=CPU, **shape)
     for pool in cache.pools:  # what an earlier sequence left behind must not be seen
@@ -361,16 +384,24 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     steps, samples = 8, {131: 3, 256: 2, 7: 2, 124: 1, 383: 1, 1: 1}
     families, parents = [], []
     for prompt, n in samples.items():
-        streams = make_streams((prompt, *([2 * steps] * n)), len(windows), groups, dim, dtype, seed=1000 * prompt)
+        streams = make_streams(
+            (prompt, *([2 * steps] * n)), len(windows), groups, dim, dtype, seed=1000 * prompt
+        )
         packed = packed_rows(streams, windows, [prompt + 2 * steps] * n)
         parents.append((streams[0], cache.add(prompt), packed[0]))
-        families.append([parents[-1], *((stream, None, x) for stream, x in zip(streams[1:], packed[1:], strict=True))])
+        families.append(
+            [parents[-1], *((stream, None, x) for stream, x in zip(streams[1:], packed[1:], strict=True))]
+        )
     prefill_and_check(cache, windows, parents, is_exact)
     rows = [
-        (stream, cached or cache.fork(family[0][1]), packed) for family in families for stream, cached, packed in family
+        (stream, cached or cache.fork(family[0][1]), packed)
+        for family in families
+        for stream, cached, packed in family
     ]
     for tables in zip(*(cached.tables for _, cached, _ in rows[:3]), strict=True):
-        assert tables[0].first > 0 or len({table.blocks[0] for table in tables}) == 1, "full blocks are not shared"
+        assert tables[0].first > 0 or len({table.blocks[0] for table in tables}) == 1, (
+            "full blocks are not shared"
+        )
     for step in range(steps):
         decode_and_check(cache, windows, rows if step % 2 else rows[::-1], is_exact)
     for gone in (rows.pop(0), rows.pop(3)):  # the parent of a family that goes on, and a member of another
@@ -405,7 +436,7 @@ def start_rows(cache, windows, groups, dim, dtype, samples, steps, is_exact):
 
 
 def cache_and_exactness(windows, groups, dim, dtype, **kwargs):
-    is_exact = numerics.rows_are_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU)
+    is_exact = batch_invariance.is_batch_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU)
     shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
     return KVCache(windows, dtype=dtype, device=CPU, **shape, **kwargs), is_exact
 
@@ -421,9 +452,13 @@ def poison(cache):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
-    cache, is_exact = cache_and_exactness(windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30)
+    cache, is_exact = cache_and_exactness(
+        windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30
+    )
     poison(cache)
-    rows = start_rows(cache, windows, groups, dim, dtype, {389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10, is_exact)
+    rows = start_rows(
+        cache, windows, groups, dim, dtype, {389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10, is_exact
+    )
     layouts = [cache.decode_layout([cached for _, cached, _ in rows])]
     for cached, _ in layouts[0].caches.values():
         plan = cached.read.plan
@@ -456,7 +491,9 @@ def test_what_a_block_held_before_never_reaches_a_result(windows, dtype):
     steps = 140
     cache, is_exact = cache_and_exactness(windows, 2, 16, dtype, num_tokens=60 * BLOCK, max_sequences=20)
     poison(cache)
-    rows = start_rows(cache, windows, 2, 16, dtype, {100: 2, 127: 1, 128: 2, 129: 2, 1: 1, 256: 1}, steps, is_exact)
+    rows = start_rows(
+        cache, windows, 2, 16, dtype, {100: 2, 127: 1, 128: 2, 129: 2, 1: 1, 256: 1}, steps, is_exact
+    )
     for step in range(steps):
         poison(cache)
         decode_and_check(cache, windows, rows, is_exact)
@@ -468,7 +505,9 @@ def test_what_a_block_held_before_never_reaches_a_result(windows, dtype):
 
 def test_a_broken_row_stays_alone_when_decoding():
     """NaN in the pool's first block, which is another row's, reaches no row with fewer blocks than the longest."""
-    cache, is_exact = cache_and_exactness((None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6)
+    cache, is_exact = cache_and_exactness(
+        (None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
+    )
     rows = start_rows(cache, (None,), 2, 16, torch.float32, {100: 1, 20: 1, 300: 1}, 4, is_exact)
     decode_and_check(cache, (None,), rows, is_exact)
     for pool in cache.pools:
@@ -480,7 +519,9 @@ def test_a_broken_row_stays_alone_when_decoding():
 def test_a_plan_kept_from_another_step_is_right_for_it(window):
     """Equal block tables are planned once: for one more token, and for a window that has moved on and whose block was
     given back and taken again, so that the table looks the same."""
-    cache, is_exact = cache_and_exactness((window,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6)
+    cache, is_exact = cache_and_exactness(
+        (window,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
+    )
     rows = start_rows(cache, (window,), 2, 16, torch.float32, {127: 1, 100: 1}, 140, is_exact)
     plans, firsts, tables = [], [], []
     for _ in range(140):
@@ -498,7 +539,9 @@ def test_a_plan_kept_from_another_step_is_right_for_it(window):
 
 def test_rows_that_hold_the_blocks_of_rows_that_are_gone_read_their_own():
     """Freed and taken again in the same order, block tables are equal and so is the plan; the tokens are others."""
-    cache, is_exact = cache_and_exactness((None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6)
+    cache, is_exact = cache_and_exactness(
+        (None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
+    )
     plans, lengths = [], {140: 2, 20: 1}
     for step in range(2):
         rows = start_rows(
@@ -520,9 +563,9 @@ def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(diffe
         return x @ y * (1 + 1e-6 * (x.shape[1] < differs_below))
 
     if min_queries.__wrapped__(16, torch.float64) > 1:
-        pytest.skip("this machine's fp64 products are not row-invariant")
+        pytest.skip("this machine's fp64 products are not batch-invariant")
     monkeypatch.setattr(torch, "bmm", bmm)
-    expected = next((rows for rows in (1, 2, 4, 8) if rows >= differs_below), numerics.MIN_ROWS)
+    expected = next((rows for rows in (1, 2, 4, 8) if rows >= differs_below), padding.MIN_ROWS)
     assert min_queries.__wrapped__(16, torch.float64) == expected
 
 
@@ -530,8 +573,8 @@ def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(diffe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_of_the_probed_number_of_queries_and_more_have_one_result(dtype, dim):
     """What decoding builds on: from `min_queries` rows on, also odd numbers, a product's rows are a large one's."""
-    if not numerics.rows_are_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU):
-        pytest.skip("this machine's products are not row-invariant")
+    if not batch_invariance.is_batch_invariant([(dim, BLOCK), (BLOCK, dim)], dtype, CPU):
+        pytest.skip("this machine's products are not batch-invariant")
     q, k = randn(5, 72, dim, seed=1, dtype=dtype), randn(5, dim, BLOCK, seed=2, dtype=dtype)
     p, v = randn(5, 72, BLOCK, seed=3, dtype=dtype), randn(5, BLOCK, dim, seed=4, dtype=dtype)
     scores, out = q @ k, p @ v

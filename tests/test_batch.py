@@ -1,25 +1,14 @@
 """A batch against loops over its sequences, and what ranks know of each other's."""
 
 import dataclasses
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from minirl import batch as batching
-from minirl.batch import (
-    Batch,
-    Rollout,
-    RolloutId,
-    RolloutTable,
-    exchange,
-    gather_by_row,
-    gather_table,
-)
-from minirl.plan import Prompt
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.assignment import PromptPrefix
+from minirl.training.batch import NOT_MADE, Batch, RolloutTable, exchange, gather_table, gather_to_table
 
 CPU = torch.device("cpu")
 
@@ -29,27 +18,31 @@ def make_batch(lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     total, fields = sum(lengths), {}
     for field in dataclasses.fields(Batch):
-        if field.name == "row":
-            fields["row"] = torch.arange(len(lengths)) * 10
+        if field.name == "table_index":
+            fields["table_index"] = torch.arange(len(lengths)) * 10
         elif field.name == "loss_mask":
             fields["loss_mask"] = torch.rand(total, generator=generator) < 0.5
         elif field.name == "tokens":
             fields["tokens"] = torch.randint(1, 1000, (total,), generator=generator)
-        elif field.name == "prompts":
-            fields["prompts"] = tuple(Prompt(i, 1) for i in range(len(lengths)))
+        elif field.name == "prefixes":
+            fields["prefixes"] = tuple(PromptPrefix(i, 1) for i in range(len(lengths)))
         elif field.name != "lengths":
             fields[field.name] = torch.rand(total, generator=generator)
     return Batch(tuple(lengths), **fields)
 
 
 def tensor_fields(batch):
-    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in ("lengths", "prompts")}
+    return {
+        f.name: getattr(batch, f.name)
+        for f in dataclasses.fields(batch)
+        if f.name not in ("lengths", "prefixes")
+    }
 
 
 def sequences_of(batch, name):
     """The field's values sequence by sequence."""
-    if name == "row":
-        return [[value] for value in batch.row.tolist()]
+    if name == "table_index":
+        return [[value] for value in batch.table_index.tolist()]
     values, parts, start = getattr(batch, name).tolist(), [], 0
     for length in batch.lengths:
         parts.append(values[start : start + length])
@@ -63,7 +56,7 @@ def test_select_equals_a_loop_over_sequences(chosen):
     batch = make_batch([3, 1, 5, 2, 4])
     part = batch.select(chosen)
     assert part.lengths == tuple(batch.lengths[i] for i in chosen)
-    assert part.prompts == tuple(batch.prompts[i] for i in chosen)
+    assert part.prefixes == tuple(batch.prefixes[i] for i in chosen)
     for name, value in tensor_fields(batch).items():
         wanted = [x for i in chosen for x in sequences_of(batch, name)[i]]
         assert getattr(part, name).tolist() == wanted
@@ -83,7 +76,7 @@ def test_a_field_not_made_yet_stays_none():
     batch = Batch(full.lengths, full.tokens, full.loss_mask, full.sample_logprobs)
     for same in (batch.select([1]), batch.to(CPU)):
         assert same.advantages is None
-        assert same.row is None
+        assert same.table_index is None
     changed = batch.replace(advantages=full.advantages)
     assert changed.advantages is full.advantages
     assert changed.tokens is batch.tokens
@@ -104,10 +97,14 @@ def test_token_index_says_where_the_tokens_are(chosen):
 def test_spread_repeats_within_the_loss_mask(lengths):
     """Each sequence's value at its loss tokens and exactly 0 elsewhere, even for values that are not finite."""
     batch = make_batch(lengths)
-    batch = batch.replace(loss_mask=torch.tensor([False, True, True, False, False, True, False, True])[: sum(lengths)])
+    batch = batch.replace(
+        loss_mask=torch.tensor([False, True, True, False, False, True, False, True])[: sum(lengths)]
+    )
     values = torch.tensor([1.5, math.nan, math.inf])[: len(lengths)]
     owner = [i for i, length in enumerate(lengths) for _ in range(length)]
-    wanted = [float(values[i]) if chosen else 0.0 for i, chosen in zip(owner, batch.loss_mask.tolist(), strict=True)]
+    wanted = [
+        float(values[i]) if chosen else 0.0 for i, chosen in zip(owner, batch.loss_mask.tolist(), strict=True)
+    ]
     assert batch.spread(values).tolist() == wanted
 
 
@@ -124,11 +121,17 @@ def test_layout_has_the_lengths_of_the_batch():
     assert make_batch([3, 1, 2]).layout().positions.tolist() == [0, 1, 2, 0, 0, 1]
 
 
-PROMPTS = (Prompt(4, 2), Prompt(9, 1), Prompt(4, 2), Prompt(4, 2), Prompt(9, 1))  # of sequences with 3, 1, 5, 2, 4
+PROMPTS = (
+    PromptPrefix(4, 2),
+    PromptPrefix(9, 1),
+    PromptPrefix(4, 2),
+    PromptPrefix(4, 2),
+    PromptPrefix(9, 1),
+)  # of sequences with 3, 1, 5, 2, 4
 
 
 def shared_batch():
-    return dataclasses.replace(make_batch([3, 1, 5, 2, 4]), prompts=PROMPTS)
+    return dataclasses.replace(make_batch([3, 1, 5, 2, 4]), prefixes=PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -150,42 +153,41 @@ def test_a_layout_shares_prompts_within_its_own_batch(chosen, shared):
 def test_prompts_stay_with_their_sequences():
     """Moved, or with a stream set, a batch still has them; without any, or with one each, nothing is shared."""
     batch = shared_batch()
-    assert batch.to(CPU).prompts == batch.replace(advantages=batch.values).prompts == PROMPTS
-    assert batch.select([3, 1]).select([1]).prompts == (PROMPTS[1],)
+    assert batch.to(CPU).prefixes == batch.replace(advantages=batch.values).prefixes == PROMPTS
+    assert batch.select([3, 1]).select([1]).prefixes == (PROMPTS[1],)
     assert make_batch([3, 1]).layout().shared == ()
-    assert dataclasses.replace(batch, prompts=()).layout().shared == ()
-    assert dataclasses.replace(batch, prompts=()).select([1, 0]).prompts == ()
+    assert dataclasses.replace(batch, prefixes=()).layout().shared == ()
+    assert dataclasses.replace(batch, prefixes=()).select([1, 0]).prefixes == ()
 
 
 def test_prompts_of_one_ordinal_and_other_lengths_are_not_shared():
     """A prompt is its ordinal and its length: where the lengths differ, nothing is taken from the other."""
-    batch = dataclasses.replace(make_batch([3, 4]), prompts=(Prompt(4, 2), Prompt(4, 3)))
+    batch = dataclasses.replace(make_batch([3, 4]), prefixes=(PromptPrefix(4, 2), PromptPrefix(4, 3)))
     assert batch.layout().shared == ()
 
 
-def test_a_new_stream_is_one_more_line(tmp_path):
-    """With a line for `teacher` added to Batch, select and to carry it: no other line knows the streams by name."""
-    source = Path(batching.__file__).read_text()
-    line = "    ref_logprobs: Tensor = _later()"
-    assert source.count(line) == 1
-    (tmp_path / "batch_with_teacher.py").write_text(source.replace(line, f"    teacher: Tensor = _later()\n{line}"))
-    spec = importlib.util.spec_from_file_location("batch_with_teacher", tmp_path / "batch_with_teacher.py")
-    module = sys.modules["batch_with_teacher"] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        old = make_batch([2, 1])
-        batch = module.Batch(old.lengths, **tensor_fields(old), teacher=torch.tensor([1.0, 2.0, 3.0]))
-        assert batch.select([1, 0]).teacher.tolist() == [3.0, 1.0, 2.0]
-        assert batch.to(torch.device("meta")).teacher.device.type == "meta"
-    finally:
-        del sys.modules["batch_with_teacher"]
+@dataclasses.dataclass(frozen=True)
+class BatchWithTeacher(Batch):
+    """What a fork adds for a stream of its own."""
+
+    teacher: torch.Tensor = NOT_MADE
+
+
+def test_a_new_stream_is_one_more_line():
+    """A subclass with a line for `teacher`: select and to carry it, since no other line knows the streams by name."""
+    batch = BatchWithTeacher(**vars(make_batch([2, 1])), teacher=torch.tensor([1.0, 2.0, 3.0]))
+    assert batch.select([1, 0]).teacher.tolist() == [3.0, 1.0, 2.0]
+    assert batch.to(torch.device("meta")).teacher.device.type == "meta"
+    assert batch.replace(values=batch.teacher).select([1]).values.tolist() == [3.0]
 
 
 def test_completion_is_what_follows_the_prompt():
     """The stop token included."""
     tokens = torch.tensor([5, 6, 7, 8, 0])
     mask = torch.tensor([False, False, True, True, True])
-    rollout = Rollout(tokens, mask, torch.zeros(5), torch.zeros(5, dtype=torch.int32), 2, RolloutId(0, 0), "stop")
+    rollout = Rollout(
+        tokens, mask, torch.zeros(5), torch.zeros(5, dtype=torch.int32), 2, RolloutId(0, 0), "stop"
+    )
     assert rollout.completion == [7, 8, 0]
 
 
@@ -211,7 +213,7 @@ def own_rollouts(rank, first_share):
 
 def own_table(rank, first_share):
     rollouts = own_rollouts(rank, first_share)
-    rewards = [[r.rollout_id.prompt + 0.1, r.rollout_id.sample / 3] for r in rollouts]
+    rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
     return gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
 
 
@@ -219,7 +221,7 @@ def own_table(rank, first_share):
 def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ranks, first_share):
     """Lengths, ends and every reward to its last bit, whoever holds the rollouts, if any. Pitfall 53."""
     for table in two_ranks.run(own_table, first_share):
-        assert list(zip(table.prompt.tolist(), table.sample.tolist(), strict=True)) == IDS
+        assert list(zip(table.prompt_ordinal.tolist(), table.sample.tolist(), strict=True)) == IDS
         assert table.num_tokens.tolist() == [p + 1 + s for p, s in IDS]
         assert table.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
         assert table.is_truncated.tolist() == [s == 2 for _, s in IDS]
@@ -237,10 +239,10 @@ def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank,
     for field in dataclasses.fields(RolloutTable):
         assert getattr(part, field.name).tolist() == [getattr(table, field.name)[i].tolist() for i in rows]
     rollouts = [make_rollout(*IDS[row]) for row in rows]
-    assert table.rows_of(rollouts) == rows
-    assert part.rows_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
+    assert table.indices_of(rollouts) == rows
+    assert part.indices_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
     with pytest.raises(KeyError):
-        part.rows_of([make_rollout(5, 0)])
+        part.indices_of([make_rollout(5, 0)])
 
 
 def own_numbers(rank, rank_of):
@@ -248,7 +250,7 @@ def own_numbers(rank, rank_of):
     rollouts, table = own_rollouts(rank, 4), own_table(rank, 4)
     batch = exchange(rollouts, table, rank_of)
     last = [part[-1] for part in sequences_of(batch, "tokens")]
-    return gather_by_row(batch, torch.tensor(last, dtype=torch.float32), len(IDS))
+    return gather_to_table(batch, torch.tensor(last, dtype=torch.float32), len(IDS))
 
 
 @pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0], [1] * 9])
@@ -265,7 +267,7 @@ def exchange_own(rank, changed):
     if changed is not None:
         rollouts[1].tokens[changed] += 1
     batch = exchange(rollouts, gather_table(rollouts, torch.zeros(3, 1)), [0, 0, 0])
-    return batch.prompts, batch.layout().shared
+    return batch.prefixes, batch.layout().shared
 
 
 @pytest.mark.parametrize("changed", [None, 0, 6, 7])
@@ -275,4 +277,4 @@ def test_an_exchange_refuses_one_ordinal_with_two_prompts(one_rank, changed):
         with pytest.raises(AssertionError, match="begin differently"):
             one_rank.run(exchange_own, changed)
     else:
-        assert one_rank.run(exchange_own, changed) == [((Prompt(7, 7),) * 3, ((0, 0), (0, 7), (0, 7)))]
+        assert one_rank.run(exchange_own, changed) == [((PromptPrefix(7, 7),) * 3, ((0, 0), (0, 7), (0, 7)))]

@@ -22,13 +22,15 @@ import pytest
 import torch
 from test_parallel import RAW_CONFIG, make_folder
 
-from minirl import checkpoint as checkpoint_module
-from minirl import distributed, durable, runs
-from minirl.checkpoint import Checkpoints, prune, stored_tensors
 from minirl.errors import InputError, SaveError
-from minirl.parallel import ShardedModel
-from minirl.runs import Run, checkpoints_in, open_run, read_manifest
-from minirl.weights import config_from_dict, read_config
+from minirl.files import durable
+from minirl.model.families import config_from_dict, read_config
+from minirl.ranks import process_group
+from minirl.run import checkpoint as checkpoint_module
+from minirl.run import run_folder
+from minirl.run.checkpoint import Checkpoints, prune, stored_tensors
+from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
+from minirl.training.sharded_model import ShardedModel
 
 CPU = torch.device("cpu")
 FLAGS = {"lr": 0.1, "data": None, "save_every": 2}
@@ -37,11 +39,11 @@ FLAGS = {"lr": 0.1, "data": None, "save_every": 2}
 @pytest.fixture
 def one_process(monkeypatch):
     """Rank 0 of 1 without a process group."""
-    for module in (checkpoint_module, runs):
+    for module in (checkpoint_module, run_folder):
         monkeypatch.setattr(module, "rank", lambda: 0)
     monkeypatch.setattr(checkpoint_module, "world_size", lambda: 1)
-    monkeypatch.setattr(distributed.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
-    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda values: None)
+    monkeypatch.setattr(process_group.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
+    monkeypatch.setattr(process_group.dist, "broadcast_object_list", lambda values: None)
 
 
 class TinyModel:
@@ -56,7 +58,10 @@ class TinyModel:
         self.compute_weights = {"weight": torch.full((self.numel,), float(step))}
 
     def state_tensors(self, optimizer: None) -> dict[str, torch.Tensor]:
-        return {f"{kind}.weight": self.compute_weights["weight"] + i for i, kind in enumerate(("masters", "exp_avg"))}
+        return {
+            f"{kind}.weight": self.compute_weights["weight"] + i
+            for i, kind in enumerate(("masters", "exp_avg"))
+        }
 
 
 TINY = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
@@ -79,17 +84,17 @@ def source(tmp_path):
     return path
 
 
-def open_at(root: Path, **options) -> Run:
+def open_at(root: Path, **options) -> RunFolder:
     os.environ["MINIRL_RUNS"] = str(root)
-    return open_run("a", FLAGS, **options)
+    return open_run_folder("a", FLAGS, **options)
 
 
-def saver(run: Run, source: Path, model: TinyModel, keep: int = 2) -> Checkpoints:
-    durable.replace_file(run.folder / "args.json", json.dumps({"flags": FLAGS}))
+def saver(run: RunFolder, source: Path, model: TinyModel, keep: int = 2) -> Checkpoints:
+    durable.replace_file(run.path / "args.json", json.dumps({"flags": FLAGS}))
     return Checkpoints(run, {"policy": (model, None)}, sources={"policy": source}, keep=keep)
 
 
-def close(run: Run) -> None:
+def close(run: RunFolder) -> None:
     """Let go of the lock, as the end of the process does."""
     run.lock.close()
 
@@ -103,7 +108,7 @@ def save_steps(root: Path, source: Path, steps, keep: int = 0, scores=()) -> Pat
         checkpoints.save({"step": step}, score=score)
     checkpoints.finish()
     close(run)
-    return run.folder
+    return run.path
 
 
 def assert_is_whole(path: Path) -> int:
@@ -126,7 +131,7 @@ def newest_step(root: Path) -> int:
     """Open the run as a new start does, and check what it goes on from; 0 without a checkpoint."""
     run = open_at(root)
     close(run)
-    assert not list((run.folder / "checkpoints").glob(".*")), "left-overs of a killed save"
+    assert not list((run.path / "checkpoints").glob(".*")), "left-overs of a killed save"
     return assert_is_whole(run.checkpoint) if run.checkpoint else 0
 
 
@@ -140,7 +145,9 @@ def fork(function) -> int:
     return pid
 
 
-def test_row_02_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(one_process, tmp_path, source, capfd):
+def test_row_02_200_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(
+    one_process, tmp_path, source, capfd
+):
     """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
 
     Row 2: at most keep + 1 folders, no half-made one after the next start, no step backwards.
@@ -179,7 +186,9 @@ def die_before_operation(k: int, root: Path) -> list[str]:
     seen: list[str] = []
 
     def hook(event, args):
-        if event in FILE_EVENTS and (str(args[0]).startswith(str(root)) or (event != "open" and "-" in str(args[0]))):
+        if event in FILE_EVENTS and (
+            str(args[0]).startswith(str(root)) or (event != "open" and "-" in str(args[0]))
+        ):
             is_read = event == "open" and not (args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             if is_read:
                 return
@@ -223,12 +232,14 @@ def test_row_02_a_kill_before_each_file_operation_loses_nothing(one_process, tmp
     assert names == ["000002", "000003"]
 
 
-def rank_state(rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int) -> dict[str, list[float]]:
+def rank_state(
+    rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int
+) -> dict[str, list[float]]:
     """Restore, train a few steps, save; the whole tensors of the model and its optimizer, gathered."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    handle = Run(run, checkpoint, "token", None)
+    handle = RunFolder(run, checkpoint, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
     state = checkpoints.restore(9) or {"step": 0}
     for step in range(state["step"], state["step"] + steps):
@@ -247,7 +258,9 @@ def rank_state(rank: int, folder: Path, run: Path, checkpoint: Path | None, step
 
 
 @pytest.mark.parametrize(("first", "second"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
-def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(request, tmp_path, model_folder, first, second):
+def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(
+    request, tmp_path, model_folder, first, second
+):
     """Row 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped."""
     first, second = request.getfixturevalue(first), request.getfixturevalue(second)
     saved, *_ = first.run(rank_state, model_folder, tmp_path, None, 3)
@@ -310,14 +323,14 @@ class TestWhatIsGoneOnFrom:
         """Flags that change no number may differ."""
         save_steps(tmp_path, source, [1])
         with pytest.raises(InputError, match=r"--lr 0.2 \(was 0.1\).*--resume force"):
-            open_run("a", FLAGS | {"lr": 0.2})
-        close(open_run("a", FLAGS | {"save_every": 5}))
-        run = open_run("a", FLAGS | {"lr": 0.2}, resume="force")
+            open_run_folder("a", FLAGS | {"lr": 0.2})
+        close(open_run_folder("a", FLAGS | {"save_every": 5}))
+        run = open_run_folder("a", FLAGS | {"lr": 0.2}, resume="force")
         assert run.checkpoint.name == "000001"
         assert "--lr 0.2 (was 0.1)" in capsys.readouterr().out
         close(run)
         with pytest.raises(InputError, match="choose another --run-name"):
-            open_run("a", FLAGS, resume="never")
+            open_run_folder("a", FLAGS, resume="never")
 
     def test_row_14_a_folder_in_use_is_refused_with_its_holder(self, tmp_path, source):
         """The second start names process and host; when the first is gone, its lock is."""
@@ -329,12 +342,14 @@ class TestWhatIsGoneOnFrom:
         os.waitpid(stale, 0)
         close(open_at(tmp_path))
 
-    @pytest.mark.parametrize("name", ["..", ".", "", "../x", "/tmp/x", "a/b", ".hidden", "a\0b", "-x", "a b", "ä/.."])
+    @pytest.mark.parametrize(
+        "name", ["..", ".", "", "../x", "/tmp/x", "a/b", ".hidden", "a\0b", "-x", "a b", "ä/.."]
+    )
     def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, monkeypatch, name):
         """Nothing is made outside of the runs' folder, or in it."""
         monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
         with pytest.raises(InputError, match="plain name"):
-            open_run(name, FLAGS)
+            open_run_folder(name, FLAGS)
         assert not list(tmp_path.iterdir())
 
     def test_row_07_a_folder_that_is_a_file_is_named(self, tmp_path, monkeypatch):
@@ -342,13 +357,15 @@ class TestWhatIsGoneOnFrom:
         monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
         (tmp_path / "a").touch()
         with pytest.raises(InputError, match=f"{tmp_path}/a.*--run-name"):
-            open_run("a", FLAGS)
+            open_run_folder("a", FLAGS)
         (tmp_path / "b").mkdir()
         monkeypatch.setattr(os, "access", lambda *_: False)
         with pytest.raises(InputError, match=f"{tmp_path}/b.*cannot be written"):
-            open_run("b", FLAGS)
+            open_run_folder("b", FLAGS)
 
-    def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(self, tmp_path, source, capsys):
+    def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(
+        self, tmp_path, source, capsys
+    ):
         """Not a silent restart."""
         run = open_at(tmp_path)
         saver(run, source, TinyModel())
@@ -398,7 +415,7 @@ def test_row_06_a_failed_save_is_said_and_the_run_goes_on(tmp_path, source, monk
     with pytest.raises(SaveError, match=r"model\.safetensors"):
         checkpoints.finish()
     monkeypatch.undo()
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["000001"]
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["000001"]
     close(run)
 
 
@@ -407,7 +424,7 @@ def failing_save(rank: int, folder: Path, run: Path) -> list[str]:
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    handle = Run(run, None, "token", None)
+    handle = RunFolder(run, None, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
     write_file = durable.write_file
 
@@ -479,7 +496,9 @@ def test_nothing_is_pickled():
     for path in (Path(durable.__file__).parent).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None)] if is_import else []
+            names = (
+                [alias.name for alias in node.names] + [getattr(node, "module", None)] if is_import else []
+            )
             assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & set(names)
             assert not (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.save", "torch.load"))
 
@@ -488,7 +507,7 @@ def test_a_half_written_file_never_has_its_name(tmp_path):
     """replace_file: whoever reads sees the old text or the new one, killed at any moment."""
     path = tmp_path / "a.json"
     durable.replace_file(path, "old")
-    script = "from minirl import durable; from pathlib import Path; import sys\n"
+    script = "from minirl.files import durable; from pathlib import Path; import sys\n"
     script += "while True: durable.replace_file(Path(sys.argv[1]), 'x' * 100_000)"
     writer = subprocess.Popen([sys.executable, "-c", script, str(path)])
     lengths = set()

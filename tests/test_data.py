@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from minirl.batch import RolloutId
-from minirl.data import Prompts, Tokenizer
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.sampling import request_key
-from minirl.tasks import Row
+from minirl.generation.sampling import request_key
+from minirl.rollouts import RolloutId
 
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 TEMPLATE = (
@@ -79,10 +80,10 @@ class Letters:
 
 
 def make_prompts(texts, *, max_prompt_tokens=100, seed=0, purpose="train"):
-    """Prompts with this much room beside completions of at most five tokens; each row's `place` is its number."""
+    """PromptStream with this much room beside completions of at most five tokens; each row's `place` is its number."""
     rows = [Row(text, {}, str(i)) for i, text in enumerate(texts)]
     limits = {"max_tokens": max_prompt_tokens + 5, "max_new_tokens": 5}
-    return Prompts(rows, Letters(), purpose=purpose, seed=seed, **limits)
+    return PromptStream(rows, Letters(), purpose=purpose, seed=seed, **limits)
 
 
 def order(prompts, first, count):
@@ -114,13 +115,17 @@ def test_order_does_not_depend_on_what_was_asked_before():
 def test_order_does_not_depend_on_the_process():
     """Another process, with another hash seed, draws the same rows."""
     program = (
-        "from minirl.data import Prompts\nfrom minirl.tasks import Row\n"
+        "from minirl.data.prompts import PromptStream\nfrom minirl.data.task import Row\n"
         "class T:\n    def encode(self, row): return [1]\n"
-        "p = Prompts([Row('a', {}, 'x')] * 9, T(), purpose='train', max_tokens=2, max_new_tokens=1, seed=3)\n"
+        "p = PromptStream([Row('a', {}, 'x')] * 9, T(), purpose='train', max_tokens=2, max_new_tokens=1, seed=3)\n"
         "print([p.index(i) for i in range(30)])"
     )
     printed = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env={"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert json.loads(printed) == order(make_prompts(["a"] * 9, seed=3), 0, 30)
 
@@ -131,10 +136,10 @@ def test_a_request_is_its_row_its_key_and_the_limits():
     requests = prompts.requests(2, 3, group_size=2, temperature=0.7)
     assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
     for request in requests:
-        ordinal, sample = request.rollout_id.prompt, request.rollout_id.sample
-        assert request.prompt == prompts.tokens[prompts.index(ordinal)]
-        assert request.prompt == tuple(map(ord, prompts.row(ordinal).prompt))
-        assert request.key == request_key(4, purpose="train", prompt=ordinal, sample=sample)
+        ordinal, sample = request.rollout_id.prompt_ordinal, request.rollout_id.sample
+        assert request.prompt_ids == prompts.tokens[prompts.index(ordinal)]
+        assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
+        assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
         assert (request.max_new_tokens, request.temperature, request.stop_ids) == (5, 0.7, frozenset({7}))
     assert prompts.requests(5, 0, group_size=2) == []
 
@@ -145,10 +150,10 @@ def test_shares_of_the_ranks_are_every_request_once_in_order(monkeypatch, world_
     wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
     whole = make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted)
     assert len(whole) == 24
-    monkeypatch.setattr("minirl.data.world_size", lambda: world_size)
+    monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
-        monkeypatch.setattr("minirl.data.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
         shares.append(make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted))
     assert [request for share in shares for request in share] == whole
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -174,11 +179,11 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
 def test_equal_prompts_are_separate_groups_by_ordinal():
     """Two rows of one text in a batch keep their own ids, noise and columns. Pitfall 25."""
     rows = [Row("same", {"answer": i}, str(i)) for i in range(2)]
-    prompts = Prompts(rows, Letters(), purpose="train", max_tokens=9, max_new_tokens=5)
+    prompts = PromptStream(rows, Letters(), purpose="train", max_tokens=9, max_new_tokens=5)
     requests = prompts.requests(0, 2, group_size=2)
-    assert len({r.prompt for r in requests}) == 1
+    assert len({r.prompt_ids for r in requests}) == 1
     assert len({r.rollout_id for r in requests}) == len({r.key for r in requests}) == 4
-    assert [[r.rollout_id.prompt for r in requests].count(ordinal) for ordinal in (0, 1)] == [2, 2]
+    assert [[r.rollout_id.prompt_ordinal for r in requests].count(ordinal) for ordinal in (0, 1)] == [2, 2]
     assert {prompts.row(ordinal).columns["answer"] for ordinal in (0, 1)} == {0, 1}
 
 

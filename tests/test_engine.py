@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl import numerics
-from minirl.attention import PackedLayout
-from minirl.batch import Rollout, RolloutId
-from minirl.engine import Engine, Request
-from minirl.kv_cache import KVCache
-from minirl.model import ModelConfig, Transformer
-from minirl.sampling import request_key
-from minirl.scoring import score
+from minirl.generation.engine import Engine, Request
+from minirl.generation.kv_cache import KVCache
+from minirl.generation.sampling import request_key
+from minirl.model import batch_invariance, padding
+from minirl.model.attention import PackedLayout
+from minirl.model.config import ModelConfig
+from minirl.model.transformer import Transformer
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.scoring import score
 
 CPU = torch.device("cpu")
 VOCAB = 48
@@ -32,7 +33,9 @@ SOME_VARIANTS = [
 
 
 def variants(chosen: list[tuple[str, torch.dtype]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("attention", "dtype"), chosen, ids=lambda x: str(x).removeprefix("torch."))
+    return pytest.mark.parametrize(
+        ("attention", "dtype"), chosen, ids=lambda x: str(x).removeprefix("torch.")
+    )
 
 
 def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
@@ -69,9 +72,18 @@ def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: 
 cached_model = functools.cache(make_model)
 
 
-def make_engine(model: Transformer, *, max_rows: int = 64, cache_tokens: int = 8192, **kwargs: int | bool) -> Engine:
+def make_engine(
+    model: Transformer, *, max_running_requests: int = 64, cache_tokens: int = 8192, **kwargs: int | bool
+) -> Engine:
     dtype = model.lm_head.weight.dtype
-    return Engine(model, max_rows=max_rows, cache_tokens=cache_tokens, dtype=dtype, device=CPU, **kwargs)
+    return Engine(
+        model,
+        max_running_requests=max_running_requests,
+        cache_tokens=cache_tokens,
+        dtype=dtype,
+        device=CPU,
+        **kwargs,
+    )
 
 
 def make_request(
@@ -83,7 +95,7 @@ def make_request(
     temperature: float = 1.0,
     stop_ids: frozenset[int] = STOP_IDS,
 ) -> Request:
-    key = request_key(7, purpose="train", prompt=number, sample=member)
+    key = request_key(7, purpose="train", prompt_ordinal=number, sample=member)
     return Request(tuple(prompt), RolloutId(number, member), key, max_new_tokens, temperature, stop_ids)
 
 
@@ -135,7 +147,7 @@ def finish(engine: Engine, count: int, *, max_steps: int = 4000) -> list[Rollout
 
 @functools.cache
 def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
-    if config.is_row_invariant(dtype, CPU):
+    if config.is_batch_invariant(dtype, CPU):
         return 0.0
     print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
     return 1e-5 if dtype == torch.float32 else 0.1
@@ -147,7 +159,7 @@ def tolerance(model: Transformer) -> float:
 
 
 def assert_same(got: dict[RolloutId, tuple], expected: dict[RolloutId, tuple], model: Transformer) -> None:
-    """The same rollouts: bit for bit, or (on a machine whose products are not row-invariant) up to rounding in fp32."""
+    """The same rollouts: bit for bit, or (on a machine whose products are not batch-invariant) up to rounding in fp32."""
     allowed = tolerance(model)
     if allowed > 1e-5:
         pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
@@ -158,7 +170,9 @@ def assert_same(got: dict[RolloutId, tuple], expected: dict[RolloutId, tuple], m
         assert got_logprobs == pytest.approx(logprobs, rel=0, abs=allowed), rollout_id
 
 
-def score_rollouts(model: Transformer, rollouts: Sequence[Rollout], temperature: float, **kwargs: int) -> Tensor:
+def score_rollouts(
+    model: Transformer, rollouts: Sequence[Rollout], temperature: float, **kwargs: int
+) -> Tensor:
     """The scoring path's logprobs of the rollouts, packed end to end."""
     layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
     tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
@@ -230,7 +244,7 @@ def greedy_uncached(model: Transformer, prompt: list[int], num_new: int) -> tupl
     for _ in range(num_new):
         layout = PackedLayout((len(tokens),), CPU)
         hidden = model(torch.tensor(tokens), layout.positions, layout)[-1:]
-        logits = numerics.head_logits(hidden, model.lm_head.weight)[0]
+        logits = batch_invariance.head_logits(hidden, model.lm_head.weight)[0]
         tokens.append(int(logits.argmax()))
         logprobs.append(torch.log_softmax(logits, -1)[tokens[-1]].item())
     return tokens, logprobs
@@ -241,11 +255,15 @@ def greedy_uncached(model: Transformer, prompt: list[int], num_new: int) -> tupl
 def test_greedy_cached_decode_equals_the_full_forward(attention, dtype, prompt_length):
     """Token by token, over the borders of cache blocks and past the window, the cache changes nothing."""
     model = cached_model(attention, dtype)
-    num_new = 140 if prompt_length == 120 else 24  # 120 + 140 tokens: two borders, and beyond the window of 150
+    num_new = (
+        140 if prompt_length == 120 else 24
+    )  # 120 + 140 tokens: two borders, and beyond the window of 150
     prompt = make_prompt(prompt_length)
     request = make_request(prompt, temperature=0.0, max_new_tokens=num_new, stop_ids=frozenset())
     beside = [make_request(make_prompt(n), number=n, stop_ids=frozenset()) for n in (2, 40, 127)]
-    (rollout,) = (r for r in run(make_engine(model), [*beside, request]) if r.rollout_id == request.rollout_id)
+    (rollout,) = (
+        r for r in run(make_engine(model), [*beside, request]) if r.rollout_id == request.rollout_id
+    )
     tokens, logprobs = greedy_uncached(model, prompt, num_new)
     assert rollout.tokens.tolist() == tokens
     assert len(set(tokens[prompt_length:])) > 5
@@ -257,11 +275,11 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype, prompt_l
 
 
 @variants(SOME_VARIANTS)
-@pytest.mark.parametrize("max_rows", [1, 3])
-def test_rollouts_do_not_depend_on_max_rows(attention, dtype, max_rows):
+@pytest.mark.parametrize("max_running_requests", [1, 3])
+def test_rollouts_do_not_depend_on_max_rows(attention, dtype, max_running_requests):
     """One row at a time, three, or (the expected ones) all at once: the same rollouts. Pitfall 51."""
     model = cached_model(attention, dtype)
-    rollouts = run(make_engine(model, max_rows=max_rows), mixed_requests())
+    rollouts = run(make_engine(model, max_running_requests=max_running_requests), mixed_requests())
     assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
 
 
@@ -286,7 +304,7 @@ def test_rollouts_do_not_depend_on_the_order_of_submission(dtype):
     for seed in range(3):
         requests = mixed_requests()
         random.Random(seed).shuffle(requests)
-        rollouts = make_engine(model, max_rows=7).generate(requests)
+        rollouts = make_engine(model, max_running_requests=7).generate(requests)
         assert [r.rollout_id for r in rollouts] == [r.rollout_id for r in requests]
         assert_same(contents(rollouts), expected_rollouts("mixed", dtype), model)
 
@@ -297,7 +315,7 @@ def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens, late):
     """Requests that arrive while others decode, also under preemption and read late, give the same rollouts."""
     model = cached_model("mixed", torch.float32)
     rng = random.Random(0)
-    engine = make_engine(model, max_rows=10, cache_tokens=cache_tokens, late=late)
+    engine = make_engine(model, max_running_requests=10, cache_tokens=cache_tokens, async_decoding=late)
     waiting, rollouts = mixed_requests(), []
     while waiting:
         count = rng.randint(1, 6)
@@ -313,7 +331,7 @@ def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens, late):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_prefill_tokens", [1, 130, 300])
 def test_rollouts_do_not_depend_on_the_prefill_budget(dtype, max_prefill_tokens):
-    """Prompts alone, by twos or threes in a prefill: the same rollouts, and never more tokens than the budget."""
+    """PromptStream alone, by twos or threes in a prefill: the same rollouts, and never more tokens than the budget."""
     model = cached_model("windowed", dtype)
     engine = make_engine(model, max_prefill_tokens=max_prefill_tokens)
     prefills = []
@@ -335,10 +353,10 @@ def test_a_drained_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, 
     """Unfinished requests, submitted again to another engine at equal weights, give the same rollouts; each token
     carries the version of the phase that sampled it."""
     model = cached_model(attention, dtype)
-    first, second = make_engine(model, max_rows=20), make_engine(model, max_rows=9)
+    first, second = make_engine(model, max_running_requests=20), make_engine(model, max_running_requests=9)
     first.submit(mixed_requests(), weight_version=4)
     rollouts = [rollout for _ in range(num_steps) for rollout in first.step()]
-    unfinished = first.drain()
+    unfinished = first.abort()
     assert first._cache is None
     assert {r.rollout_id for r in rollouts}.isdisjoint(r.rollout_id for r in unfinished)
     assert len(rollouts) + len(unfinished) == len(mixed_requests())
@@ -362,7 +380,7 @@ def test_an_engine_can_be_drained_again_and_again_under_preemption():
         engine.submit(unfinished, weight_version=phase)
         for _ in range(5):
             rollouts += engine.step()
-        unfinished, phase = engine.drain(), phase + 1
+        unfinished, phase = engine.abort(), phase + 1
         assert phase < 500
     assert engine.stats.preemptions > 0
     assert phase > 5
@@ -400,33 +418,45 @@ def test_rollouts_do_not_depend_on_compaction(attention, dtype, monkeypatch):
 
 @variants(SOME_VARIANTS)
 @pytest.mark.parametrize(
-    ("max_rows", "cache_tokens", "max_prefill_tokens"),
+    ("max_running_requests", "cache_tokens", "max_prefill_tokens"),
     [(64, 8192, 8192), (3, 8192, 130), (64, 256, 8192), (64, 640, 300), (1, 256, 1)],
 )
-def test_a_late_engine_gives_the_same_rollouts(attention, dtype, max_rows, cache_tokens, max_prefill_tokens):
+def test_a_late_engine_gives_the_same_rollouts(
+    attention, dtype, max_running_requests, cache_tokens, max_prefill_tokens
+):
     """A step that is launched before the tokens of the last are read changes no bit, also under preemption; each
     stop token that is not the last one allowed costs one row, and no token is sampled twice."""
     model = cached_model(attention, dtype)
-    limits = dict(max_rows=max_rows, cache_tokens=cache_tokens, max_prefill_tokens=max_prefill_tokens)
-    engine = make_engine(model, late=True, **limits)
+    limits = dict(
+        max_running_requests=max_running_requests,
+        cache_tokens=cache_tokens,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    engine = make_engine(model, async_decoding=True, **limits)
     rollouts = run(engine, mixed_requests())
     assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
     stats = engine.take_stats()
     stopped = sum(r.finish_reason == "stop" and len(r.completion) < 32 for r in rollouts)
-    assert 0 < stats.late_rows <= stopped
-    assert stats.late_rows == stopped or cache_tokens < 8192, "a full cache has tokens read at once"
+    assert 0 < stats.discarded_tokens <= stopped
+    assert stats.discarded_tokens == stopped or cache_tokens < 8192, "a full cache has tokens read at once"
     num_sampled = sum(len(r.completion) for r in rollouts)
     assert stats.decode_tokens + len(rollouts) + stats.preemptions == num_sampled
-    assert (stats.preemptions > 0) == (cache_tokens < 8192 and max_rows > 1)
-    assert stats.wasted_rows == stats.late_rows + stats.padding_rows == stats.computed_rows - stats.decode_tokens
+    assert (stats.preemptions > 0) == (cache_tokens < 8192 and max_running_requests > 1)
+    assert (
+        stats.wasted_tokens
+        == stats.discarded_tokens + stats.padding_tokens
+        == stats.computed_tokens - stats.decode_tokens
+    )
 
 
 def test_a_late_engine_computes_no_row_past_its_limit():
     """Limits are known before the tokens are: without stop ids nothing is computed for nothing."""
-    requests = [replace(r, stop_ids=frozenset(), max_new_tokens=1 + i % 5) for i, r in enumerate(mixed_requests())]
-    engine = make_engine(cached_model("mixed", torch.float32), late=True, max_rows=7)
+    requests = [
+        replace(r, stop_ids=frozenset(), max_new_tokens=1 + i % 5) for i, r in enumerate(mixed_requests())
+    ]
+    engine = make_engine(cached_model("mixed", torch.float32), async_decoding=True, max_running_requests=7)
     rollouts = run(engine, requests)
-    assert engine.stats.late_rows == 0
+    assert engine.stats.discarded_tokens == 0
     assert engine.stats.decode_tokens == sum(len(r.completion) - 1 for r in rollouts)
 
 
@@ -436,13 +466,13 @@ def test_a_late_engine_computes_no_row_past_its_limit():
 def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, steps):
     """What was launched and not read is sampled again by the next phase, with its version; nothing is lost."""
     model = cached_model(attention, torch.float32)
-    engine = make_engine(model, cache_tokens=cache_tokens, late=True)
+    engine = make_engine(model, cache_tokens=cache_tokens, async_decoding=True)
     rollouts, unfinished, phase = [], mixed_requests(), 0
     while unfinished:
         engine.submit(unfinished, weight_version=phase)
         for _ in range(steps):
             rollouts += engine.step()
-        unfinished, phase = engine.drain(), phase + 1
+        unfinished, phase = engine.abort(), phase + 1
         assert engine._cache is None
         assert phase < 1500
     assert phase > 3
@@ -451,8 +481,10 @@ def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, s
         versions = rollout.weight_version[rollout.loss_mask].tolist()
         assert versions == sorted(versions)
     stats = engine.take_stats()
-    assert (stats.decode_tokens > 0) == (steps > 1), "a phase of one step reads the tokens of its prefill only"
-    assert stats.late_rows > 0
+    assert (stats.decode_tokens > 0) == (steps > 1), (
+        "a phase of one step reads the tokens of its prefill only"
+    )
+    assert stats.discarded_tokens > 0
 
 
 # Decode steps of padded sizes in buffers that stay.
@@ -460,11 +492,19 @@ def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, s
 
 @variants(ALL_VARIANTS)
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("max_rows", "cache_tokens"), [(64, 8192), (7, 8192), (64, 512)])
-def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(attention, dtype, late, max_rows, cache_tokens):
+@pytest.mark.parametrize(("max_running_requests", "cache_tokens"), [(64, 8192), (7, 8192), (64, 512)])
+def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
+    attention, dtype, late, max_running_requests, cache_tokens
+):
     """What a graph would replay, called instead: padding rows and what an earlier step left behind change no bit."""
     model = cached_model(attention, dtype)
-    engine = make_engine(model, late=late, graphs=True, max_rows=max_rows, cache_tokens=cache_tokens)
+    engine = make_engine(
+        model,
+        async_decoding=late,
+        cuda_graphs=True,
+        max_running_requests=max_running_requests,
+        cache_tokens=cache_tokens,
+    )
     rollouts = run(engine, mixed_requests())
     assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
     assert (engine.stats.preemptions > 0) == (cache_tokens == 512)
@@ -473,25 +513,25 @@ def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(attention, dty
 
 @pytest.mark.parametrize("late", [False, True])
 def test_padded_steps_survive_drains_and_count_their_padding(late):
-    """Each phase makes its buffers anew; a step of n rows computes the next power of two, at most `max_rows`."""
+    """Each phase makes its buffers anew; a step of n rows computes the next power of two, at most `max_running_requests`."""
     model = cached_model("mixed", torch.float32)
-    engine = make_engine(model, late=late, graphs=True, max_rows=12)
+    engine = make_engine(model, async_decoding=late, cuda_graphs=True, max_running_requests=12)
     sizes, rollouts, unfinished = set(), [], mixed_requests()
     while unfinished:
         engine.submit(unfinished)
         for _ in range(9):
             rollouts += engine.step()
             sizes |= set(engine._graphs._graphs) if engine._graphs else set()
-        unfinished = engine.drain()
+        unfinished = engine.abort()
     assert sizes <= {1, 2, 4, 8, 12}
     assert len(sizes) > 2
     assert_same(contents(rollouts), expected_rollouts("mixed", torch.float32), model)
-    before, requests = engine.take_stats(), [r for r in mixed_requests() if len(r.prompt) < 128][:9]
-    assert before.padding_rows > 0
+    before, requests = engine.take_stats(), [r for r in mixed_requests() if len(r.prompt_ids) < 128][:9]
+    assert before.padding_tokens > 0
     run(engine, [replace(r, stop_ids=frozenset(), max_new_tokens=5) for r in requests])
     stats = engine.take_stats()
     assert (stats.decode_tokens, stats.decode_steps) == (9 * 4, 4)
-    assert stats.computed_rows == 4 * numerics.num_padded(12, CPU)
+    assert stats.computed_tokens == 4 * padding.num_padded(12, CPU)
 
 
 # Groups.
@@ -512,7 +552,7 @@ def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_request
 
 
 def test_groups_that_fill_the_cache_at_a_block_border_are_admitted():
-    """Prompts of exactly one block share it whole: their forks need no room, so a full cache does not stop them."""
+    """PromptStream of exactly one block share it whole: their forks need no room, so a full cache does not stop them."""
     model = cached_model("full", torch.float32)
     requests = [
         make_request(make_prompt(128)[::order], number=number, member=member, max_new_tokens=6)
@@ -523,12 +563,12 @@ def test_groups_that_fill_the_cache_at_a_block_border_are_admitted():
     assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
 
 
-@pytest.mark.parametrize("max_rows", [1, 2])
-def test_a_long_prompt_is_admitted_whatever_the_window_and_the_number_of_rows(max_rows):
+@pytest.mark.parametrize("max_running_requests", [1, 2])
+def test_a_long_prompt_is_admitted_whatever_the_window_and_the_number_of_rows(max_running_requests):
     """A windowed pool is small where few rows share it; it never keeps out a prompt whose window it can hold."""
     model = cached_model("mixed", torch.float32)
     requests = [make_request(make_prompt(n), number=n, max_new_tokens=6) for n in (300, 450)]
-    rollouts = run(make_engine(model, max_rows=max_rows), requests)
+    rollouts = run(make_engine(model, max_running_requests=max_running_requests), requests)
     assert_same(contents(rollouts), contents(run(make_engine(model), requests)), model)
 
 
@@ -591,7 +631,12 @@ def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_
 def test_each_request_keeps_its_own_temperature_limit_stops_and_greediness(dtype):
     """Members of one group that differ in everything but the prompt are each what they are alone."""
     model = cached_model("full", dtype)
-    settings = [(1.0, 30, STOP_IDS), (0.0, 25, frozenset()), (0.5, 1, frozenset({7})), (1.7, 12, frozenset(range(20)))]
+    settings = [
+        (1.0, 30, STOP_IDS),
+        (0.0, 25, frozenset()),
+        (0.5, 1, frozenset({7})),
+        (1.7, 12, frozenset(range(20))),
+    ]
     requests = [
         make_request(make_prompt(n), number=n, member=i, temperature=t, max_new_tokens=limit, stop_ids=stops)
         for n in (6, 128)
@@ -614,9 +659,9 @@ def test_the_streams_of_a_rollout_are_aligned(dtype):
     requests = mixed_requests()
     rollouts = make_engine(cached_model("full", dtype)).generate(requests, weight_version=3)
     for rollout, request in zip(rollouts, requests, strict=True):
-        length, prompt = len(rollout.tokens), len(request.prompt)
+        length, prompt = len(rollout.tokens), len(request.prompt_ids)
         assert rollout.num_prompt_tokens == prompt
-        assert rollout.tokens[:prompt].tolist() == list(request.prompt)
+        assert rollout.tokens[:prompt].tolist() == list(request.prompt_ids)
         assert rollout.rollout_id == request.rollout_id
         is_sampled = [False] * prompt + [True] * (length - prompt)
         assert rollout.loss_mask.tolist() == is_sampled
@@ -625,7 +670,10 @@ def test_the_streams_of_a_rollout_are_aligned(dtype):
         assert (rollout.sample_logprobs[:prompt] == 0).all()
         assert (rollout.sample_logprobs[prompt:] < 0).all()
         assert rollout.completion == rollout.tokens[rollout.loss_mask].tolist()
-        dtypes = [x.dtype for x in (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, rollout.weight_version)]
+        dtypes = [
+            x.dtype
+            for x in (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, rollout.weight_version)
+        ]
         assert dtypes == [torch.int64, torch.bool, torch.float32, torch.int32]
 
 
@@ -644,10 +692,12 @@ def test_the_streams_of_a_rollout_are_aligned(dtype):
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
     """ValueError with the number and the limit; its companions are not queued either, and no cache is kept."""
-    engine = make_engine(cached_model("full", torch.float32), cache_tokens=256 if "cache" in message else 8192)
+    engine = make_engine(
+        cached_model("full", torch.float32), cache_tokens=256 if "cache" in message else 8192
+    )
     with pytest.raises(ValueError, match=message):
         engine.submit([make_request([5]), request_])
-    assert engine.drain() == []
+    assert engine.abort() == []
     with pytest.raises(ValueError, match=message):
         engine.submit([request_])
     assert engine.step() == []
@@ -689,7 +739,9 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype):
 
 
 @variants(SOME_VARIANTS)
-def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under_the_new_weights(attention, dtype):
+def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under_the_new_weights(
+    attention, dtype
+):
     """Tokens and logprobs of the old phase stay; the others are the new weights' over the whole prefix. Pitfall 40."""
     model = make_model(attention, dtype)
     requests = [replace(r, temperature=1.0, stop_ids=frozenset()) for r in mixed_requests()]
@@ -697,14 +749,16 @@ def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under
     engine.submit(requests, weight_version=0)
     for _ in range(15):
         assert engine.step() == []
-    unfinished = engine.drain()
+    unfinished = engine.abort()
     old = {r.rollout_id: r.sampled for r in unfinished}
     change_weights(model)
     rollouts = run(engine, unfinished, weight_version=1)
     scored = score_rollouts(model, rollouts, 1.0).split([len(r.tokens) for r in rollouts])
     for rollout, logprobs in zip(rollouts, scored, strict=True):
         cut = rollout.num_prompt_tokens + len(old[rollout.rollout_id])
-        assert [s.token for s in old[rollout.rollout_id]] == rollout.tokens[rollout.num_prompt_tokens : cut].tolist()
+        assert [s.token for s in old[rollout.rollout_id]] == rollout.tokens[
+            rollout.num_prompt_tokens : cut
+        ].tolist()
         kept = rollout.sample_logprobs[rollout.num_prompt_tokens : cut]
         assert kept.tolist() == [s.logprob for s in old[rollout.rollout_id]]
         assert len(rollout.tokens) > cut > rollout.num_prompt_tokens + 10
@@ -723,7 +777,7 @@ def test_the_cache_is_gone_after_the_last_rollout():
     assert engine._cache is None
     engine.submit(mixed_requests())
     engine.step()
-    engine.drain()
+    engine.abort()
     assert engine._cache is None
     assert engine.generate([]) == []
     assert engine._cache is None, "no requests, but a cache is kept"

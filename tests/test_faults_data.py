@@ -5,10 +5,11 @@ import json
 import pytest
 from test_data import TEMPLATE, Letters, ids, save_tokenizer
 
-from minirl.data import Prompts, Tokenizer
+from minirl.data.jsonl import read_rows
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.tasks import Row
-from minirl.tasks.jsonl import read_rows
 
 GOOD = b'{"prompt": "good", "answer": 1}'
 
@@ -32,10 +33,10 @@ def tokenizer_folder(tmp_path):
 
 
 def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **options):
-    """Prompts of one token per letter; row i is at f:i."""
+    """PromptStream of one token per letter; row i is at f:i."""
     rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
     limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
-    return Prompts(rows, tokenizer or Letters(), purpose="train", **limits, **options)
+    return PromptStream(rows, tokenizer or Letters(), purpose="train", **limits, **options)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,19 @@ def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **opti
     [
         pytest.param(b'{"prompt": "a", }', "not JSON: .* at column 17", id="row-15-comma"),
         pytest.param(b'{"prompt": "a"', "not JSON", id="row-15-cut"),
-        pytest.param(b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits", id="row-15-digits"),
-        pytest.param(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs", id="row-15-deep"),
+        pytest.param(
+            b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits", id="row-15-digits"
+        ),
+        pytest.param(
+            b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs", id="row-15-deep"
+        ),
         pytest.param(b'["prompt"]', "expected an object", id="row-15-list"),
-        pytest.param(b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see", id="row-16-missing"),
-        pytest.param(b'{"prompt": null, "q": 1}', r"'prompt' is 'None'.*\['prompt', 'q'\].*--prompt", id="row-16-null"),
+        pytest.param(
+            b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see", id="row-16-missing"
+        ),
+        pytest.param(
+            b'{"prompt": null, "q": 1}', r"'prompt' is 'None'.*\['prompt', 'q'\].*--prompt", id="row-16-null"
+        ),
         pytest.param(b'{"prompt": 5}', "field 'prompt' is '5'; expected text", id="row-16-number"),
         pytest.param(b'{"prompt": ""}', "field 'prompt' is ''", id="row-16-empty"),
         pytest.param(b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' ", id="row-16-spaces"),
@@ -61,7 +70,9 @@ def test_a_bad_line_is_named(write, line, said):
         read_rows(write(GOOD, line, GOOD), "prompt")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"], ids=["row-18-none", "row-18-blank", "row-18-bom"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"\xef\xbb\xbf"], ids=["row-18-none", "row-18-blank", "row-18-bom"]
+)
 def test_an_empty_file_is_refused(write, content):
     """Not a run of 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
@@ -138,7 +149,7 @@ def test_row_20_long_prompts_keep_their_end_if_asked():
 def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompts):
     """--max-new-tokens too large for every row: each completion gets what is left, said with the numbers."""
     prompts = make_prompts("aaa", "bbbbb", max_new_tokens=100, long_prompts=long_prompts)
-    by_prompt = {len(r.prompt): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
+    by_prompt = {len(r.prompt_ids): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
     assert by_prompt == {3: 7, 5: 5}
     (said,) = prompts.notes()
     assert "no prompt leaves --max-new-tokens 100 of 10" in said
@@ -158,7 +169,9 @@ CHAT = Row([{"role": "system", "content": "a"}], {}, "rows.jsonl:7")
     ("template", "said"),
     [
         pytest.param(None, "no chat template; use text prompts", id="row-22-none"),
-        pytest.param("{{ raise_exception('no system role') }}", "model refuses .*no system role", id="row-22-raises"),
+        pytest.param(
+            "{{ raise_exception('no system role') }}", "model refuses .*no system role", id="row-22-raises"
+        ),
         pytest.param("{{ messages[5].content }}", "model refuses .*no element 5", id="row-22-undefined"),
         pytest.param("{% if", "model refuses .*unexpected", id="row-22-syntax"),
         pytest.param("{{ 1 + 'a' }}", "model refuses .*unsupported operand", id="row-22-type"),
@@ -190,7 +203,9 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("content", [pytest.param("{", id="row-36-cut"), pytest.param("{}", id="row-36-empty")])
+@pytest.mark.parametrize(
+    "content", [pytest.param("{", id="row-36-cut"), pytest.param("{}", id="row-36-empty")]
+)
 def test_a_damaged_tokenizer_is_refused_by_its_folder(tokenizer_folder, content):
     """Not a traceback of another library."""
     (tokenizer_folder / "tokenizer.json").write_text(content)
@@ -221,7 +236,9 @@ def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer
     """A tokenizer larger than the embedding would read outside of it; rows that do not use the rest are fine."""
     tokenizer = Tokenizer(tokenizer_folder)
     (last,) = {max(tokenizer.encode(Row("b", {}, "")))}
-    with pytest.raises(InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"):
+    with pytest.raises(
+        InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"
+    ):
         make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last)
     assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).tokens
 

@@ -13,13 +13,16 @@ import pytest
 import torch
 from test_parallel import RAW_CONFIG, make_folder
 
-from minirl import durable, flags, logger, toy
-from minirl.data import Tokenizer
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.logger import Logger
-from minirl.metrics import StepMetrics
-from minirl.model import Transformer
-from minirl.weights import load_replica, named_parameters, read_config, save_folder
+from minirl.files import durable, redaction
+from minirl.model.families import read_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.report import logger
+from minirl.report.logger import Logger
+from minirl.report.metrics import StepMetrics
+from minirl.run import embedded_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,7 +57,9 @@ def load(folder):
 def test_row_32_weights_that_are_not_finite_are_named(folder, value):
     """A bit flip or a diverged run must not be trained on."""
     change_tensors(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].data[3].fill_(value))
-    with pytest.raises(InputError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*not finite"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*not finite"
+    ):
         load(folder)
 
 
@@ -106,13 +111,22 @@ def test_row_33_weights_that_do_not_fit_the_config_are_named(folder, keys, messa
 
 def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path):
     """No network (a closed loopback port), nothing in the cache: the id, the flag and the hub's reason."""
-    script = "from minirl.weights import resolve_folder; resolve_folder('owner/missing')"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    script = "from minirl.model.weights import resolve_folder; resolve_folder('owner/missing')"
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     began = time.monotonic()
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert time.monotonic() - began < 10
-    assert "InputError: --model owner/missing: neither a folder here nor to be had from the hub" in done.stderr
+    assert (
+        "InputError: --model owner/missing: neither a folder here nor to be had from the hub" in done.stderr
+    )
 
 
 class Canary:
@@ -129,7 +143,9 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
     """A folder with pickled weights only says how to convert; the pickle is not run."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
-    with pytest.raises(InputError, match=r"no model\.safetensors and no index; convert other formats to safetensors"):
+    with pytest.raises(
+        InputError, match=r"no model\.safetensors and no index; convert other formats to safetensors"
+    ):
         load(folder)
     assert not (tmp_path / "canary").exists()
 
@@ -162,8 +178,9 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: next(wall))
     metrics = StepMetrics()
     for _ in range(3):
-        with metrics.timer("generate"):
-            time.sleep(0.001)
+        metrics.begin("generate")
+        time.sleep(0.001)
+        metrics.end()
     (total, _) = metrics._sums["time/generate"]
     assert 0.003 <= total < 1
 
@@ -184,9 +201,11 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
 def test_row_48_secrets_are_taken_out_of_what_is_written(one_process, monkeypatch, tmp_path, text, expected):
     """Tokens by their form or from the environment, passwords in addresses; also deep in args.json and in wandb."""
     monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
-    assert flags.redacted(text) == expected
+    assert redaction.redacted(text) == expected
     started = []
-    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"init": lambda **kwargs: started.append(kwargs)}))
+    monkeypatch.setitem(
+        sys.modules, "wandb", type("wandb", (), {"init": lambda **kwargs: started.append(kwargs)})
+    )
     Logger(tmp_path, {"flags": {"data": text}, "command": ["x", text]}, wandb_mode="offline")
     args = json.loads((tmp_path / "args.json").read_text())
     assert args["flags"] == {"data": expected}
@@ -197,16 +216,16 @@ def test_row_48_secrets_are_taken_out_of_what_is_written(one_process, monkeypatc
 @pytest.fixture
 def quick_toy(monkeypatch):
     """The embedded model without its training."""
-    monkeypatch.setattr(toy, "rank", lambda: 0)
-    monkeypatch.setattr(toy, "barrier", lambda: None)
-    monkeypatch.setattr(toy, "print0", lambda *_: None)
+    monkeypatch.setattr(embedded_model, "rank", lambda: 0)
+    monkeypatch.setattr(embedded_model, "barrier", lambda: None)
+    monkeypatch.setattr(embedded_model, "print0", lambda *_: None)
     made = []
 
     def warm_start(task):
         made.append(task)
-        return Transformer(toy.config_from_dict(toy.RECIPE["config"]))
+        return Transformer(embedded_model.config_from_dict(embedded_model.RECIPE["config"]))
 
-    monkeypatch.setattr(toy, "warm_start", warm_start)
+    monkeypatch.setattr(embedded_model, "warm_start", warm_start)
     return made
 
 
@@ -214,29 +233,29 @@ def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch,
     """Killed when all is written but its name: the next run makes it anew."""
     if (pid := os.fork()) == 0:
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        toy.toy_folder(tmp_path)
+        embedded_model.embedded_model_folder(tmp_path)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     (half_made,) = tmp_path.iterdir()
     assert half_made.name.startswith(".half-toy")
-    folder = toy.toy_folder(tmp_path)
+    folder = embedded_model.embedded_model_folder(tmp_path)
     assert len(quick_toy) == 1
     load(folder)
-    assert toy.toy_folder(tmp_path) == folder
+    assert embedded_model.embedded_model_folder(tmp_path) == folder
     assert len(quick_toy) == 1
 
 
 def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
     """The one that is late takes the other's, and leaves nothing behind."""
-    other = toy.warm_start
+    other = embedded_model.warm_start
 
     def while_another_is_made(task):
-        monkeypatch.setattr(toy, "warm_start", other)
-        made = toy.toy_folder(tmp_path)
+        monkeypatch.setattr(embedded_model, "warm_start", other)
+        made = embedded_model.embedded_model_folder(tmp_path)
         (made / "of-the-other").touch()
         return other(task)
 
-    monkeypatch.setattr(toy, "warm_start", while_another_is_made)
-    folder = toy.toy_folder(tmp_path)
+    monkeypatch.setattr(embedded_model, "warm_start", while_another_is_made)
+    folder = embedded_model.embedded_model_folder(tmp_path)
     assert (folder / "of-the-other").exists()
     assert list(tmp_path.iterdir()) == [folder]
     load(folder)

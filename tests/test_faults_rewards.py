@@ -16,14 +16,16 @@ import pytest
 import torch
 from test_data import ids, save_tokenizer
 
-from minirl import reward_worker, watch
-from minirl.batch import Rollout, RolloutId
-from minirl.data import Prompts, Tokenizer
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
-from minirl.reward_process import load_reward
-from minirl.rewards import compute_rewards, judge
-from minirl.tasks import Row
-from minirl.tasks.load import load_task
+from minirl.ranks import watchdog
+from minirl.rewards import worker
+from minirl.rewards.functions import compute_rewards, reward_rollouts
+from minirl.rewards.worker_process import load_reward
+from minirl.rollouts import Rollout, RolloutId
+from minirl.run.load_task import load_task
 
 SOURCE = """
 import os, random, re, subprocess, sys, time
@@ -200,7 +202,9 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
     rows = {"prompt": "a", "answer": 1}, {"prompt": "b", "solution": 1}
     good, bad = write_rows(tmp_path / "good.jsonl", rows[0]), write_rows(tmp_path / "bad.jsonl", *rows)
     files = dict(data=bad, eval_data=good) if part == "training" else dict(data=good, eval_data=bad)
-    with pytest.raises(InputError, match=r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"):
+    with pytest.raises(
+        InputError, match=r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"
+    ):
         load_task("auto", **files, reward=[f"{tmp_path}/needs.py:right"])
     task = load_task("auto", data=good, eval_data=None, reward=[f"{tmp_path}/needs.py:right"])
     assert list(task.rewards) == ["right"]
@@ -215,7 +219,10 @@ def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load,
     with pytest.raises(RewardError) as caught:
         rewards_of(load("raises"), completions)
     said = str(caught.value)
-    assert f"reward raises for the row at f.jsonl:{completions.index('bad') + 1}, completion 'bad': raised" in said
+    assert (
+        f"reward raises for the row at f.jsonl:{completions.index('bad') + 1}, completion 'bad': raised"
+        in said
+    )
     assert "in helper\n" in said
     assert "in raises\n" in said
     assert "KeyError" in said
@@ -226,7 +233,9 @@ def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load,
 
 def test_row_23_an_error_of_the_whole_call_only_is_said_to_be_that(load):
     """No row is blamed that is judged well alone."""
-    with pytest.raises(RewardError, match=r"3 completions, none of which fails alone: raised\n(.|\n)*several"):
+    with pytest.raises(
+        RewardError, match=r"3 completions, none of which fails alone: raised\n(.|\n)*several"
+    ):
         rewards_of(load("only_together"))
 
 
@@ -248,7 +257,9 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
     function = load(name, on_error="zero")
     completions = ["fine"] * (count - num_bad) + ["bad"] * num_bad
     if num_bad <= 0.05 * count:
-        assert [math.isnan(reward) for reward in rewards_of(function, completions)] == [c == "bad" for c in completions]
+        assert [math.isnan(reward) for reward in rewards_of(function, completions)] == [
+            c == "bad" for c in completions
+        ]
     else:
         said = rf"^{num_bad} of .* forgives {num_bad - 1}; reward {name} for the row at f\.jsonl:{count - num_bad + 1}"
         with pytest.raises(RewardError, match=said):
@@ -256,9 +267,11 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
 
 
 def make_rollouts(tmp_path, texts):
-    """Prompts of one row, and a rollout of each text."""
+    """PromptStream of one row, and a rollout of each text."""
     save_tokenizer(tmp_path, None)
-    prompts = Prompts([Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20)
+    prompts = PromptStream(
+        [Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20
+    )
     rollouts = []
     for sample, text in enumerate(texts):
         tokens = torch.tensor([*prompts.tokens[0], *ids(text)])
@@ -271,7 +284,9 @@ def make_rollouts(tmp_path, texts):
 def test_row_23_a_forgiven_completion_has_reward_zero_and_is_marked(load, tmp_path):
     """What is trained on is 0, not nan; what another function says of it stays."""
     prompts, rollouts = make_rollouts(tmp_path, ["fine<eos>", "bad<eos>"])
-    judged = judge({"raises": load("raises", on_error="zero"), "good": load("good")}, prompts, rollouts)
+    judged = reward_rollouts(
+        {"raises": load("raises", on_error="zero"), "good": load("good")}, prompts, rollouts
+    )
     assert judged.rewards.tolist() == [[1.0, 4.0], [0.0, 3.0]]
     assert judged.failed.tolist() == [False, True]
     both = judged + judged.select([1])
@@ -326,12 +341,18 @@ def test_row_24_numbers_of_every_kind_are_accepted(returning, expression):
         pytest.param("1.0", "f.jsonl:1.*returned 1.0; expected a list", id="row-24-scalar"),
         pytest.param("None", "f.jsonl:1.*returned None; expected a list", id="row-24-nothing"),
         pytest.param("numpy.array(1.0)", "f.jsonl:1.*; expected a list", id="row-24-0-d-whole"),
-        pytest.param("'12'[:len(completions)]", "f.jsonl:1.*returned '1'; expected a list", id="row-24-whole-text"),
-        pytest.param("dict.fromkeys(range(len(completions)))", "f.jsonl:1.*; expected a list", id="row-24-dict"),
+        pytest.param(
+            "'12'[:len(completions)]", "f.jsonl:1.*returned '1'; expected a list", id="row-24-whole-text"
+        ),
+        pytest.param(
+            "dict.fromkeys(range(len(completions)))", "f.jsonl:1.*; expected a list", id="row-24-dict"
+        ),
         pytest.param("set(range(len(completions)))", "f.jsonl:1.*; expected a list", id="row-24-set"),
         pytest.param("(1.0 for _ in completions)", "f.jsonl:1.*; expected a list", id="row-24-generator"),
         pytest.param("[1.0] * 3", "f.jsonl:1.*returned 3 values for 1 comp", id="row-24-long"),
-        pytest.param("[1.0] * (len(completions) - 1)", "f.jsonl:1.*returned 0 values for 1 comp", id="row-24-short"),
+        pytest.param(
+            "[1.0] * (len(completions) - 1)", "f.jsonl:1.*returned 0 values for 1 comp", id="row-24-short"
+        ),
     ],
 )
 def test_row_24_everything_else_is_named_with_its_value(returning, expression, said):
@@ -340,7 +361,9 @@ def test_row_24_everything_else_is_named_with_its_value(returning, expression, s
         rewards_of(returning(expression), ("a", "b"))
 
 
-@pytest.mark.parametrize("value", [{0: 1.0, 1: 1.0}, {1.0, 2.0}, "11", b"11"], ids=["dict", "set", "text", "bytes"])
+@pytest.mark.parametrize(
+    "value", [{0: 1.0, 1: 1.0}, {1.0, 2.0}, "11", b"11"], ids=["dict", "set", "text", "bytes"]
+)
 def test_row_24_functions_of_this_process_are_checked_alike(value):
     """A dict's keys are not rewards."""
     with pytest.raises(RewardError, match="expected a list of 2 numbers"):
@@ -372,10 +395,10 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
 
 def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
     """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
-    function, before = load("hangs", timeout_s=1.6), watch.here.count
+    function, before = load("hangs", timeout_s=1.6), watchdog.this_process.count
     with pytest.raises(RewardError, match="killed"):
         rewards_of(function, ("bad",))
-    assert watch.here.count >= before + 3
+    assert watchdog.this_process.count >= before + 3
 
 
 @pytest.mark.parametrize(
@@ -490,9 +513,9 @@ def test_row_27_a_random_reward_depends_on_the_rollout_not_on_what_ran_before(tm
     (tmp_path / "random_reward.py").write_text(DRAWS)
     prompts, rollouts = make_rollouts(tmp_path, ["a<eos>", "a<eos>"])
     fresh, used = (load_reward(f"{tmp_path}/random_reward.py:draws") for _ in range(2))
-    first = judge({"draws": fresh}, prompts, rollouts).rewards
-    other = judge({"draws": used}, prompts, rollouts[1:]).rewards
-    assert torch.equal(judge({"draws": used}, prompts, rollouts).rewards, first)
+    first = reward_rollouts({"draws": fresh}, prompts, rollouts).rewards
+    other = reward_rollouts({"draws": used}, prompts, rollouts[1:]).rewards
+    assert torch.equal(reward_rollouts({"draws": used}, prompts, rollouts).rewards, first)
     assert other.item() not in first.flatten().tolist()
 
 
@@ -502,8 +525,8 @@ def test_row_27_a_random_reward_depends_on_the_rollout_not_on_what_ran_before(tm
 def test_row_29_empty_completions_are_judged_and_none_need_no_call(load, tmp_path):
     """All end at once: finite rewards; a rank without rollouts has none."""
     prompts, rollouts = make_rollouts(tmp_path, ["<eos>", "<eos>"])
-    assert judge({"good": load("good")}, prompts, rollouts).rewards.tolist() == [[0.0], [0.0]]
-    nothing = judge({"raises": load("raises")}, prompts, [])
+    assert reward_rollouts({"good": load("good")}, prompts, rollouts).rewards.tolist() == [[0.0], [0.0]]
+    nothing = reward_rollouts({"raises": load("raises")}, prompts, [])
     assert (nothing.rewards.shape, nothing.failed.shape) == ((0, 1), (0,))
 
 
@@ -516,9 +539,13 @@ def test_row_29_empty_completions_are_judged_and_none_need_no_call(load, tmp_pat
         pytest.param("def f(completions:\n", r"SyntaxError", id="row-23-syntax"),
         pytest.param("import sys\nsys.exit(4)\n", "SystemExit: 4", id="row-26-exit-at-import"),
         pytest.param("raise RuntimeError('mine')\n", r'mine\.py", line 1', id="row-23-raise-at-import"),
-        pytest.param("import os\nos._exit(4)\n", "ended its process, exit code 4", id="row-25-death-at-import"),
+        pytest.param(
+            "import os\nos._exit(4)\n", "ended its process, exit code 4", id="row-25-death-at-import"
+        ),
         pytest.param("f = 3\n", r"mine\.py has no function f", id="row-23-no-function"),
-        pytest.param("def f(completions, /): pass\n", "takes 'completions' by position", id="row-23-position"),
+        pytest.param(
+            "def f(completions, /): pass\n", "takes 'completions' by position", id="row-23-position"
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, source, said):
@@ -536,7 +563,7 @@ def test_texts_arrive_as_they_are(load):
 
 def test_the_worker_loads_neither_torch_nor_the_package(load):
     """It starts in a moment: standard library only, and the function finds no more than it imports."""
-    tree = ast.parse(Path(reward_worker.__file__).read_text())
+    tree = ast.parse(Path(worker.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) for node in imports}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
@@ -566,7 +593,7 @@ def test_no_process_is_left_after_close(load, name):
 def test_no_process_is_left_after_the_trainer_was_killed(folder):
     """SIGKILL while the worker waits and while it hangs in a call."""
     program = (
-        "import sys\nfrom minirl.reward_process import load_reward\n"
+        "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
         f"pids, hangs = (load_reward('{folder}/mine.py:' + name) for name in ('pids', 'hangs_in_c'))\n"
         "print(*map(int, pids(completions=['a', 'b'])), hangs._process.pid, flush=True)\n"
         "hangs(completions=['bad'])\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minirl import engine
+from minirl.generation import engine
 
 ROOT = Path(__file__).parent.parent
 SHORT = dict(num_steps=2, prompts_per_step=3, group_size=2, eval_rows=2, save_every=1, eval_every=0)
@@ -52,7 +52,12 @@ def train(rank: int, script: str, runs: Path, name: str, options: dict, is_empty
     [
         ("row-28-equal-rewards", {}, "reward/frac_equal_groups", "rewards of each prompt are all equal"),
         ("row-29-empty", {}, "len/empty", "nearly every completion is empty"),
-        ("row-30-truncated", dict(max_new_tokens=1, drop_truncated=True), "len/truncated", "raise --max-new-tokens"),
+        (
+            "row-30-truncated",
+            dict(max_new_tokens=1, drop_truncated=True),
+            "len/truncated",
+            "raise --max-new-tokens",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("row") else "",
 )

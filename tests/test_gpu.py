@@ -9,11 +9,14 @@ from test_engine import make_model, mixed_requests
 from test_paged import make_cache, poison
 from test_scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
-from minirl import paged, portable
-from minirl.attention import PackedLayout, attend, kernel_for
-from minirl.engine import Engine
+from minirl.generation.engine import Engine
+from minirl.model import paged_attention, portable_attention
+from minirl.model.attention import PackedLayout, attend, kernel_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -36,7 +39,10 @@ def test_cuda_attention_of_shared_prompts_equals_the_portable_kernel(window):
     """Queries are the last of their sequence's keys; gradients of a shared row are summed over those who share it."""
     device, layout = torch.device("cuda"), shared_layout(FAMILIES)
     generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(len(layout.kept), heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    qkv = [
+        torch.randn(len(layout.computed_tokens), heads, 64, generator=generator).bfloat16()
+        for heads in (4, 2, 2)
+    ]
     upstream = torch.randn(qkv[0].shape, generator=generator).bfloat16()
     results = []
     for here, dtype, where in (
@@ -45,7 +51,9 @@ def test_cuda_attention_of_shared_prompts_equals_the_portable_kernel(window):
     ):
         leaves = [x.to(where, dtype).requires_grad_() for x in qkv]
         out = attend(*leaves, here, layer=0, window=window)
-        results.append([x.float().cpu() for x in (out, *torch.autograd.grad(out, leaves, upstream.to(where, dtype)))])
+        results.append(
+            [x.float().cpu() for x in (out, *torch.autograd.grad(out, leaves, upstream.to(where, dtype)))]
+        )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).norm() <= 2e-2 * expected.norm()
 
@@ -60,10 +68,12 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
     read = cached.read
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable.decode(q, pool.keys[0].float(), pool.values[0].float(), read.plan, read.mask)
+    expected = portable_attention.decode(
+        q, pool.keys[0].float(), pool.values[0].float(), read.plan, read.mask
+    )
     poison(cache, rows)
     inputs = (x.cuda() for x in (q.to(dtype), pool.keys[0], pool.values[0], read.blocks, read.lengths))
-    got = paged.decode(*inputs, window=window).float().cpu()
+    got = paged_attention.decode(*inputs, window=window).float().cpu()
     assert (got - expected).norm() <= tolerance * expected.norm()
 
 
@@ -73,14 +83,16 @@ def test_late_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
     """On the device, with weights that are certain enough for rounding not to turn a token; also when drained."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
-    where = dict(max_rows=50, cache_tokens=cache_tokens, dtype=torch.float32, device=torch.device("cuda"))
+    where = dict(
+        max_running_requests=50, cache_tokens=cache_tokens, dtype=torch.float32, device=torch.device("cuda")
+    )
     plain = Engine(model, **where, late=False, graphs=False).generate(requests)
     engine = Engine(model, **where)
     assert engine.late
     assert engine.use_graphs
     engine.submit(requests)
     rollouts = [rollout for _ in range(7) for rollout in engine.step()]
-    rollouts += engine.generate(engine.drain())
+    rollouts += engine.generate(engine.abort())
     by_id = {r.rollout_id: r for r in rollouts}
     assert len(by_id) == len(rollouts) == len(requests)
     same = [r for r in plain if by_id[r.rollout_id].completion == r.completion]
@@ -92,7 +104,9 @@ def test_late_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
 def test_a_late_decode_step_waits_for_nothing():
     """Torch refuses every wait for the device while a step of known rows is launched: only `read` may wait."""
     model = make_model("full", torch.bfloat16).cuda()
-    where = dict(max_rows=64, cache_tokens=8192, dtype=torch.bfloat16, device=torch.device("cuda"))
+    where = dict(
+        max_running_requests=64, cache_tokens=8192, dtype=torch.bfloat16, device=torch.device("cuda")
+    )
     engine = Engine(model, **where)
     engine.submit([dataclasses.replace(r, stop_ids=frozenset()) for r in mixed_requests()])
     for _ in range(3):
@@ -103,12 +117,21 @@ def test_a_late_decode_step_waits_for_nothing():
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    engine.drain()
+    engine.abort()
 
 
 def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):
     """bf16 sampling and training differ by rounding only, and the reward rises."""
-    run_script(ROOT / "train_grpo.py", "--run-name", "cuda", "--device", "cuda", *FAST_LEARNING, runs=tmp_path, ranks=1)
+    run_script(
+        ROOT / "train_grpo.py",
+        "--run-name",
+        "cuda",
+        "--device",
+        "cuda",
+        *FAST_LEARNING,
+        runs=tmp_path,
+        ranks=1,
+    )
     metrics = read_metrics(tmp_path / "cuda")
     assert all(line["policy/logp_gap_mean"] <= 0.05 for line in metrics)
     rewards = [line["reward/mean"] for line in metrics]

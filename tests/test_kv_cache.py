@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from minirl.attention import DecodeLayout, PackedLayout
-from minirl.kv_cache import CachedSequence, KVCache
-from minirl.portable import BLOCK, ReadPlan, plan_reads
+from minirl.generation.kv_cache import CachedSequence, KVCache
+from minirl.model.attention import DecodeLayout, PackedLayout
+from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode
 
 FULL = (None, None)
 WINDOWED = (200, 200)
@@ -48,13 +48,21 @@ def check_accounting(cache: KVCache, sequences: list[CachedSequence]) -> None:
         for sequence in sequences:
             table, length = sequence.tables[i], sequence.length
             assert len(set(table.blocks)) == len(table.blocks)
-            assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, "the last block is the last token's"
-            assert first_visible_block(pool.window, length - 1) <= table.first, "a block that nobody sees is held"
-            assert table.first <= first_visible_block(pool.window, length), "a block that the next token sees is gone"
+            assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, (
+                "the last block is the last token's"
+            )
+            assert first_visible_block(pool.window, length - 1) <= table.first, (
+                "a block that nobody sees is held"
+            )
+            assert table.first <= first_visible_block(pool.window, length), (
+                "a block that the next token sees is gone"
+            )
             for place, block in enumerate(table.blocks, table.first):
                 assert places.setdefault(block, place) == place, "one block stands at two places"
                 if held[block] > 1:
-                    assert (place + 1) * BLOCK <= length, "a shared block is not full: two sequences would write it"
+                    assert (place + 1) * BLOCK <= length, (
+                        "a shared block is not full: two sequences would write it"
+                    )
 
 
 def check_empty(cache: KVCache) -> None:
@@ -93,7 +101,9 @@ def test_random_operations_keep_the_books(windows, seed):
         done[kind] += 1
         check_accounting(cache, live)
     assert min(done.values()) > 20
-    assert refused["add"] + refused["fork"] + refused["extend"] > 10, "the pool was never full: nothing was tested"
+    assert refused["add"] + refused["fork"] + refused["extend"] > 10, (
+        "the pool was never full: nothing was tested"
+    )
     rng.shuffle(live)
     for sequence in live:
         cache.free(sequence)
@@ -166,14 +176,18 @@ def test_add_is_refused_exactly_when_a_pool_lacks_blocks_and_takes_nothing(windo
         for length in (1, 127, 128, 129, 250, 256, 300, 385, 640, 900, 1100):
             cache = make_cache(windows, num_blocks=8, max_sequences=max_sequences)
             live = [cache.add(occupied)] if occupied else []
-            assert None not in live, "a sequence alone in the cache was refused, although every pool has room for it"
+            assert None not in live, (
+                "a sequence alone in the cache was refused, although every pool has room for it"
+            )
             room = [
                 len(blocks.free) - ((length - 1) // BLOCK + 1 - first_visible_block(pool.window, length))
                 for pool, blocks in zip(cache.pools, cache.free_lists, strict=True)
             ]
             before = snapshot(cache, live)
             made = cache.add(length)
-            assert (made is not None) == (min(room) >= 0), f"{length} tokens beside {occupied}: spare blocks {room}"
+            assert (made is not None) == (min(room) >= 0), (
+                f"{length} tokens beside {occupied}: spare blocks {room}"
+            )
             if made is None:
                 assert snapshot(cache, live) == before
             else:
@@ -258,7 +272,7 @@ def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
         cached.store(index, x + layer, -(x + layer))
 
 
-def block_of_slot(plan: ReadPlan, slot: int) -> int:
+def block_of_slot(plan: DecodeIndex, slot: int) -> int:
     """The block that a slot's queries meet: the live ones come first, then the shared ones."""
     num_own = plan.num_live * plan.num_users
     if slot < num_own:
@@ -372,7 +386,11 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
     for _ in range(150):
         kind = rng.choice(["add", "fork", "extend", "extend", "free", "compact", "reorder"])
         if kind in ("add", "fork") and (live or kind == "add"):
-            made = cache.fork(rng.choice(live)) if kind == "fork" else cache.add(rng.choice([1, 127, 128, 200, 300]))
+            made = (
+                cache.fork(rng.choice(live))
+                if kind == "fork"
+                else cache.add(rng.choice([1, 127, 128, 200, 300]))
+            )
             live += [made] if made else []
         elif kind == "extend" and live:
             live = [s for s in live if cache.extend(s) or cache.free(s)]
@@ -382,7 +400,9 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
             cache.compact(live)
         elif kind == "reorder":
             rng.shuffle(live)
-        rows = [s for s in live if s.length % BLOCK]  # a sequence at a border has no block yet for its next token
+        rows = [
+            s for s in live if s.length % BLOCK
+        ]  # a sequence at a border has no block yet for its next token
         if not rows:
             continue
         before = list(cache._planned)
@@ -391,9 +411,11 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
             plan = caches[layer][0].read.plan
             tables = [list(s.tables[pool].blocks) for s in rows]
             shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(rows)))
-            for name, value in vars(plan_reads(tables, **shape)).items():
+            for name, value in vars(index_decode(tables, **shape)).items():
                 same = (
-                    torch.equal(getattr(plan, name), value) if torch.is_tensor(value) else getattr(plan, name) == value
+                    torch.equal(getattr(plan, name), value)
+                    if torch.is_tensor(value)
+                    else getattr(plan, name) == value
                 )
                 assert same, name
             is_kept = before[pool] is not None and before[pool][1] is plan

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from minirl.advantages import group_advantages, loss_weights
-from minirl.losses import (
+from minirl.objective.advantages import group_advantages
+from minirl.objective.kl import KL_ESTIMATORS, kl_penalty
+from minirl.objective.loss_weights import loss_weights
+from minirl.objective.losses import (
     CORRECTIONS,
-    KL_ESTIMATORS,
     RATIO_LEVELS,
     bradley_terry_loss,
     cispo_loss,
@@ -18,7 +19,6 @@ from minirl.losses import (
     importance_weights,
     is_clipped,
     is_value_clipped,
-    kl_penalty,
     sequence_sums,
     sft_loss,
     value_loss,
@@ -31,11 +31,34 @@ def double(values):
 
 LENGTHS = (3, 5, 2, 4)
 REWARDS = double([1.0, 0.0, 0.5, 1.0])
-OLD = double([-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00])
-NEW = double([-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80])
-REF = double([-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60])
-SAMPLED = double([-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20])
-RHO = [1.020201, 0.951229, 1, 0.980199, 1.020201, 2.459603, 1, 0.951229, 1, 1, 1.020201, 0.980199, 1, 0.449329]
+OLD = double(
+    [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
+)
+NEW = double(
+    [-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80]
+)
+REF = double(
+    [-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60]
+)
+SAMPLED = double(
+    [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
+)
+RHO = [
+    1.020201,
+    0.951229,
+    1,
+    0.980199,
+    1.020201,
+    2.459603,
+    1,
+    0.951229,
+    1,
+    1,
+    1.020201,
+    0.980199,
+    1,
+    0.449329,
+]
 SEQUENCE_RHO = [0.970446, 2.339647, 1, 0.449329]
 NORMS = ("token_mean", "sequence_mean", "constant")
 
@@ -96,7 +119,9 @@ def gradient(objective, new=NEW):
 
 
 def assert_six_decimals(actual, expected):
-    torch.testing.assert_close(torch.as_tensor(actual, dtype=torch.float64), double(expected), rtol=0, atol=6e-7)
+    torch.testing.assert_close(
+        torch.as_tensor(actual, dtype=torch.float64), double(expected), rtol=0, atol=6e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,9 +129,15 @@ def assert_six_decimals(actual, expected):
     [
         pytest.param(lambda: clipped(PPO), [0.078844, 0.015368, 0.034494], id="ppo"),
         pytest.param(lambda: clipped(CLIP_HIGHER), [0.072415, 0.009118, 0.031682], id="clip_higher"),
-        pytest.param(lambda: clipped({**PPO, "dual_clip": 3}), [0.078844, 0.015368, 0.034494], id="dual_clip_3"),
-        pytest.param(lambda: clipped({**PPO, "dual_clip": 1.5}), [0.064463, 0.005302, 0.028203], id="dual_clip_1.5"),
-        pytest.param(lambda: clipped(PPO, estimator=GRPO), [0.164699, 0.032103, 0.072056], id="ppo_grpo_advantages"),
+        pytest.param(
+            lambda: clipped({**PPO, "dual_clip": 3}), [0.078844, 0.015368, 0.034494], id="dual_clip_3"
+        ),
+        pytest.param(
+            lambda: clipped({**PPO, "dual_clip": 1.5}), [0.064463, 0.005302, 0.028203], id="dual_clip_1.5"
+        ),
+        pytest.param(
+            lambda: clipped(PPO, estimator=GRPO), [0.164699, 0.032103, 0.072056], id="ppo_grpo_advantages"
+        ),
         pytest.param(lambda: clipped(PPO, "sequence_mean"), [0.044387, -0.011913, 0.019419], id="gspo_wide"),
         pytest.param(lambda: clipped(GSPO, "sequence_mean"), [0.069861, 0.011568, 0.030564], id="gspo"),
         pytest.param(lambda: cispo(CAP), [-0.050295, 0.005015, -0.022004], id="cispo_cap"),
@@ -119,17 +150,27 @@ def assert_six_decimals(actual, expected):
         pytest.param(lambda: kl_penalty(SAMPLED, OLD, "k3"), [0.058028], id="k3_of_the_sampler"),
         pytest.param(lambda: sft_loss(NEW), [0.791429, 0.730208], id="sft"),
         pytest.param(
-            lambda: corrected("token_truncate", 0, 2), [0.175697, 0.086424, 0.076867], id="token_truncated_to_2"
+            lambda: corrected("token_truncate", 0, 2),
+            [0.175697, 0.086424, 0.076867],
+            id="token_truncated_to_2",
         ),
         pytest.param(
-            lambda: corrected("token_mask", 0.5, 2), [0.027450, -0.014821, 0.012009], id="token_masked_to_half_and_2"
-        ),
-        pytest.param(lambda: corrected("token_truncate", 0.5, 5), [0.211454], id="token_truncated_to_half_and_5"),
-        pytest.param(
-            lambda: corrected("sequence_truncate", 0, 2), [0.403799, 0.255107, 0.176662], id="sequence_truncated_to_2"
+            lambda: corrected("token_mask", 0.5, 2),
+            [0.027450, -0.014821, 0.012009],
+            id="token_masked_to_half_and_2",
         ),
         pytest.param(
-            lambda: corrected("sequence_mask", 0, 2), [-0.114025, -0.107370, -0.049886], id="sequence_masked_to_2"
+            lambda: corrected("token_truncate", 0.5, 5), [0.211454], id="token_truncated_to_half_and_5"
+        ),
+        pytest.param(
+            lambda: corrected("sequence_truncate", 0, 2),
+            [0.403799, 0.255107, 0.176662],
+            id="sequence_truncated_to_2",
+        ),
+        pytest.param(
+            lambda: corrected("sequence_mask", 0, 2),
+            [-0.114025, -0.107370, -0.049886],
+            id="sequence_masked_to_2",
         ),
         pytest.param(
             lambda: corrected("sequence_mask", 0.5, 2),
@@ -137,7 +178,9 @@ def assert_six_decimals(actual, expected):
             id="sequence_masked_to_half_and_2",
         ),
         pytest.param(
-            lambda: corrected("token_truncate", 0, math.inf), [0.213083, 0.112595, 0.093224], id="decoupled_no_cap"
+            lambda: corrected("token_truncate", 0, math.inf),
+            [0.213083, 0.112595, 0.093224],
+            id="decoupled_no_cap",
         ),
         pytest.param(
             lambda: corrected("token_mask", 0, 2), [0.013007, -0.027458, 0.005691], id="decoupled_masked_to_2"
@@ -285,7 +328,8 @@ def test_single_token_truth_table_of_the_clip(advantage, ratio, dual_clip, loss,
     """Pitfall 37: the clip removes the incentive to move further, and only that; the dual clip acts where A < 0."""
     bounds = {**PPO, "dual_clip": dual_clip}
     grad, value = gradient(
-        lambda new: clipped_policy_loss(new.exp(), double([advantage]), **bounds).sum(), double([math.log(ratio)])
+        lambda new: clipped_policy_loss(new.exp(), double([advantage]), **bounds).sum(),
+        double([math.log(ratio)]),
     )
     assert_six_decimals(value, loss)
     assert_six_decimals(grad, [slope])
@@ -306,7 +350,10 @@ def test_cispo_bounds_are_relative_to_one_and_ignore_the_sign(bounds, ratio, wei
     """Pitfall 37: clip_high 4 caps the weight at 5, clip_low 1 bounds it by 0; the gradient is -weight * A."""
     new = double([-0.3])
     grad, value = gradient(
-        lambda new: cispo_loss(new, new.exp() / new.exp().detach() * ratio, double([advantage]), **bounds).sum(), new
+        lambda new: cispo_loss(
+            new, new.exp() / new.exp().detach() * ratio, double([advantage]), **bounds
+        ).sum(),
+        new,
     )
     assert_six_decimals(grad, [-weight * advantage])
     assert_six_decimals(value, 0.3 * weight * advantage)
@@ -438,7 +485,10 @@ def test_first_on_policy_update_is_reinforce(policy_loss):
 def test_total_weight_on_old_equal_new_is_exactly_rho(old, is_corrected):
     """Pitfall 39: rho is applied once, by the weights or by the ratio: the gradient is -A rho, never -A rho^2."""
     sampled, rho = SAMPLED, (NEW - SAMPLED).exp()
-    bounds, wide = {"correction": "token_truncate", "low": 0.0, "high": math.inf}, {"clip_low": 1.0, "clip_high": 99.0}
+    bounds, wide = (
+        {"correction": "token_truncate", "low": 0.0, "high": math.inf},
+        {"clip_low": 1.0, "clip_high": 99.0},
+    )
 
     def objective(new):
         loss = clipped_policy_loss(ratio_of(new, old), advantages_of(), **wide)
@@ -477,7 +527,9 @@ def test_tokens_outside_the_loss_change_nothing(level, correction):
     grad, total = gradient(lambda new: objective(padded(new), lengths, mask, among))
     torch.testing.assert_close(total, value, rtol=0, atol=1e-14)
     torch.testing.assert_close(grad, alone, rtol=0, atol=1e-14)
-    assert torch.equal(ratio_of(padded(NEW), padded(OLD), level, lengths)[-3:], torch.ones(3, dtype=torch.float64))
+    assert torch.equal(
+        ratio_of(padded(NEW), padded(OLD), level, lengths)[-3:], torch.ones(3, dtype=torch.float64)
+    )
 
 
 def test_no_sequences_give_no_tokens():
@@ -487,7 +539,9 @@ def test_no_sequences_give_no_tokens():
     for level in RATIO_LEVELS:
         assert ratio_of(empty, empty, level, []).shape == (0,)
     for correction in CORRECTIONS:
-        assert importance_weights(empty, empty, correction=correction, low=0, high=2, lengths=[]).shape == (0,)
+        assert importance_weights(empty, empty, correction=correction, low=0, high=2, lengths=[]).shape == (
+            0,
+        )
 
 
 @pytest.mark.parametrize("level", RATIO_LEVELS)
@@ -504,7 +558,8 @@ def test_long_completion_that_moved_far_is_clipped_without_nan(level, advantage)
     advantages, old = torch.full((2000,), advantage), torch.full((2000,), -0.5)
     bounds = {"clip_low": 0.05, "clip_high": 0.05}
     grad, value = gradient(
-        lambda new: clipped_policy_loss(ratio_of(new, old, level, [2000]), advantages, **bounds).mean(), old + 0.1
+        lambda new: clipped_policy_loss(ratio_of(new, old, level, [2000]), advantages, **bounds).mean(),
+        old + 0.1,
     )
     assert_six_decimals(value, -1.05 * advantage)
     assert torch.equal(grad, torch.zeros(2000))
@@ -515,7 +570,10 @@ def test_long_completion_that_moved_far_is_clipped_without_nan(level, advantage)
     [
         (lambda: kl_penalty(NEW, REF, "k4"), r"'k4'.*k1, k2, k3"),
         (lambda: ratio_of(level="sequence"), r"'sequence'.*token, sequence_mean, sequence_sum"),
-        (lambda: corrected("token", 0, 2), r"'token'.*token_truncate, token_mask, sequence_truncate, sequence_mask"),
+        (
+            lambda: corrected("token", 0, 2),
+            r"'token'.*token_truncate, token_mask, sequence_truncate, sequence_mask",
+        ),
     ],
 )
 def test_unknown_names_are_refused_with_the_choices(call, message):
@@ -540,7 +598,8 @@ def expected_kl_loss(theta, term):
 
 
 @pytest.mark.parametrize(
-    ("term", "expected"), [("k1", [0.0, 0.0, 0.0]), ("k2", REVERSE), ("k3", FORWARD), ("k1_in_reward", REVERSE)]
+    ("term", "expected"),
+    [("k1", [0.0, 0.0, 0.0]), ("k2", REVERSE), ("k3", FORWARD), ("k1_in_reward", REVERSE)],
 )
 def test_expected_kl_gradients_over_three_categories(term, expected):
     """Pitfall 35, by enumeration: k1 as a loss does nothing, k2 descends KL(policy || ref), k3 KL(ref || policy)."""

@@ -11,22 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-import minirl.distributed
-import minirl.logger
-import minirl.metrics
-from minirl.batch import Batch, Rollout, RolloutId
-from minirl.logger import Logger, console_line, troubles
-from minirl.metrics import (
+import minirl.ranks.process_group
+import minirl.report.logger
+import minirl.report.metrics
+from minirl.data.task import Row
+from minirl.report.logger import Logger, console_line, troubles
+from minirl.report.metrics import (
     StepMetrics,
+    add_clip,
     add_gap,
     add_rewards,
     add_rollouts,
     add_tokens,
     derived,
 )
-from minirl.parallel import learning_rate
-from minirl.rewards import Judged
-from minirl.tasks import Row
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.batch import Batch
+from minirl.training.learning_rate import learning_rate
 
 ORDINARY = {
     "reward/mean": 0.512,
@@ -72,20 +74,20 @@ def reduce_over_ranks(monkeypatch):
 
     def reduce_all(*ranks):
         states = []
-        monkeypatch.setattr(minirl.distributed, "world_size", lambda: len(ranks))
+        monkeypatch.setattr(minirl.ranks.process_group, "world_size", lambda: len(ranks))
 
         def collect(out, mine):
             states.append(mine)
             out[:] = [mine]
 
-        def gather(out, mine):
+        def gather_objects(out, mine):
             assert len(out) == len(ranks)
             out[:] = states
 
-        monkeypatch.setattr(minirl.distributed.dist, "all_gather_object", collect)
+        monkeypatch.setattr(minirl.ranks.process_group.dist, "all_gather_object", collect)
         for metrics in ranks:
             metrics.reduce()
-        monkeypatch.setattr(minirl.distributed.dist, "all_gather_object", gather)
+        monkeypatch.setattr(minirl.ranks.process_group.dist, "all_gather_object", gather_objects)
         return [metrics.reduce() for metrics in ranks]
 
     return reduce_all
@@ -95,12 +97,12 @@ def reduce_over_ranks(monkeypatch):
 def one_process(monkeypatch):
     """Rank 0 of 1, with the gathers of a group of one."""
 
-    def gather(mine, out=None):
+    def gather_objects(mine, out=None):
         out[:] = [mine]
 
-    monkeypatch.setattr(minirl.logger, "rank", lambda: 0)
-    monkeypatch.setattr(minirl.logger, "world_size", lambda: 1)
-    monkeypatch.setattr(minirl.logger.dist, "gather_object", gather)
+    monkeypatch.setattr(minirl.report.logger, "rank", lambda: 0)
+    monkeypatch.setattr(minirl.report.logger, "world_size", lambda: 1)
+    monkeypatch.setattr(minirl.report.logger.dist, "gather_object", gather_objects)
 
 
 def strict_json(line):
@@ -121,7 +123,13 @@ def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
     mask = torch.arange(length) >= num_prompt_tokens
     versions = torch.zeros(length, dtype=torch.int32)
     return Rollout(
-        torch.arange(length), mask, torch.zeros(length), versions, num_prompt_tokens, RolloutId(4, 1), finish_reason
+        torch.arange(length),
+        mask,
+        torch.zeros(length),
+        versions,
+        num_prompt_tokens,
+        RolloutId(4, 1),
+        finish_reason,
     )
 
 
@@ -180,15 +188,15 @@ def test_sums_of_many_values_keep_their_digits(reduce_over_ranks):
     assert reduce_over_ranks(metrics)[0]["m"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
 
 
-def test_a_phase_in_several_blocks_is_timed_whole(reduce_over_ranks):
-    """The blocks of one phase add up on a rank, and the metric is the mean over ranks; phases are kept apart."""
+def test_a_phase_that_is_begun_several_times_is_timed_whole(reduce_over_ranks):
+    """What a phase took each time adds up on a rank, and the metric is the mean over ranks; phases are kept apart."""
     first, second = StepMetrics(), StepMetrics()
     for metrics, num_blocks in ((first, 3), (second, 1)):
         for _ in range(num_blocks):
-            with metrics.timer("generate"):
-                time.sleep(0.02)
-            with metrics.timer("reward"):
-                pass
+            metrics.begin("generate")
+            time.sleep(0.02)
+            metrics.begin("reward")
+        metrics.end()
     (measured, _) = reduce_over_ranks(first, second)
     assert 0.04 <= measured["time/generate"] < 1
     assert measured["time/reward"] < 0.01
@@ -236,19 +244,29 @@ def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
     """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch is no observation."""
     mask = torch.tensor([False, True, True, True, True])
-    batch = Batch((5,), torch.arange(5), mask, torch.zeros(5), advantages=torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0]))
-    old = torch.tensor([0.0, -1.0, -2.0, -1.0, -1.0])
+    batch = Batch(
+        (5,),
+        torch.arange(5),
+        mask,
+        torch.zeros(5),
+        advantages=torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0]),
+        old_logprobs=torch.tensor([0.0, -1.0, -2.0, -1.0, -1.0]),
+    )
     new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
     entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
-    ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])  # all sampled ones but the last are beyond their side's bound
+    ratio = torch.tensor(
+        [9.0, 1.31, 1.4, 0.79, 3.0]
+    )  # all sampled ones but the last are beyond their side's bound
     metrics = StepMetrics()
     for part in (batch, batch.select([])):
-        add_tokens(
-            metrics, part, *(x[: len(part.tokens)] for x in (new, old, ratio, entropy)), clip_low=0.2, clip_high=0.3
-        )
+        count = len(part.tokens)
+        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], is_on_policy=False)
+        add_clip(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
     (reduced,) = reduce_over_ranks(metrics)
     log_ratios = [0.0, 1.0, -0.5, 2.0]
-    assert reduced.pop("policy/kl_old_k3") == pytest.approx(sum(math.exp(x) - 1 - x for x in log_ratios) / 4, rel=1e-6)
+    assert reduced.pop("policy/kl_old_k3") == pytest.approx(
+        sum(math.exp(x) - 1 - x for x in log_ratios) / 4, rel=1e-6
+    )
     assert reduced.pop("policy/ratio_max") == 3.0
     assert reduced == {"policy/entropy": 2.5, "policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5}
 
@@ -259,7 +277,7 @@ def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(re
     mask, zeros = torch.tensor([False, True, True]), torch.zeros(3)
     batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, ref_logprobs=-d)
     metrics = StepMetrics()
-    add_tokens(metrics, batch, zeros, zeros, zeros + 1, zeros, clip_low=0.2, clip_high=0.2)
+    add_tokens(metrics, batch, zeros, zeros + 1, zeros, is_on_policy=False)
     (reduced,) = reduce_over_ranks(metrics)
     assert reduced["policy/kl_ref_k1"] == 0.125
     k3 = (math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1) / 2
@@ -278,7 +296,13 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
             add_gap(ranks[-1], part, old[: len(part.tokens)])
     reduced, _ = reduce_over_ranks(*ranks)
     out = derived(
-        {**reduced, "time/generate": 1.0, "time/update": 1.0, "count/tokens": 14.0, "count/sampled_tokens": 14.0}
+        {
+            **reduced,
+            "time/generate": 1.0,
+            "time/update": 1.0,
+            "count/tokens": 14.0,
+            "count/sampled_tokens": 14.0,
+        }
     )
     expected = {
         "policy/logp_gap_mean": 0.135714,
@@ -331,7 +355,9 @@ def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():
 def test_a_collapse_is_seen_after_steps_that_did_not_measure_entropy(one_process, capsys, tmp_path):
     """The first entropy there was is what later ones are compared with, not the first step's."""
     logger = Logger(tmp_path, {}, wandb_mode="off")
-    for step, entropy in enumerate([{}, {"policy/entropy": 2.0}, {"policy/entropy": 1.0}, {"policy/entropy": 0.19}]):
+    for step, entropy in enumerate(
+        [{}, {"policy/entropy": 2.0}, {"policy/entropy": 1.0}, {"policy/entropy": 0.19}]
+    ):
         assert said(capsys) == ""
         logger.log(step, {"reward/mean": 0.5, **entropy}, num_steps=3)
     assert "entropy is collapsing" in capsys.readouterr().out
@@ -344,7 +370,9 @@ def test_the_logger_tells_each_trouble_once(one_process, capsys, tmp_path):
     for step, more in enumerate([{}, *[x for x in TROUBLES.values() for _ in range(2)], *TROUBLES.values()]):
         logger.log(step, {**ORDINARY, **more}, num_steps=3)
         printed.append(said(capsys))
-    is_first = {1 + 2 * i: words for i, words in enumerate(TROUBLES) if words != "KL divergence"}  # told as exploding
+    is_first = {
+        1 + 2 * i: words for i, words in enumerate(TROUBLES) if words != "KL divergence"
+    }  # told as exploding
     for step, out in enumerate(printed):
         assert out.count("note: ") == out.count("\n") == (step in is_first)
         assert is_first.get(step, "") in out
@@ -366,7 +394,15 @@ def test_a_console_line_fits_the_console(metrics, step, num_steps):
 def test_console_lines_say_what_was_measured():
     """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made."""
     line = console_line(7, 150, ORDINARY)
-    for part in ("step   7/150", "reward 0.512", "kl 0.012", "ev 0.61", "clip 12%", "gap 1e-07", "eval 0.456"):
+    for part in (
+        "step   7/150",
+        "reward 0.512",
+        "kl 0.012",
+        "ev 0.61",
+        "clip 12%",
+        "gap 1e-07",
+        "eval 0.456",
+    ):
         assert part in line
     optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
     without = console_line(7, 150, {k: v for k, v in ORDINARY.items() if k not in optional})
@@ -396,12 +432,19 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
     logger = Logger(tmp_path, {}, wandb_mode="off")
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
-    rollouts = [make_rollout(2, 3), dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0))]
+    rollouts = [
+        make_rollout(2, 3),
+        dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0)),
+    ]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
-    judged = Judged(rollouts, rows, ["yes\u2028", "2"], rewards, torch.zeros(2))
+    judged = RewardedRollouts(rollouts, rows, ["yes\u2028", "2"], rewards, torch.zeros(2))
     logger.log_rollouts(
-        12, judged, ["a", "b"], reward=rewards.sum(1), advantage=torch.tensor([0.5, -0.5], dtype=torch.float64)
+        12,
+        judged,
+        ["a", "b"],
+        reward=rewards.sum(1),
+        advantage=torch.tensor([0.5, -0.5], dtype=torch.float64),
     )
     lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
     assert lines[2:] == [""]
@@ -417,13 +460,15 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
         "num_tokens": 3,
         "finish_reason": "stop",
     }
-    logger.log_rollouts(13, Judged([], [], [], torch.zeros(0, 2), torch.zeros(0)), ["a", "b"], reward=torch.zeros(0))
+    logger.log_rollouts(
+        13, RewardedRollouts([], [], [], torch.zeros(0, 2), torch.zeros(0)), ["a", "b"], reward=torch.zeros(0)
+    )
     assert (tmp_path / "rollouts" / "000013.jsonl").read_text() == ""
 
 
 def test_other_ranks_write_nothing(monkeypatch, tmp_path):
     """Rank 1 neither makes files nor starts a tracker."""
-    monkeypatch.setattr(minirl.logger, "rank", lambda: 1)
+    monkeypatch.setattr(minirl.report.logger, "rank", lambda: 1)
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger = Logger(tmp_path, {}, wandb_mode="online")
     logger.log(1, {"a": 1.0}, num_steps=3)
@@ -435,7 +480,9 @@ def fail(*args, **kwargs):
     raise RuntimeError("no network")
 
 
-@pytest.mark.parametrize("module", [types.SimpleNamespace(init=fail), None], ids=["init_raises", "not_installed"])
+@pytest.mark.parametrize(
+    "module", [types.SimpleNamespace(init=fail), None], ids=["init_raises", "not_installed"]
+)
 def test_row_39_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys, tmp_path, module):
     """Without wandb, or without its network, the run logs to files and says so once."""
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -449,7 +496,9 @@ def test_row_39_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, 
 
 
 @pytest.mark.parametrize("method", ["log", "finish"])
-def test_row_39_wandb_that_fails_later_is_one_line_and_left_alone(one_process, monkeypatch, capsys, tmp_path, method):
+def test_row_39_wandb_that_fails_later_is_one_line_and_left_alone(
+    one_process, monkeypatch, capsys, tmp_path, method
+):
     """The first failure is printed; no later step calls it again, and every step is in the file."""
     calls = []
 
@@ -476,7 +525,9 @@ def test_wandb_gets_the_arguments_the_steps_and_the_mode(one_process, monkeypatc
     """A tracker that works sees the same numbers as the file."""
     seen = {}
     run = types.SimpleNamespace(log=lambda metrics, step: seen.update({step: metrics}), finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: seen.update(kwargs) or run))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: seen.update(kwargs) or run)
+    )
     logger = Logger(tmp_path, {"lr": 0.1}, wandb_mode="offline")
     logger.log(3, {"a": 1.0}, num_steps=3)
     assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
@@ -504,7 +555,12 @@ def test_rollouts_are_rotated_on_demand(one_process, tmp_path):
     """Only the newest steps' files stay."""
     logger = Logger(tmp_path, {}, wandb_mode="off", keep_rollouts=2)
     for step in range(1, 6):
-        logger.log_rollouts(step, Judged([], [], [], torch.zeros(0, 1), torch.zeros(0)), ["a"], reward=torch.zeros(0))
+        logger.log_rollouts(
+            step,
+            RewardedRollouts([], [], [], torch.zeros(0, 1), torch.zeros(0)),
+            ["a"],
+            reward=torch.zeros(0),
+        )
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000004.jsonl", "000005.jsonl"]
 
 

@@ -6,13 +6,14 @@ import transformers
 from test_attention import layout_of, shuffled_members
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from minirl import numerics
-from minirl.attention import PackedLayout
-from minirl.batch import RolloutId
-from minirl.engine import Engine, Request
-from minirl.model import Transformer, rotate
-from minirl.scoring import predict, score
-from minirl.weights import load_replica, load_weights, named_parameters, read_config
+from minirl.generation.engine import Engine, Request
+from minirl.model import batch_invariance
+from minirl.model.attention import PackedLayout
+from minirl.model.families import read_config
+from minirl.model.transformer import Transformer, rotate
+from minirl.model.weights import load_replica, load_weights, named_parameters
+from minirl.rollouts import RolloutId
+from minirl.training.scoring import scalar_outputs, score
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
@@ -99,7 +100,9 @@ def checkpoints(tmp_path_factory):
         if (name, scalar_head) not in made:
             family, overrides, _ = CASES[name]
             if scalar_head:
-                model = make_checkpoint(family, overrides | {"num_labels": 1}, AutoModelForSequenceClassification)
+                model = make_checkpoint(
+                    family, overrides | {"num_labels": 1}, AutoModelForSequenceClassification
+                )
             else:
                 model = make_checkpoint(family, overrides)
             folder = tmp_path_factory.mktemp(name)
@@ -121,7 +124,7 @@ def hidden_states(model, tokens, lengths):
 
 
 def logits(model, tokens, lengths):
-    return numerics.head_logits(hidden_states(model, tokens, lengths), model.lm_head.weight)
+    return batch_invariance.head_logits(hidden_states(model, tokens, lengths), model.lm_head.weight)
 
 
 def relative_error(got, expected):
@@ -141,9 +144,7 @@ def assert_equal_gradients(model, got, oracle, expected):
     for key, param in named_parameters(model).items():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            bound += (
-                1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
-            )
+            bound += 1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
         assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 
 
@@ -195,11 +196,11 @@ def test_reward_model_scores_equal_transformers_packed_alone_and_padded(name, ch
     oracle.config.pad_token_id = model.config.vocab_size - 1
     padded = oracle(torch.nn.utils.rnn.pad_sequence(parts, True, oracle.config.pad_token_id)).logits[:, 0]
     assert alone.std() >= 0.5
-    _, packed = predict(model, tokens, PackedLayout(LENGTHS, CPU), select=nothing)
+    _, packed = scalar_outputs(model, tokens, PackedLayout(LENGTHS, CPU), select=nothing)
     for expected in (alone, padded):
         assert relative_error(packed, expected) <= 1e-5
     for part, expected in zip(parts, alone, strict=True):
-        got = predict(model, part, PackedLayout((len(part),), CPU), select=nothing[: len(part)])[1]
+        got = scalar_outputs(model, part, PackedLayout((len(part),), CPU), select=nothing[: len(part)])[1]
         assert relative_error(got, expected[None]) <= 1e-5
 
 
@@ -210,8 +211,10 @@ def test_values_and_parameter_gradients_equal_transformers(name, checkpoints):
     model, lengths = load(folder), (1, 150, 30)
     tokens = random_tokens(model, lengths, seed=1)
     layout = PackedLayout(lengths, CPU)
-    values, after = predict(model, tokens, layout, select=layout.positions > 0)
-    states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths)]
+    values, after = scalar_outputs(model, tokens, layout, select=layout.positions > 0)
+    states = [
+        oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths)
+    ]
     expected = torch.cat([torch.cat([torch.zeros(1), state[:-1]]) for state in states])
     assert expected.std() >= 0.5
     assert relative_error(values, expected) <= 1e-5
@@ -283,11 +286,11 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
 
 
 def load_exact(folder, dtype):
-    """The model in `dtype`, and whether this machine's products are row-invariant; no test of bf16 where not."""
+    """The model in `dtype`, and whether this machine's products are batch-invariant; no test of bf16 where not."""
     model = load(folder).to(dtype)
-    is_exact = model.config.is_row_invariant(dtype, CPU)
+    is_exact = model.config.is_batch_invariant(dtype, CPU)
     if not is_exact and dtype == torch.bfloat16:
-        pytest.skip("this machine's bf16 products are not row-invariant")
+        pytest.skip("this machine's bf16 products are not batch-invariant")
     return model, is_exact
 
 
@@ -295,7 +298,7 @@ def load_exact(folder, dtype):
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
-    """Bit for bit where this machine's products are row-invariant, whatever is packed together. Pitfalls 2 and 3."""
+    """Bit for bit where this machine's products are batch-invariant, whatever is packed together. Pitfalls 2 and 3."""
     model, is_exact = load_exact(checkpoints(name)[1], dtype)
     tokens = random_tokens(model, LENGTHS)
     packed = hidden_states(model, tokens, LENGTHS)
@@ -358,7 +361,9 @@ def shared_stream(model, families, seed=0):
     members = shuffled_members(families, seed)
     prompts = [random_tokens(model, [prompt], seed=i) for i, (prompt, *_) in enumerate(families)]
     own = [random_tokens(model, [n], seed=50 + j) for j, (_, n) in enumerate(members)]
-    tokens = torch.cat([x for (prompt, _), y in zip(members, own, strict=True) for x in (prompts[prompt.ordinal], y)])
+    tokens = torch.cat(
+        [x for (prompt, _), y in zip(members, own, strict=True) for x in (prompts[prompt.ordinal], y)]
+    )
     shared = layout_of(members)
     return tokens, shared, PackedLayout(shared.lengths, CPU)
 
@@ -367,15 +372,15 @@ def shared_stream(model, families, seed=0):
 @pytest.mark.parametrize("name", [*FEATURES, "qwen3_mixed_windows", "mistral_window_one_block"])
 @torch.no_grad()
 def test_hidden_states_of_shared_prompts_equal_those_of_each_sequences_own(name, dtype, checkpoints):
-    """Bit for bit where products are row-invariant: prompts of 1 to 300 tokens, one to five members, unshared ones."""
+    """Bit for bit where products are batch-invariant: prompts of 1 to 300 tokens, one to five members, unshared ones."""
     model, is_exact = load_exact(checkpoints(name)[1], dtype)
     for seed in range(2):
         tokens, shared, alone = shared_stream(model, FAMILIES, seed)
-        assert torch.equal(tokens[shared.kept][shared.row], tokens)
-        got = model(tokens[shared.kept], shared.positions, shared)
+        assert torch.equal(tokens[shared.computed_tokens][shared.hidden_index], tokens)
+        got = model(tokens[shared.computed_tokens], shared.positions, shared)
         expected = model(tokens, alone.positions, alone)
         assert len(got) == sum(prompt + sum(owns) for prompt, *owns in FAMILIES) < len(expected) - 900
-        got = got[shared.row]
+        got = got[shared.hidden_index]
         assert torch.equal(got, expected) if is_exact else relative_error(got, expected) <= 1e-5
 
 
@@ -409,7 +414,11 @@ def stories(data_folder):
     folder = data_folder / "stories260K"
     oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = ("Once upon a time, there was a", "Tim had a red ball. One day", "Lily and her mom went to the park")
+    texts = (
+        "Once upon a time, there was a",
+        "Tim had a red ball. One day",
+        "Lily and her mom went to the park",
+    )
     return folder, oracle, [tokenizer(text)["input_ids"] for text in texts]
 
 
@@ -418,7 +427,9 @@ def test_logits_of_a_real_checkpoint_equal_transformers(stories):
     """stories260K: logits on its own greedy text are transformers', packed and alone."""
     folder, oracle, prompts = stories
     model = load(folder)
-    sequences = [oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0] for prompt in prompts]
+    sequences = [
+        oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0] for prompt in prompts
+    ]
     lengths = [len(sequence) for sequence in sequences]
     packed = logits(model, torch.cat(sequences), lengths).split(lengths)
     for got, sequence in zip(packed, sequences, strict=True):
@@ -430,9 +441,16 @@ def test_logits_of_a_real_checkpoint_equal_transformers(stories):
 def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(stories):
     """stories260K: 100 greedy tokens of three prompts, decoded together, are the oracle's, token for token."""
     folder, oracle, prompts = stories
-    engine = Engine(load(folder), max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    engine = Engine(load(folder), max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
-        Request(tuple(prompt), RolloutId(i, 0), key=i, max_new_tokens=100, temperature=0.0, stop_ids=frozenset({1}))
+        Request(
+            tuple(prompt),
+            RolloutId(i, 0),
+            key=i,
+            max_new_tokens=100,
+            temperature=0.0,
+            stop_ids=frozenset({1}),
+        )
         for i, prompt in enumerate(prompts)
     ]
     for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):

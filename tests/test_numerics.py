@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minirl import numerics
+from minirl.model import batch_invariance, padding
 
 CPU = torch.device("cpu")
 SHAPES = [(8, 24), (64, 131), (131, 64), (172, 64), (515, 48), (768, 96)]
@@ -16,8 +16,10 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def skip_unless_invariant(shapes, dtype, **kwargs):
-    if not numerics.rows_are_invariant(shapes, dtype, CPU, **kwargs):
-        pytest.skip(f"this machine's matrix library gives rows other bits in other batches for {dtype} {shapes}")
+    if not batch_invariance.is_batch_invariant(shapes, dtype, CPU, **kwargs):
+        pytest.skip(
+            f"this machine's matrix library gives rows other bits in other batches for {dtype} {shapes}"
+        )
 
 
 def assert_is_product(got, x, weight, bias, eps):
@@ -30,12 +32,14 @@ def assert_is_product(got, x, weight, bias, eps):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [16, 63, 64, 65, 200])
 @pytest.mark.parametrize("num_in", [64, 512, 515, 768])
-@pytest.mark.parametrize(("dtype", "eps"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize(
+    ("dtype", "eps"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
+)
 def test_linear_is_the_exact_product_up_to_rounding(num_in, rows, has_bias, dtype, eps):
     """`linear` has F.linear's meaning, shape and dtype at every row count, tiled or not."""
     x, weight = randn(rows, num_in, dtype=dtype), randn(24, num_in, dtype=dtype, seed=1)
     bias = randn(24, dtype=dtype, seed=2) if has_bias else None
-    got = numerics.linear(x, weight, bias)
+    got = batch_invariance.linear(x, weight, bias)
     assert got.shape == (rows, 24)
     assert got.dtype == dtype
     assert_is_product(got, x, weight, bias, eps)
@@ -47,7 +51,7 @@ def test_linear_has_the_gradients_of_torch_linear(num_in, dtype, tolerance):
     """Tiling the rows changes no gradient of the input, the weight or the bias."""
     upstream = randn(130, 24, seed=3)
     grads = []
-    for function, kind in ((numerics.linear, dtype), (F.linear, torch.float64)):
+    for function, kind in ((batch_invariance.linear, dtype), (F.linear, torch.float64)):
         sources = [randn(130, num_in), randn(24, num_in, seed=1), randn(24, seed=2)]
         leaves = [source.to(dtype).to(kind).requires_grad_() for source in sources]
         function(*leaves).backward(upstream.to(dtype).to(kind))
@@ -65,9 +69,9 @@ def test_linear_rows_do_not_depend_on_their_batch(shape, dtype):
     x, weight, bias = (
         randn(*s, dtype=dtype, seed=7 + i) for i, s in enumerate(((200, num_in), shape[::-1], (num_out,)))
     )
-    expected = numerics.linear(x, weight, bias)
+    expected = batch_invariance.linear(x, weight, bias)
     for rows in ROWS:
-        got = numerics.linear(numerics.pad_rows(x[3 : 3 + rows]), weight, bias)[:rows]
+        got = batch_invariance.linear(padding.pad_rows(x[3 : 3 + rows]), weight, bias)[:rows]
         assert torch.equal(got, expected[3 : 3 + rows]), f"{rows} rows"
 
 
@@ -77,7 +81,7 @@ def test_silu_and_its_gradient_equal_torch(width, dtype):
     """Padding the width changes nothing but the last bit."""
     x = (4 * randn(33, width, dtype=dtype)).requires_grad_()
     twin = x.detach().clone().requires_grad_()
-    got, expected = numerics.silu(x), F.silu(twin)
+    got, expected = batch_invariance.silu(x), F.silu(twin)
     upstream = randn(33, width, dtype=dtype, seed=1)
     got.backward(upstream)
     expected.backward(upstream)
@@ -91,10 +95,10 @@ def test_silu_and_its_gradient_equal_torch(width, dtype):
 def test_silu_rows_do_not_depend_on_their_batch(width, dtype):
     """At odd widths too: no element passes the scalar tail of the vectorised kernel, which rounds differently."""
     x = 4 * randn(200, width, dtype=dtype)
-    expected = numerics.silu(x)
+    expected = batch_invariance.silu(x)
     for start in range(0, 9):
         for rows in ROWS:
-            assert torch.equal(numerics.silu(x[start : start + rows]), expected[start : start + rows])
+            assert torch.equal(batch_invariance.silu(x[start : start + rows]), expected[start : start + rows])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 100])
@@ -102,9 +106,9 @@ def test_silu_rows_do_not_depend_on_their_batch(width, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_head_logits_are_wide_sums_of_narrow_inputs(rows, vocab, dtype):
     """bf16 inputs give fp32 logits with fp32's error, not bf16's; fp64 stays fp64."""
-    assert 300 * 64 < numerics.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
+    assert 300 * 64 < batch_invariance.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
     hidden, head = randn(rows, 64, dtype=dtype), randn(vocab, 64, dtype=dtype, seed=1)
-    got = numerics.head_logits(hidden, head)
+    got = batch_invariance.head_logits(hidden, head)
     assert got.shape == (rows, vocab)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_is_product(got, hidden, head, None, 1e-14 if dtype == torch.float64 else 1e-6)
@@ -116,19 +120,23 @@ def test_head_logits_rows_do_not_depend_on_their_batch(shape, dtype):
     """A token's logits are the same bits when sampled alone, with others, and when scored."""
     skip_unless_invariant([shape], dtype, is_head=True)
     hidden, head = randn(200, shape[0], dtype=dtype), randn(*shape[::-1], dtype=dtype, seed=1)
-    expected = numerics.head_logits(hidden, head)
+    expected = batch_invariance.head_logits(hidden, head)
     for rows in ROWS:
-        assert torch.equal(numerics.head_logits(hidden[3 : 3 + rows], head), expected[3 : 3 + rows]), f"{rows} rows"
+        assert torch.equal(
+            batch_invariance.head_logits(hidden[3 : 3 + rows], head), expected[3 : 3 + rows]
+        ), f"{rows} rows"
 
 
 @pytest.mark.parametrize("vocab", [300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_wide_mm_rounds_its_factors_and_nothing_else(vocab, dtype):
     """fp32 gradients of logits times bf16 weights: the factors are bf16's, the sums and results fp32's."""
-    a, b = randn(40, 64, dtype=numerics.at_least_fp32(dtype)), randn(64, vocab, dtype=dtype, seed=1)
-    got = numerics.wide_mm(a, b, dtype)
-    assert got.dtype == numerics.at_least_fp32(dtype)
-    assert_is_product(got, a, b.t(), None, {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype])
+    a, b = randn(40, 64, dtype=batch_invariance.at_least_fp32(dtype)), randn(64, vocab, dtype=dtype, seed=1)
+    got = batch_invariance.wide_mm(a, b, dtype)
+    assert got.dtype == batch_invariance.at_least_fp32(dtype)
+    assert_is_product(
+        got, a, b.t(), None, {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    )
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
@@ -138,10 +146,10 @@ def test_wide_mm_leaves_the_precision_of_other_products_alone(before):
     default, matmul.fp32_precision = matmul.fp32_precision, before
     try:
         a, b = randn(40, 64, dtype=torch.bfloat16), randn(64, 700, dtype=torch.bfloat16)
-        numerics.wide_mm(a, b, torch.bfloat16)
+        batch_invariance.wide_mm(a, b, torch.bfloat16)
         assert matmul.fp32_precision == before
         with pytest.raises(RuntimeError):
-            numerics.wide_mm(a[:, :5], b, torch.bfloat16)
+            batch_invariance.wide_mm(a[:, :5], b, torch.bfloat16)
         assert matmul.fp32_precision == before
     finally:
         matmul.fp32_precision = default
@@ -165,7 +173,7 @@ def test_wide_mm_leaves_the_precision_of_other_products_alone(before):
 def test_pad_rows_appends_zero_rows_up_to_the_minimum_and_multiple(rows, multiple, padded, trailing):
     """The given rows stay in front, bit for bit; only zeros follow."""
     x = randn(rows, *trailing, dtype=torch.bfloat16)
-    got = numerics.pad_rows(x, multiple)
+    got = padding.pad_rows(x, multiple)
     assert got.shape == (padded, *trailing)
     assert got.dtype == x.dtype
     assert torch.equal(got[:rows], x)
@@ -184,35 +192,39 @@ def test_pad_rows_appends_zero_rows_up_to_the_minimum_and_multiple(rows, multipl
     ids=["number_of_rows", "few_rows", "one_number_of_rows", "place", "neighbours"],
 )
 def test_probe_notices_products_that_depend_on_other_rows(monkeypatch, error):
-    """`rows_are_invariant` is not a rubber stamp: a small dependence on the batch makes it False."""
+    """`is_batch_invariant` is not a rubber stamp: a small dependence on the batch makes it False."""
 
     def linear(x, weight, bias=None):
-        exact = (x.double()[:, None] * weight.double()).sum(-1)  # one reduction per element: any row count, same bits
+        exact = (x.double()[:, None] * weight.double()).sum(
+            -1
+        )  # one reduction per element: any row count, same bits
         return exact.float() + scale * error(x)
 
-    monkeypatch.setattr(numerics, "linear", linear)
+    monkeypatch.setattr(batch_invariance, "linear", linear)
     scale = 0.0
-    assert numerics.rows_are_invariant([(12, 6)], torch.float32, CPU)
+    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU)
     scale = 1.0
-    assert not numerics.rows_are_invariant([(12, 6)], torch.float32, CPU)
+    assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU)
 
 
 def test_probe_tries_every_shape(monkeypatch):
     """One shape that varies is enough for a False, wherever it stands in the list."""
     monkeypatch.setattr(
-        numerics, "linear", lambda x, w: x @ w.t() * 0 + (len(x) if x.shape[1] == 9 else 0)
+        batch_invariance, "linear", lambda x, w: x @ w.t() * 0 + (len(x) if x.shape[1] == 9 else 0)
     )  # only products of 9 inputs depend on the number of rows
-    assert numerics.rows_are_invariant([(8, 4), (12, 4)], torch.float32, CPU)
+    assert batch_invariance.is_batch_invariant([(8, 4), (12, 4)], torch.float32, CPU)
     for shapes in ([(9, 4), (8, 4), (12, 4)], [(8, 4), (9, 4), (12, 4)], [(8, 4), (12, 4), (9, 4)]):
-        assert not numerics.rows_are_invariant(shapes, torch.float32, CPU)
+        assert not batch_invariance.is_batch_invariant(shapes, torch.float32, CPU)
 
 
 def test_probe_promises_nothing_off_the_cpu():
     """On CUDA the answer is False, without a device to ask."""
-    assert not numerics.rows_are_invariant([(8, 8)], torch.float32, torch.device("cuda"))
+    assert not batch_invariance.is_batch_invariant([(8, 8)], torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_reductions_are_in_fp32_or_wider(dtype):
     """Half types widen to fp32, and fp64 is never narrowed."""
-    assert numerics.at_least_fp32(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert batch_invariance.at_least_fp32(dtype) == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )

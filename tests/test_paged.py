@@ -7,14 +7,17 @@ import pytest
 import torch
 from test_engine import cached_model, make_engine, make_prompt, make_request, run
 
-from minirl import kv_cache, paged, portable
-from minirl.kv_cache import CachedSequence, KVCache
-from minirl.portable import BLOCK
+from minirl.generation import kv_cache
+from minirl.generation.kv_cache import CachedSequence, KVCache
+from minirl.model import paged_attention, portable_attention
+from minirl.model.portable_attention import BLOCK
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 has_no_triton = importlib.util.find_spec("triton") is None
-pytestmark = pytest.mark.skipif(has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernel itself")
+pytestmark = pytest.mark.skipif(
+    has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernel itself"
+)
 
 CPU = torch.device("cpu")
 
@@ -30,14 +33,18 @@ def mended_interpreter(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def widening_dot(self, a, b, *args):
-        return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args)
+        return dot(
+            self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args
+        )
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)
 
 
-def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[CachedSequence]]:
+def make_cache(
+    window: int | None, groups: int, dim: int, dtype: torch.dtype
+) -> tuple[KVCache, list[CachedSequence]]:
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
     shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
     cache = KVCache((window,), num_tokens=24 * BLOCK, max_sequences=12, dtype=dtype, device=CPU, **shape)
@@ -74,12 +81,14 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, to
     pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable.decode(q, keys.float(), values.float(), read.plan, read.mask)
+    expected = portable_attention.decode(q, keys.float(), values.float(), read.plan, read.mask)
     poison(cache, rows)
-    wide = torch.full((len(rows), 9), 10**6, dtype=torch.int32)  # beyond its blocks a row of the table is not read
+    wide = torch.full(
+        (len(rows), 9), 10**6, dtype=torch.int32
+    )  # beyond its blocks a row of the table is not read
     wide[:, : read.blocks.shape[1]] = read.blocks
     for table in (read.blocks, wide[:, : read.blocks.shape[1]]):
-        got = paged.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
+        got = paged_attention.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
         assert got.dtype == dtype
         assert (got.float() - expected).norm() <= tolerance * expected.norm()
         assert (got.float() - expected).abs().max() <= 5 * tolerance
@@ -96,7 +105,9 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
     ]
     expected = run(make_engine(model), requests)
     monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
-    got = {r.rollout_id: r for r in run(make_engine(model, late=True, graphs=True, cache_tokens=640), requests)}
+    got = {
+        r.rollout_id: r for r in run(make_engine(model, late=True, graphs=True, cache_tokens=640), requests)
+    }
     assert len(got) == len(requests)
     for rollout in expected:
         twin = got[rollout.rollout_id]

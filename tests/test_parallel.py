@@ -9,21 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl import batch as batching
-from minirl.advantages import gae, loss_weights, token_rewards, whiten
-from minirl.batch import Batch, Rollout, RolloutId, RolloutTable, exchange, gather_table
-from minirl.checkpoint import Checkpoints
-from minirl.distributed import agree, all_gather_rows, world_size
-from minirl.engine import Engine, Request
+import train_grpo
+import train_ppo
 from minirl.errors import GuardError
-from minirl.losses import clipped_policy_loss, importance_ratio, kl_penalty, value_loss
-from minirl.model import Transformer
-from minirl.parallel import ShardedModel
-from minirl.plan import plan_updates
-from minirl.runs import Run
-from minirl.sampling import request_key
-from minirl.scoring import predict, score
-from minirl.weights import config_from_dict, load_replica, named_parameters, read_config, save_folder, scalar_config
+from minirl.generation.engine import Engine, Request
+from minirl.generation.sampling import request_key
+from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.objective.losses import value_loss
+from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
+from minirl.rollouts import Rollout, RolloutId
+from minirl.run.checkpoint import Checkpoints
+from minirl.run.run_folder import RunFolder
+from minirl.training import batch as batching
+from minirl.training.assignment import plan_updates
+from minirl.training.batch import Batch, RolloutTable, exchange, gather_table
+from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
+from minirl.training.sharded_model import ShardedModel
 
 CPU = torch.device("cpu")
 # Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
@@ -75,7 +78,9 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
             logprobs = torch.where(mask, torch.tensor([-rng.random() for _ in range(length)]), 0.0)
             versions = torch.zeros(length, dtype=torch.int32)
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
-            rollouts.append(Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), end))
+            rollouts.append(
+                Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), end)
+            )
     return rollouts
 
 
@@ -87,7 +92,7 @@ def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[li
     mine = share if world_size() > 1 else rollouts
     table = gather_table(mine, torch.tensor([[float(r.rollout_id.sample == 0)] for r in mine]))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
-    plan = plan_updates(table.num_tokens.tolist(), table.prompts, **split)
+    plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
@@ -96,50 +101,46 @@ def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     return torch.where(mask, (sample_logprobs + 0.5) * (0.05 if level == "sequence_sum" else 0.6), 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What of the GRPO family's objective depends on more than a token."""
-
-    norm: str = "token_mean"
-    level: str = "token"
-    drop_truncated: bool = False
+def objective(**flags: Any) -> train_grpo.Config:
+    """What of the GRPO family's objective depends on more than a token, with a KL term in the loss."""
+    return train_grpo.Config(advantage_norm="none", kl_coef=0.04, **flags)
 
 
 OBJECTIVES = {
-    "token_mean": Objective(),
-    "sequence_mean": Objective("sequence_mean"),
-    "constant": Objective("constant"),
-    "mean_ratio": Objective("sequence_mean", level="sequence_mean"),
-    "sum_ratio": Objective("sequence_mean", level="sequence_sum"),
-    "drop_truncated": Objective("sequence_mean", drop_truncated=True),
+    "token_mean": objective(),
+    "sequence_mean": objective(loss_norm="sequence_mean"),
+    "constant": objective(loss_norm="constant"),
+    "mean_ratio": objective(loss_norm="sequence_mean", ratio_level="sequence_mean"),
+    "sum_ratio": objective(loss_norm="sequence_mean", ratio_level="sequence_sum"),
+    "drop_truncated": objective(loss_norm="sequence_mean", drop_truncated=True),
 }
-objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+objectives = pytest.mark.parametrize("config", OBJECTIVES.values(), ids=OBJECTIVES)
 precisions = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"]
 )
 
 
 def grpo_gradients(
-    rank: int, max_tokens: int, folder: Path, dtype: torch.dtype, objective: Objective
+    rank: int, max_tokens: int, folder: Path, dtype: torch.dtype, config: train_grpo.Config
 ) -> dict[str, Tensor]:
-    """Full gradients of one GRPO minibatch with a KL term."""
+    """Full gradients of one GRPO minibatch, by the script's own functions."""
     model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
     table, batch, microbatches = shared_out(rank, max_tokens)
-    keep = ~(table.is_truncated & objective.drop_truncated)
-    weights = loss_weights(table.num_loss_tokens, norm=objective.norm, constant=64, keep=keep)
-    advantages = table.rewards[:, 0] - 1 / 3
+    rewards = table.rewards.view(-1, 3, 1)
+    reward_weights = torch.ones(1, dtype=torch.float64)
+    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, batch)
+    weights = train_grpo.rollout_weights(config, table, 64)
     batch = batch.replace(
-        advantages=batch.spread(advantages[batch.row].to(dtype)), loss_weights=batch.spread(weights[batch.row])
+        advantages=advantages.to(dtype),
+        loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
+        ref_logprobs=batch.sample_logprobs.to(dtype),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
-        mask, lengths = micro.loss_mask, micro.lengths
-        new, _ = score(model.module, micro.tokens, micro.layout(), select=mask, temperature=1.0)
-        old = new.detach() - since_old(micro.sample_logprobs, mask, objective.level)
-        ratio = importance_ratio(new, old, level=objective.level, lengths=lengths, loss_mask=mask)
-        loss = clipped_policy_loss(ratio, micro.advantages, clip_low=0.2, clip_high=0.28)
-        loss = loss + 0.04 * kl_penalty(new, micro.sample_logprobs.to(dtype), "k3")
-        model.backward((micro.loss_weights.to(dtype) * loss).sum(), is_last=i == len(microbatches) - 1)
+        new, entropy = score_batch(model.module, micro, temperature=1.0)
+        old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, config.ratio_level)
+        loss, _ = train_grpo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
+        model.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
     return full_gradients(model)
 
 
@@ -153,7 +154,9 @@ def assert_close_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], 
         assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-def assert_split_invariant(one_rank: Any, two_ranks: Any, tolerance: float, gradients: Any, *args: Any) -> None:
+def assert_split_invariant(
+    one_rank: Any, two_ranks: Any, tolerance: float, gradients: Any, *args: Any
+) -> None:
     """`gradients(rank, max_tokens, *args)` are those of one rank and one microbatch, however the rollouts are split."""
     (expected,) = one_rank.run(gradients, 10_000, *args)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
@@ -163,43 +166,49 @@ def assert_split_invariant(one_rank: Any, two_ranks: Any, tolerance: float, grad
 
 @objectives
 @precisions
-def test_gradient_does_not_depend_on_ranks_or_microbatches(one_rank, two_ranks, folder, dtype, tolerance, objective):
+def test_gradient_does_not_depend_on_ranks_or_microbatches(
+    one_rank, two_ranks, folder, dtype, tolerance, config
+):
     """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget. Pitfall 33."""
-    assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, objective)
+    assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, config)
 
 
-def plain_gradients(rank: int, folder: Path, objective: Objective) -> dict[str, Tensor]:
+def plain_gradients(rank: int, folder: Path, config: train_grpo.Config) -> dict[str, Tensor]:
     """Gradients of the plain double-precision model, one sequence at a time, by autograd through full logits."""
     model = load_replica(folder, dtype=torch.float64).requires_grad_()
-    kept = [r for r in make_rollouts(7, 3) if not (objective.drop_truncated and r.finish_reason == "length")]
+    kept = [r for r in make_rollouts(7, 3) if not (config.drop_truncated and r.finish_reason == "length")]
     num_tokens = sum(len(r.completion) for r in kept)
     for r in kept:
         layout = batching.PackedLayout((len(r.tokens),), CPU)
         logits = model(r.tokens, layout.positions, layout) @ model.lm_head.weight.T
         new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][r.loss_mask[1:]]
         advantage = float(r.rollout_id.sample == 0) - 1 / 3
-        moved = since_old(r.sample_logprobs, r.loss_mask, objective.level)[r.loss_mask]
+        moved = since_old(r.sample_logprobs, r.loss_mask, config.ratio_level)[r.loss_mask]
         x = new - new.detach() + moved
-        ratio = {"token": x, "sequence_mean": x.mean(), "sequence_sum": x.sum()}[objective.level].exp()
+        ratio = {"token": x, "sequence_mean": x.mean(), "sequence_sum": x.sum()}[config.ratio_level].exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
         d = new - r.sample_logprobs[r.loss_mask]
         loss = (loss + 0.04 * (torch.exp(-d) + d - 1)).sum()
-        divisors = {"token_mean": num_tokens, "sequence_mean": len(kept) * len(new), "constant": len(kept) * 64}
-        (loss / divisors[objective.norm]).backward()
+        divisors = {
+            "token_mean": num_tokens,
+            "sequence_mean": len(kept) * len(new),
+            "constant": len(kept) * 64,
+        }
+        (loss / divisors[config.loss_norm]).backward()
     return {name: param.grad for name, param in named_parameters(model).items()}
 
 
 @objectives
-def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, objective):
+def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, config):
     """Sharding, packing and the chunked head change no gradient: float64 against plain autograd."""
-    (expected,) = one_rank.run(plain_gradients, folder, objective)
-    for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, objective):
+    (expected,) = one_rank.run(plain_gradients, folder, config)
+    for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, config):
         assert_close_gradients(gradients, expected, 1e-12)
 
 
-def numbers_of_rows(batch: Batch) -> Tensor:
-    """Random numbers for every token of a batch that depend on its row in the table alone."""
-    generators = [torch.Generator().manual_seed(row) for row in batch.row.tolist()]
+def numbers_of_rollouts(batch: Batch) -> Tensor:
+    """Random numbers for every token of a batch that depend on its index in the table alone."""
+    generators = [torch.Generator().manual_seed(index) for index in batch.table_index.tolist()]
     parts = [torch.randn(n, generator=g) for n, g in zip(batch.lengths, generators, strict=True)]
     return torch.where(batch.loss_mask, torch.cat([torch.zeros(0), *parts]), 0.0)
 
@@ -216,34 +225,43 @@ def ppo_backward(
     value = ShardedModel(value_config, value_folder, dtype=dtype, device=CPU)
     table, batch, microbatches = shared_out(rank, max_tokens)
 
-    random_values, mask = numbers_of_rows(batch), batch.loss_mask
-    owned, old_values = table.num_loss_tokens[batch.row], random_values[mask].double()
-    kl = kl_penalty(batch.sample_logprobs, 0.9 * batch.sample_logprobs, "k1")
-    paid = token_rewards(table.rewards[batch.row, 0], kl[mask], owned, kl_coef=0.05)
-    bootstrap = torch.where(table.is_truncated[batch.row], 0.7, 0.0).double()
-    estimates = gae(paid, old_values, owned, gamma=0.99, gae_lambda=0.95, bootstrap=bootstrap)
-    stream, returns = torch.zeros(len(mask), dtype=dtype), torch.zeros(len(mask), dtype=dtype)
-    stream[mask], returns[mask] = whiten(estimates).to(dtype), (estimates + old_values).to(dtype)
-    weights = loss_weights(table.num_loss_tokens, norm="token_mean", constant=64)
-    batch = batch.replace(advantages=stream, returns=returns, values=random_values.to(dtype))
-    batch = batch.replace(loss_weights=batch.spread(weights[batch.row]).to(dtype))
-
+    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
+    batch = batch.replace(
+        values=numbers_of_rollouts(batch).to(dtype), ref_logprobs=0.9 * batch.sample_logprobs
+    )
+    advantages, returns = train_ppo.advantages_and_returns(
+        config,
+        table.rewards[:, 0],
+        table.is_truncated,
+        train_ppo.kl_to_reference(batch),
+        torch.full((len(batch.lengths),), 0.7),
+        batch,
+        kl_coef=0.05,
+    )
+    weights = train_ppo.rollout_weights(config, table, 64)
+    batch = batch.replace(
+        advantages=batch.scatter(advantages.to(dtype)),
+        returns=batch.scatter(returns.to(dtype)),
+        loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
+    )
     for i, sequences in enumerate(microbatches):
-        micro, is_last = batch.select(sequences), i == len(microbatches) - 1
-        layout, mask = micro.layout(), micro.loss_mask
-        values, _ = predict(value.module, micro.tokens, layout, select=mask)
-        loss = value_loss(values, micro.values, micro.returns, clip=0.2)
+        micro = batch.select(sequences)
+        is_last = i == len(microbatches) - 1
+        values = value_batch(value.module, micro)
+        loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
         value.backward(value_scale * (micro.loss_weights * loss).sum(), is_last=is_last)
-        new, _ = score(policy.module, micro.tokens, layout, select=mask, temperature=1.0)
-        ratio = (new - (new.detach() - since_old(micro.sample_logprobs, mask, "token"))).exp()
-        loss = clipped_policy_loss(ratio, micro.advantages, clip_low=0.2, clip_high=0.2)
+        new, entropy = score_batch(policy.module, micro, temperature=1.0)
+        old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, "token")
+        loss, _ = train_ppo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         policy.backward((micro.loss_weights * loss).sum(), is_last=is_last)
     return {"policy": policy, "value": value}
 
 
 def ppo_gradients(rank: int, *args: Any) -> dict[str, Tensor]:
     models = ppo_backward(rank, *args).items()
-    return {f"{name} {key}": gradient for name, model in models for key, gradient in full_gradients(model).items()}
+    return {
+        f"{name} {key}": gradient for name, model in models for key, gradient in full_gradients(model).items()
+    }
 
 
 @precisions
@@ -302,9 +320,11 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
     original = named_parameters(load_replica(folder, dtype=dtype))
     report = {"loaded": all(torch.equal(model.compute_weights[n], original[n]) for n in original)}
     addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
-    engine = Engine(model.decoder, max_rows=4, cache_tokens=1024, dtype=dtype, device=CPU)
+    engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
-    tolerance = 0.0 if model.module.config.is_row_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
+    tolerance = (
+        0.0 if model.module.config.is_batch_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
+    )
     gaps = []
     for _ in range(3):
         versions = {name: weight._version for name, weight in model.compute_weights.items()}
@@ -317,11 +337,15 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
     masters = {name: master.full_tensor().to(dtype) for name, master in model.masters.items()}
     report["sampled"] = max(gaps) <= tolerance
-    report["stable"] = all(weight.data_ptr() == addresses[name] for name, weight in model.compute_weights.items())
+    report["stable"] = all(
+        weight.data_ptr() == addresses[name] for name, weight in model.compute_weights.items()
+    )
     modules = [dict(module.named_parameters()) for module in (model.module, model.decoder)]
     report["used"] = all(params[n] is w for n, w in model.compute_weights.items() for params in modules)
     report["fresh"] = all(torch.equal(model.compute_weights[n], masters[n]) for n in masters)
-    report["moved"] = not torch.equal(model.compute_weights["model.norm.weight"], original["model.norm.weight"])
+    report["moved"] = not torch.equal(
+        model.compute_weights["model.norm.weight"], original["model.norm.weight"]
+    )
     return report
 
 
@@ -351,7 +375,9 @@ def reference_after_steps(rank: int, folder: Path) -> dict[str, bool]:
     step_five_times(model, lr=0.1)
     after = named_parameters(reference)
     return {
-        "policy moved": all(not torch.equal(weight, before[n]) for n, weight in model.compute_weights.items()),
+        "policy moved": all(
+            not torch.equal(weight, before[n]) for n, weight in model.compute_weights.items()
+        ),
         "reference stayed": all(torch.equal(after[n], param) for n, param in before.items()),
     }
 
@@ -398,10 +424,15 @@ def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folde
 def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
     """Rollouts of 10 requests, this rank's share, after an update; and the gap to the training forward."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    engine = Engine(model.decoder, max_rows=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(
-            (1, 2, 3 + i), RolloutId(i, 0), request_key(0, purpose="train", prompt=i, sample=0), 40, 1.0, frozenset()
+            (1, 2, 3 + i),
+            RolloutId(i, 0),
+            request_key(0, purpose="train", prompt_ordinal=i, sample=0),
+            40,
+            1.0,
+            frozenset(),
         )
         for i in range(10)
     ]
@@ -419,7 +450,9 @@ def test_rollouts_do_not_depend_on_the_world_size(one_rank, two_ranks, folder):
     (even, odd) = two_ranks.run(sampled_after_update, folder)
     assert tokens[::2] == even[0]
     assert tokens[1::2] == odd[0]
-    assert all(torch.equal(a, b) for a, b in zip(logprobs[::2] + logprobs[1::2], even[1] + odd[1], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(logprobs[::2] + logprobs[1::2], even[1] + odd[1], strict=True)
+    )
     assert max(gap, even[2], odd[2]) <= 1e-5
 
 
@@ -432,7 +465,9 @@ def clipped_norms(rank: int, folder: Path, max_grad_norm: float) -> tuple[float,
     new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
     model.backward(-new.sum() / world_size(), is_last=True)
     norm = model.step(optimizer, lr=1.0, max_grad_norm=max_grad_norm)
-    moved = sum((master.full_tensor() - before[name]).square().sum() for name, master in model.masters.items())
+    moved = sum(
+        (master.full_tensor() - before[name]).square().sum() for name, master in model.masters.items()
+    )
     return norm, float(moved**0.5)
 
 
@@ -468,7 +503,9 @@ def poisoned_gradient(rank: int, folder: Path) -> str:
     """What `step` says of a gradient that is infinite in one place, in rank 1's shard."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
     tokens = torch.arange(20)
-    new, _ = score(model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0)
+    new, _ = score(
+        model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0
+    )
     model.backward(new.sum(), is_last=True)
     if rank == 1:
         model.masters["model.layers.1.self_attn.k_proj.bias"].grad.to_local()[-1] = float("inf")
@@ -490,10 +527,16 @@ def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:
     tokens = torch.arange(20)
     norms, states = [], []
     for scale in (1.0, 0.0):
-        new, _ = score(model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0)
+        new, _ = score(
+            model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0
+        )
         model.backward(-new.sum() * scale, is_last=True)
         norms.append(model.step(optimizer, lr=0.1, max_grad_norm=1.0))
-        moments = [x.to_local() if hasattr(x, "to_local") else x for s in optimizer.state.values() for x in s.values()]
+        moments = [
+            x.to_local() if hasattr(x, "to_local") else x
+            for s in optimizer.state.values()
+            for x in s.values()
+        ]
         masters = [master.full_tensor() for master in model.masters.values()]
         states.append([x.clone() for x in (*moments, *masters, *model.compute_weights.values())])
     return {
@@ -519,18 +562,21 @@ def trained_value_model(rank: int, folder: Path, run: Path) -> tuple[Path, list[
     select = layout.positions > 0
     losses = []
     for _ in range(20):
-        values, _ = predict(model.module, tokens, layout, select=select)
+        values, _ = scalar_outputs(model.module, tokens, layout, select=select)
         loss = value_loss(values, torch.zeros_like(values), torch.where(select, 1.0, 0.0), clip=0.0).sum()
         losses.append(float(loss))
         model.backward(loss / world_size(), is_last=True)
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
     (run / "checkpoints").mkdir(exist_ok=True)
     checkpoints = Checkpoints(
-        Run(run, None, "token", None), {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0
+        RunFolder(run, None, "token", None),
+        {"policy": (model, optimizer)},
+        sources={"policy": folder},
+        keep=0,
     )
     checkpoints.save({"step": 20})
     saved = checkpoints.finish()
-    _, after = predict(model.module, tokens, layout, select=select)
+    _, after = scalar_outputs(model.module, tokens, layout, select=select)
     return saved, losses, after.tolist()
 
 
@@ -553,7 +599,7 @@ def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks,
 
 
 def gathered(rank: int) -> tuple[Tensor, str]:
-    return all_gather_rows(torch.arange(3 * rank).view(-1, 1) + 10 * rank), agree(f"rank {rank}")
+    return all_gather_rows(torch.arange(3 * rank).view(-1, 1) + 10 * rank), broadcast_object(f"rank {rank}")
 
 
 def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
@@ -570,7 +616,7 @@ def exchanged(rank: int) -> list[tuple[int, list[int], list[float]]]:
     batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
     return [
         (row, (part := batch.select([i])).tokens.tolist(), part.sample_logprobs.tolist())
-        for i, row in enumerate(batch.row.tolist())
+        for i, row in enumerate(batch.table_index.tolist())
     ]
 
 

@@ -6,13 +6,15 @@ import random
 import pytest
 import torch
 
-from minirl.plan import Prompt, plan_microbatches, plan_updates
+from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
 
 
 def random_case(seed):
     """Lengths, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
     rng = random.Random(seed)
-    lengths = [rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(rng.choice([0, 1, 3, 17, 64]))]
+    lengths = [
+        rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(rng.choice([0, 1, 3, 17, 64]))
+    ]
     longest = max(lengths, default=1)
     return lengths, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
 
@@ -112,7 +114,9 @@ def test_places_of_a_rank_lead_to_the_rows_of_the_plan(seed):
         places = plan.of_rank(rank)
         as_rows = [[[rows[place] for place in micro] for micro in minibatch] for minibatch in places]
         assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-        assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(range(len(rows)))
+        assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(
+            range(len(rows))
+        )
 
 
 # Groups whose rollouts have their prompt in common.
@@ -123,8 +127,11 @@ def random_groups(seed):
     rng = random.Random(seed)
     rows = []
     for ordinal in range(rng.choice([1, 2, 9, 20])):
-        prompt = Prompt(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
-        rows += [(prompt.num_tokens + rng.randint(1, rng.choice([3, 200])), prompt) for _ in range(rng.randint(1, 9))]
+        prompt = PromptPrefix(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
+        rows += [
+            (prompt.num_tokens + rng.randint(1, rng.choice([3, 200])), prompt)
+            for _ in range(rng.randint(1, 9))
+        ]
     rng.shuffle(rows)
     lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
     longest = max(lengths)
@@ -162,7 +169,7 @@ def test_microbatches_of_groups_compute_every_sequence_once_within_the_budget(se
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes():
     """Eight rollouts of a prompt of 90 and 10 tokens of their own are 170 tokens to compute, not 800."""
-    lengths, prompts = [100] * 8, [Prompt(3, 90)] * 8
+    lengths, prompts = [100] * 8, [PromptPrefix(3, 90)] * 8
     assert plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
     assert len(plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2
     assert len(plan_microbatches(lengths, num_ranks=1, max_tokens=170)[0]) == 8
@@ -171,7 +178,7 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes():
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_groups_of_one_size_stay_whole(num_ranks):
     """Where whole groups balance the ranks and fit the budget, no prompt is computed twice, however rows are mixed."""
-    prompts = [Prompt(i % 16, 50) for i in range(128)]
+    prompts = [PromptPrefix(i % 16, 50) for i in range(128)]
     plan = plan_microbatches([80] * 128, prompts, num_ranks=num_ranks, max_tokens=2 * (50 + 8 * 30))
     assert [len(rank) for rank in plan] == [16 // num_ranks // 2] * num_ranks
     for micro in (micro for rank in plan for micro in rank):
@@ -182,10 +189,11 @@ def test_groups_of_one_size_stay_whole(num_ranks):
 def test_a_group_too_long_for_its_share_is_spread_and_most_others_stay_whole():
     """One group of 8 x 100 beside eight of 8 x 10: its rollouts even out the ranks, the small groups mostly stay."""
     lengths = [120] * 8 + [12] * 64
-    prompts = [Prompt(0, 20)] * 8 + [Prompt(1 + i // 8, 2) for i in range(64)]
+    prompts = [PromptPrefix(0, 20)] * 8 + [PromptPrefix(1 + i // 8, 2) for i in range(64)]
     plan = plan_microbatches(lengths, prompts, num_ranks=4, max_tokens=4096)
     homes = [
-        {r for r, rank in enumerate(plan) for micro in rank for i in micro if prompts[i].ordinal == o} for o in range(9)
+        {r for r, rank in enumerate(plan) for micro in rank for i in micro if prompts[i].ordinal == o}
+        for o in range(9)
     ]
     assert len(homes[0]) == 4
     assert sum(len(home) > 1 for home in homes[1:]) <= 4
@@ -195,7 +203,7 @@ def test_a_group_too_long_for_its_share_is_spread_and_most_others_stay_whole():
 
 def groups_of_a_step(rng, group_size):
     """512 rollouts with completions like those of a step, and prompts of 20 to 400 tokens."""
-    prompts = [Prompt(i, rng.randint(20, 400)) for i in range(512 // group_size)]
+    prompts = [PromptPrefix(i, rng.randint(20, 400)) for i in range(512 // group_size)]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     completions = geometric_lengths(rng, 512)
     return [p.num_tokens + n for p, n in zip(prompts, completions, strict=True)], prompts
@@ -219,9 +227,9 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens(group_siz
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_prompts_longer_than_completions_are_still_computed_seldom(num_ranks):
-    """Prompts of 1000 with completions of 1 to 50: a sixth of the tokens, and ranks a few % apart."""
+    """PromptStream of 1000 with completions of 1 to 50: a sixth of the tokens, and ranks a few % apart."""
     rng = random.Random(0)
-    prompts = [Prompt(i // 8, 1000) for i in range(512)]
+    prompts = [PromptPrefix(i // 8, 1000) for i in range(512)]
     lengths = [1000 + rng.randint(1, 50) for _ in prompts]
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=8192)
     loads, fewest = loads_of(plan, lengths, prompts), num_computed(range(512), lengths, prompts)
@@ -233,8 +241,8 @@ def test_prompts_longer_than_completions_are_still_computed_seldom(num_ranks):
 @pytest.mark.parametrize("max_tokens", [1010, 1011, 1019, 1100])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_tokens):
-    """Prompts of 1000 and 5 to 10 more tokens: room for one rollout of a group, or for a few."""
-    prompts = [Prompt(i // 24, 1000) for i in range(72)]
+    """PromptStream of 1000 and 5 to 10 more tokens: room for one rollout of a group, or for a few."""
+    prompts = [PromptPrefix(i // 24, 1000) for i in range(72)]
     lengths = [1005 + i % 6 for i in range(72)]
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(72))
@@ -277,4 +285,6 @@ def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
     how = dict(num_ranks=num_ranks, max_tokens=max(1, sum(lengths)))
     plan = plan_microbatches(lengths, **how)
     assert plan == [[sorted(rank)] for rank in expected]
-    assert plan_microbatches(lengths, [Prompt(i, min(5, n)) for i, n in enumerate(lengths)], **how) == plan
+    assert (
+        plan_microbatches(lengths, [PromptPrefix(i, min(5, n)) for i, n in enumerate(lengths)], **how) == plan
+    )

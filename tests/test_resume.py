@@ -14,7 +14,9 @@ from test_scripts import untimed
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
-COMMON = dict(num_steps=NUM_STEPS, save_every=1, keep_checkpoints=0, eval_every=2, prompts_per_step=3, eval_rows=6)
+COMMON = dict(
+    num_steps=NUM_STEPS, save_every=1, keep_checkpoints=0, eval_every=2, prompts_per_step=3, eval_rows=6
+)
 COMMON |= dict(num_epochs=2, num_minibatches=2, group_size=3)
 CASES = {
     "grpo": ("train_grpo.py", dict(dynamic_sampling=True, max_refills=1, kl_coef=0.01)),
@@ -74,13 +76,17 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
     pool.run(train, script, runs, name, COMMON | options)
     expected = digests(runs / name)
     assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
-    assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (1 + (case == "ppo"))
+    assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (
+        1 + (case == "ppo")
+    )
     for last_step in range(NUM_STEPS + 1):
         copy = interrupted_copy(runs / name, f"{name}-after-{last_step}", last_step)
         outputs = pool.run(train, script, runs, copy.name, COMMON | options)
         assert ("already finished" in outputs[0]) == (last_step == NUM_STEPS)
         got = digests(copy)
-        assert got == expected, f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
+        assert got == expected, (
+            f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
+        )
         assert not list((copy / "checkpoints").glob(".*"))
 
 
@@ -91,6 +97,8 @@ def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_r
     copy = interrupted_copy(runs / "ranks", "ranks-changed", 1)
     one_rank.run(train, script, runs, copy.name, COMMON | options)
     rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "ranks", copy)]
-    completions = [[(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts]
+    completions = [
+        [(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts
+    ]
     assert completions[0] == completions[1]
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]

@@ -10,20 +10,16 @@ import torch
 from test_data import TEMPLATE, TOKENS, ids, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from minirl.batch import Rollout, RolloutId
-from minirl.data import Prompts, Tokenizer
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
-from minirl.model import Transformer
-from minirl.reward_process import load_reward
-from minirl.rewards import (
-    Judged,
-    compute_rewards,
-    judge,
-    load_reward_model,
-    overlong_penalty,
-    weighted,
-)
-from minirl.tasks import Row
+from minirl.model.transformer import Transformer
+from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.worker_process import load_reward
+from minirl.rollouts import Rollout, RolloutId
 
 ROWS = [
     Row("one?", {"answer": 1, "level": "easy"}, "f.jsonl:1"),
@@ -70,7 +66,10 @@ def test_a_function_gets_only_the_columns_that_it_names():
     assert rewards_of(lambda completions: [len(completions), 0]) == [2.0, 0.0]
     assert rewards_of(lambda answer: answer) == [1.0, 2.0]
     assert rewards_of(lambda completions, *, level="unused": [level == ["easy", None]] * 2) == [1.0, 1.0]
-    assert rewards_of(functools.partial(lambda scale, answer: [scale * a for a in answer], 10)) == [10.0, 20.0]
+    assert rewards_of(functools.partial(lambda scale, answer: [scale * a for a in answer], 10)) == [
+        10.0,
+        20.0,
+    ]
 
 
 def test_a_data_column_cannot_take_the_place_of_the_completions():
@@ -126,7 +125,20 @@ def test_numbers_of_every_kind_become_floats(value):
 
 @pytest.mark.parametrize(
     "bad",
-    [None, math.nan, math.inf, -math.inf, "1.0", "", [1.0], {}, 1j, numpy.nan, torch.tensor(math.inf), 10**400],
+    [
+        None,
+        math.nan,
+        math.inf,
+        -math.inf,
+        "1.0",
+        "",
+        [1.0],
+        {},
+        1j,
+        numpy.nan,
+        torch.tensor(math.inf),
+        10**400,
+    ],
     ids=lambda value: str(value)[:20],
 )
 def test_what_is_not_a_finite_number_is_refused_by_name(bad):
@@ -166,7 +178,9 @@ def test_load_reward_returns_the_named_function(tmp_path):
     """The module is run once as a file, whatever else it holds; colons in the folder's name do no harm."""
     folder = tmp_path / "a:b"
     folder.mkdir()
-    (folder / "mine.py").write_text("BONUS = 2\ndef score(completions):\n    return [BONUS for _ in completions]\n")
+    (folder / "mine.py").write_text(
+        "BONUS = 2\ndef score(completions):\n    return [BONUS for _ in completions]\n"
+    )
     assert rewards_of(load_reward(f"{folder}/mine.py:score")) == [2.0, 2.0]
 
 
@@ -200,7 +214,11 @@ def save_model(folder, auto_class, **keys):
     """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
-        vocab_size=len(REWARD_TOKENS), max_position_embeddings=POSITIONS, initializer_range=0.5, **sizes, **keys
+        vocab_size=len(REWARD_TOKENS),
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.5,
+        **sizes,
+        **keys,
     )
     torch.manual_seed(0)
     model = auto_class.from_config(config)
@@ -227,7 +245,9 @@ def reward_folder(request, tmp_path_factory):
 
 
 def load(folder, *, chat=False, max_tokens=1000, park=False, device=CPU):
-    return load_reward_model(folder, dtype=torch.float32, device=device, chat=chat, max_tokens=max_tokens, park=park)
+    return load_reward_model(
+        folder, dtype=torch.float32, device=device, chat=chat, max_tokens=max_tokens, park=park
+    )
 
 
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -255,7 +275,7 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, c
 def make_prompts(folder, rows):
     """The policy's prompts: its own tokenizer numbers the letters as `ids` does."""
     save_tokenizer(folder, None)
-    return Prompts(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
+    return PromptStream(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
 
 
 def make_rollout(prompts, ordinal, sample, completion):
@@ -272,25 +292,34 @@ def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path)
     folder, oracle = reward_folder
     prompts = make_prompts(tmp_path, [Row("ab,", {}, "f:1"), Row("xy ", {}, "f:2")])
     rollouts = [make_rollout(prompts, o, s, f"{'word ' * s}end.<eos>") for o in (0, 1) for s in (0, 1)]
-    judged = judge({"model": load(folder)}, prompts, rollouts)
+    judged = reward_rollouts({"model": load(folder)}, prompts, rollouts)
     texts = [f"<bos>{prompts.row(o).prompt}{'word ' * s}end.<eos>" for o in (0, 1) for s in (0, 1)]
-    assert judged.rewards[:, 0].tolist() == pytest.approx([oracle(text) for text in texts], rel=1e-5, abs=1e-5)
+    assert judged.rewards[:, 0].tolist() == pytest.approx(
+        [oracle(text) for text in texts], rel=1e-5, abs=1e-5
+    )
     assert len({round(reward, 3) for reward in judged.rewards[:, 0].tolist()}) == 4
 
 
 def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
     """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
     folder, _ = reward_folder
-    prompts, completions = ["ab", "c,d ", "e" * 20, "f", "g g"] * 2, ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)]
+    prompts, completions = (
+        ["ab", "c,d ", "e" * 20, "f", "g g"] * 2,
+        ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)],
+    )
     whole = load(folder)(prompts, completions)
     assert torch.tensor(whole).std() > 0.1
     for max_tokens in (len("<bos>") + 45, 64, 90):
         for places in (range(10), range(9, -1, -1), [8], [3, 8, 0]):
-            some = load(folder, max_tokens=max_tokens)([prompts[i] for i in places], [completions[i] for i in places])
+            some = load(folder, max_tokens=max_tokens)(
+                [prompts[i] for i in places], [completions[i] for i in places]
+            )
             assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
 
 
-@pytest.mark.parametrize(("max_tokens", "fits"), [(20, 20), (1000, POSITIONS)], ids=["microbatch", "positions"])
+@pytest.mark.parametrize(
+    ("max_tokens", "fits"), [(20, 20), (1000, POSITIONS)], ids=["microbatch", "positions"]
+)
 def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_tokens, fits):
     """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
     folder, _ = reward_folder
@@ -339,17 +368,20 @@ def test_overlong_penalty_is_the_reference_row():
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
     penalties = overlong_penalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
-    assert rewards_of(overlong_penalty(limit=1, buffer=0.5)) == [-1.0, -1.0]  # of the ids, the stop token included
+    assert rewards_of(overlong_penalty(limit=1, buffer=0.5)) == [
+        -1.0,
+        -1.0,
+    ]  # of the ids, the stop token included
 
 
 def test_weighted_puts_rewards_before_what_is_only_logged():
     """In their own order, 1 each unless weighted; what is only logged weighs exactly 0."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
-    functions, weights = weighted(rewards, (), logged=logged)
+    functions, weights = functions_and_weights(rewards, (), logged=logged)
     assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
     assert (weights.dtype, weights.tolist()) == (torch.float64, [1, 1, 0])
-    assert weighted(rewards, (0.5, -2), logged=logged)[1].tolist() == [0.5, -2, 0]
-    assert weighted(rewards, (0.0, 3.0), logged={})[1].tolist() == [0, 3]
+    assert functions_and_weights(rewards, (0.5, -2), logged=logged)[1].tolist() == [0.5, -2, 0]
+    assert functions_and_weights(rewards, (0.0, 3.0), logged={})[1].tolist() == [0, 3]
     assert (list(rewards), list(logged)) == (["b", "a"], ["seen"])
 
 
@@ -358,7 +390,7 @@ def test_another_number_of_weights_than_rewards_is_refused(weights):
     """The error has the flag, what was given and the rewards in order; those only logged take no weight."""
     given = " ".join(map(str, weights))
     with pytest.raises(ValueError, match=f"--reward-weights {given}: the rewards are b, a$"):
-        weighted({"b": min, "a": max}, weights, logged={"seen": sum})
+        functions_and_weights({"b": min, "a": max}, weights, logged={"seen": sum})
 
 
 def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
@@ -372,7 +404,7 @@ def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
         "answer": lambda prompts, completions, answer: answer,
         "letters": lambda completions: [len(text) for text in completions],
     }
-    judged = judge(functions, prompts, rollouts)
+    judged = reward_rollouts(functions, prompts, rollouts)
     assert judged.rollouts == rollouts
     assert judged.rows == [rows[prompts.index(ordinal)] for ordinal in ordinals]
     assert {row.columns["answer"] for row in judged.rows} == {1, 2}
@@ -380,14 +412,16 @@ def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
     assert judged.rewards.dtype == torch.float64
     answers = [row.columns["answer"] for row in judged.rows]
     assert judged.rewards.tolist() == [[i + 2, answers[i], i + 1] for i in range(5)]
-    backwards = judge(dict(reversed(functions.items())), prompts, rollouts)
+    backwards = reward_rollouts(dict(reversed(functions.items())), prompts, rollouts)
     assert torch.equal(backwards.rewards, judged.rewards.flip(1))
 
 
 def test_a_rank_without_rollouts_judges_nothing(tmp_path):
     """No function is called, and the rewards are [0, K], ready to be gathered with other ranks'."""
     prompts = make_prompts(tmp_path, [Row("a", {}, "f:1")])
-    judged = judge({"never": lambda: pytest.fail("called"), "nor": lambda: pytest.fail("called")}, prompts, [])
+    judged = reward_rollouts(
+        {"never": lambda: pytest.fail("called"), "nor": lambda: pytest.fail("called")}, prompts, []
+    )
     assert (judged.rollouts, judged.rows, judged.texts) == ([], [], [])
     assert (judged.rewards.shape, judged.rewards.dtype) == ((0, 2), torch.float64)
 
@@ -395,10 +429,13 @@ def test_a_rank_without_rollouts_judges_nothing(tmp_path):
 def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
     """Rounds of rollouts join and are picked as one: rollouts, rows, texts and rewards stay aligned."""
     prompts = make_prompts(tmp_path, [Row("a", {"answer": 1}, "f:1"), Row("b", {"answer": 2}, "f:2")])
-    functions = {"letters": lambda completions: [len(text) for text in completions], "answer": lambda answer: answer}
+    functions = {
+        "letters": lambda completions: [len(text) for text in completions],
+        "answer": lambda answer: answer,
+    }
     rollouts = [make_rollout(prompts, ordinal, 0, "a" * (ordinal + 1)) for ordinal in range(4)]
-    parts = [judge(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
-    whole = judge(functions, prompts, rollouts)
+    parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
+    whole = reward_rollouts(functions, prompts, rollouts)
 
     def facts(judged):
         return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist(), judged.failed.tolist()
@@ -406,7 +443,7 @@ def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
     assert facts(parts[0] + parts[1] + parts[2]) == facts(whole)
     picked = whole.select([3, 0])
     assert facts(picked) == tuple([column[3], column[0]] for column in facts(whole))
-    assert isinstance(picked, Judged)
+    assert isinstance(picked, RewardedRollouts)
     nothing = whole.select([])
     assert facts(nothing) == ([], [], [], [], [])
     assert nothing.rewards.shape == (0, 2)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minirl import numerics, sampling
-from minirl.sampling import CDF_BLOCK, PURPOSES, inverse_cdf, request_key, sample, uniforms
+from minirl.generation import sampling
+from minirl.generation.sampling import CDF_BLOCK, PURPOSES, inverse_cdf, request_key, sample, uniforms
+from minirl.model import batch_invariance
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -18,7 +19,9 @@ def random_logprobs(rows: int, vocab: int, *, seed: int, scale: float = 3.0) -> 
 
 
 def keys_of(count: int, *, seed: int = 0) -> torch.Tensor:
-    return torch.tensor([request_key(seed, purpose="train", prompt=i, sample=0) for i in range(count)])
+    return torch.tensor(
+        [request_key(seed, purpose="train", prompt_ordinal=i, sample=0) for i in range(count)]
+    )
 
 
 def uniform_in_python(key: int, position: int) -> float:
@@ -36,7 +39,7 @@ def test_request_keys_are_distinct_over_seed_purpose_prompt_and_sample():
         for prompt in range(64)
         for number in range(32)
     ]
-    keys = {request_key(seed, purpose=purpose, prompt=p, sample=s) for seed, purpose, p, s in grid}
+    keys = {request_key(seed, purpose=purpose, prompt_ordinal=p, sample=s) for seed, purpose, p, s in grid}
     assert len(keys) == len(grid)
     assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
 
@@ -59,7 +62,7 @@ def test_splitmix_finaliser_gives_the_published_stream():
 def test_keyed_noise_is_the_pinned_one(request_of, expected):
     """A run's samples are a function of its key for ever: a change of the noise is a change of every past result."""
     seed, purpose, prompt, number = request_of
-    got = request_key(seed, purpose=purpose, prompt=prompt, sample=number)
+    got = request_key(seed, purpose=purpose, prompt_ordinal=prompt, sample=number)
     assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
 
 
@@ -203,7 +206,24 @@ def test_every_token_of_a_peaked_large_vocabulary_is_reachable():
     logits += torch.linspace(0, 1, vocab)
     logprobs = torch.log_softmax(logits, -1)
     cdf = np.exp(logprobs[0].double().numpy()).cumsum()
-    tokens = [0, 1, 99, 100, 101, 511, 512, 513, 20_000, 25_087, 25_088, 33_333, 49_151, 49_152, 49_998, 49_999]
+    tokens = [
+        0,
+        1,
+        99,
+        100,
+        101,
+        511,
+        512,
+        513,
+        20_000,
+        25_087,
+        25_088,
+        33_333,
+        49_151,
+        49_152,
+        49_998,
+        49_999,
+    ]
     middles = [((cdf[t - 1] if t else 0.0) + cdf[t]) / 2 / cdf[-1] for t in tokens]
     got = inverse_cdf(logprobs.expand(len(tokens), -1), torch.tensor(middles, dtype=torch.float64))
     assert got.tolist() == tokens
@@ -238,10 +258,14 @@ def test_temperature_zero_is_the_argmax_with_its_logprob_at_temperature_one():
     """A greedy row takes the likeliest token whatever its key; its logprob is of the undivided logits."""
     generator = torch.Generator().manual_seed(1)
     hidden, head = torch.randn(50, 16, generator=generator), torch.randn(700, 16, generator=generator)
-    tokens, logprobs = sample(hidden, head, keys=keys_of(50), positions=torch.arange(50), temperature=torch.zeros(50))
+    tokens, logprobs = sample(
+        hidden, head, keys=keys_of(50), positions=torch.arange(50), temperature=torch.zeros(50)
+    )
     logits = hidden.double() @ head.double().T
     assert tokens.tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(logprobs.double(), torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs.double(), torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=1e-5
+    )
 
 
 def mixed_rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -254,7 +278,9 @@ def mixed_rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def sample_rows(rows: dict[str, torch.Tensor], head: torch.Tensor, chosen: list[int]) -> list[tuple[int, float]]:
+def sample_rows(
+    rows: dict[str, torch.Tensor], head: torch.Tensor, chosen: list[int]
+) -> list[tuple[int, float]]:
     part = {name: x[chosen] for name, x in rows.items()}
     tokens, logprobs = sample(part.pop("hidden"), head, **part)
     return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
@@ -270,9 +296,11 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
     alone = [sample_rows(rows, head, [i])[0] for i in range(24)]
     backwards = sample_rows(rows, head, list(range(23, -1, -1)))[::-1]
     pairs = [x for i in range(0, 24, 2) for x in sample_rows(rows, head, [i, i + 1])]
-    exact = numerics.rows_are_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
+    exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
     if not exact:
-        print("1e-5 instead of equal bits: this machine's matrix library gives a row other bits in other batches")
+        print(
+            "1e-5 instead of equal bits: this machine's matrix library gives a row other bits in other batches"
+        )
     for got in (alone, backwards, pairs):
         assert [token for token, _ in got] == [token for token, _ in together]
         tolerance = 0 if exact else 1e-5

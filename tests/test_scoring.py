@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minirl import numerics
-from minirl.attention import PackedLayout
-from minirl.batch import Batch
-from minirl.model import ModelConfig, Transformer
-from minirl.plan import Prompt
-from minirl.sampling import sample
-from minirl.scoring import ChunkedLogprobs, predict, predict_frozen, score, score_frozen, unparked
+from minirl.generation.sampling import sample
+from minirl.model import batch_invariance
+from minirl.model.attention import PackedLayout
+from minirl.model.config import ModelConfig
+from minirl.model.transformer import Transformer
+from minirl.training.assignment import PromptPrefix
+from minirl.training.batch import Batch
+from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
+from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 
 CPU = torch.device("cpu")
 VOCAB = 37
@@ -23,7 +25,9 @@ PROMPTS = (4, 1, 30, 100, 2)
 CUTS = [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]]
 
 
-def make_model(dtype: torch.dtype = torch.float64, *, tied: bool = False, scalar_head: bool = False) -> Transformer:
+def make_model(
+    dtype: torch.dtype = torch.float64, *, tied: bool = False, scalar_head: bool = False
+) -> Transformer:
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -61,13 +65,15 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS, prompts: tuple[int, ...] = PR
         mask[prompt + 2 : prompt + 4] = False
     tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
     mask = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), row=torch.arange(len(lengths)))
+    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), table_index=torch.arange(len(lengths)))
 
 
 def reference(model: Transformer, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """Sequence by sequence, position by position: log_softmax of full logits in the model's dtype."""
     logprobs, entropies = [], []
-    for tokens, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+    for tokens, mask in zip(
+        batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
         layout = PackedLayout((len(tokens),), CPU)
         logits = model(tokens, torch.arange(len(tokens)), layout) @ model.lm_head.weight.T
         for t in range(len(tokens)):
@@ -81,8 +87,12 @@ def reference(model: Transformer, batch: Batch, temperature: float) -> tuple[Ten
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def score_batch(model: Transformer, batch: Batch, temperature: float = 1.0, **kwargs: int) -> tuple[Tensor, Tensor]:
-    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature, **kwargs)
+def score_batch(
+    model: Transformer, batch: Batch, temperature: float = 1.0, **kwargs: int
+) -> tuple[Tensor, Tensor]:
+    return score(
+        model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature, **kwargs
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -139,7 +149,9 @@ def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor
     return hidden.requires_grad_(), head.requires_grad_(), targets
 
 
-@pytest.mark.parametrize(("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)])
+@pytest.mark.parametrize(
+    ("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
+)
 @pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, of, temperature):
@@ -165,8 +177,13 @@ def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, of, temp
 def test_head_gradients_have_the_error_of_their_dtype(dtype, tile):
     """fp32 loses nothing over tiles; bf16 rounds the gradients of logits and the results, not each tile's part."""
     generator = torch.Generator().manual_seed(6)
-    leaves = [torch.randn(n, 300, generator=generator).mul(scale).to(dtype) for n, scale in ((90, 1), (1100, 0.1))]
-    targets, weights = torch.randint(0, 1100, (90,), generator=generator), torch.randn(2, 90, generator=generator)
+    leaves = [
+        torch.randn(n, 300, generator=generator).mul(scale).to(dtype) for n, scale in ((90, 1), (1100, 0.1))
+    ]
+    targets, weights = (
+        torch.randint(0, 1100, (90,), generator=generator),
+        torch.randn(2, 90, generator=generator),
+    )
     results = []
     for kind in (dtype, torch.float64):
         hidden, head = (leaf.to(kind).requires_grad_() for leaf in leaves)
@@ -187,7 +204,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(300, 64, generator=generator).to(dtype)
     head = torch.randn(vocab, 64, generator=generator).div(4).to(dtype)
-    exact = numerics.rows_are_invariant([(64, vocab)], dtype, CPU, is_head=True)
+    exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, CPU, is_head=True)
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat = torch.full((rows,), temperature)
@@ -248,7 +265,9 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
 def test_head_passes_gradcheck(chunk):
     """Both outputs' analytic derivatives agree with finite differences."""
     hidden, head, targets = head_inputs(rows=3, vocab=5)
-    assert torch.autograd.gradcheck(lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk, 3), (hidden, head))
+    assert torch.autograd.gradcheck(
+        lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk, 3), (hidden, head)
+    )
 
 
 def test_one_used_output_is_enough():
@@ -270,7 +289,10 @@ def test_entropy_is_that_of_the_distribution_at_the_temperature(temperature, ent
     ones = torch.ones(4, 1, dtype=torch.float64)
     logprobs, entropies = ChunkedLogprobs.apply(ones, z, torch.arange(4), temperature, 3)
     assert entropies.tolist() == pytest.approx([entropy] * 4, abs=1e-6)
-    expected = {1.0: [-0.440190, -1.440190, -2.440190, -3.440190], 0.7: [-0.270674, -1.699245, -3.127817, -4.556388]}
+    expected = {
+        1.0: [-0.440190, -1.440190, -2.440190, -3.440190],
+        0.7: [-0.270674, -1.699245, -3.127817, -4.556388],
+    }
     assert logprobs.tolist() == pytest.approx(expected[temperature], abs=1e-6)
 
 
@@ -360,10 +382,10 @@ def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
     """Any cut of the batch, empty parts and any order included, puts its logprobs back in place. Pitfall 38."""
     model, batch = make_model(dtype), make_batch()
     expected, _ = score_batch(model, batch, 0.7)
-    got = score_frozen(model, batch, cut, 0.7)
+    got = frozen_logprobs(model, batch, cut, 0.7)
     assert not got.requires_grad
     assert got.dtype == torch.float32
-    exact = model.config.is_row_invariant(dtype, CPU)
+    exact = model.config.is_batch_invariant(dtype, CPU)
     if not exact:
         print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
     assert (got - expected).abs().max().item() <= (0 if exact else 1e-5 if dtype == torch.float32 else 0.1)
@@ -374,7 +396,7 @@ def test_frozen_scores_of_a_part_leave_the_rest_at_zero():
     """Sequences in no microbatch are not scored; those in one are."""
     model, batch = make_model(torch.float32), make_batch()
     expected, _ = score_batch(model, batch, 1.0)
-    got = score_frozen(model, batch, [[3], [1]], 1.0)
+    got = frozen_logprobs(model, batch, [[3], [1]], 1.0)
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
     torch.testing.assert_close(got, torch.where(chosen, expected, 0.0), atol=1e-5, rtol=0)
@@ -392,18 +414,28 @@ def make_groups(seed: int = 0) -> Batch:
         [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1), (129, 40, 2, 1, 7, 7), (5, 30)]
     ):
         opening = torch.randint(0, VOCAB, (prompt,), generator=generator)
-        parts += [(Prompt(ordinal, prompt), opening, torch.randint(0, VOCAB, (n,), generator=generator)) for n in owns]
+        parts += [
+            (PromptPrefix(ordinal, prompt), opening, torch.randint(0, VOCAB, (n,), generator=generator))
+            for n in owns
+        ]
     parts[10] = parts[11]
     parts = [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]
     tokens = torch.cat([x for _, *pair in parts for x in pair])
     mask = torch.cat([torch.arange(p.num_tokens + len(own)) >= p.num_tokens for p, _, own in parts])
     lengths = tuple(p.num_tokens + len(own) for p, _, own in parts)
     prompts = tuple(prompt for prompt, _, _ in parts)
-    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), row=torch.arange(len(lengths)), prompts=prompts)
+    return Batch(
+        lengths,
+        tokens,
+        mask,
+        torch.zeros(len(tokens)),
+        table_index=torch.arange(len(lengths)),
+        prefixes=prompts,
+    )
 
 
 def without_prompts(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, prompts=())
+    return dataclasses.replace(batch, prefixes=())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -412,10 +444,12 @@ def without_prompts(batch: Batch) -> Batch:
 def test_logprobs_and_values_do_not_depend_on_sharing_prompts(dtype, seed):
     """Each completion, its first token too, has the logprobs, entropies, values and score that it has by itself."""
     batch = make_groups(seed)
-    assert len(batch.layout().kept) < len(without_prompts(batch).layout().kept) - 700
+    assert len(batch.layout().computed_tokens) < len(without_prompts(batch).layout().computed_tokens) - 700
     for scalar_head, function in ((False, score_batch), (True, predict_batch)):
         model = make_model(dtype, scalar_head=scalar_head)
-        for got, expected in zip(function(model, batch), function(model, without_prompts(batch)), strict=True):
+        for got, expected in zip(
+            function(model, batch), function(model, without_prompts(batch)), strict=True
+        ):
             assert expected.std() > 0.1
             assert (got - expected).abs().max().item() <= scalar_tolerance(model, dtype)
 
@@ -427,9 +461,12 @@ def test_frozen_results_of_groups_do_not_depend_on_the_microbatches(dtype):
     batch = make_groups()
     places = list(range(len(batch.lengths)))
     language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
-    expected = [score_batch(language, without_prompts(batch))[0], *predict_batch(scalar, without_prompts(batch))]
+    expected = [
+        score_batch(language, without_prompts(batch))[0],
+        *predict_batch(scalar, without_prompts(batch)),
+    ]
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = [score_frozen(language, batch, cut, 1.0), *predict_frozen(scalar, batch, cut)]
+        got = [frozen_logprobs(language, batch, cut, 1.0), *frozen_scalar_outputs(scalar, batch, cut)]
         for x, y, model in zip(got, expected, (language, scalar, scalar), strict=True):
             assert (x - y).abs().max().item() <= scalar_tolerance(model, dtype)
 
@@ -441,7 +478,9 @@ def test_gradients_do_not_depend_on_sharing_prompts(scalar_head):
     for batch in (make_groups(), without_prompts(make_groups())):
         model.zero_grad(set_to_none=True)
         outputs = torch.cat((predict_batch if scalar_head else score_batch)(model, batch))
-        (outputs * torch.randn(len(outputs), generator=torch.Generator().manual_seed(5)).double()).sum().backward()
+        (
+            outputs * torch.randn(len(outputs), generator=torch.Generator().manual_seed(5)).double()
+        ).sum().backward()
         grads.append({name: param.grad for name, param in model.named_parameters()})
     for name, grad in grads[1].items():
         assert grad.abs().max() > 1e-6, name
@@ -454,8 +493,8 @@ def test_equal_rollouts_of_a_group_have_equal_results(own):
     """Two rollouts equal to their last token, or that are nothing but their prompt, are scored alike."""
     tokens, lengths = torch.arange(30).repeat(2), (30, 30)
     mask = torch.arange(30).repeat(2) >= 30 - own
-    batch = Batch(lengths, tokens, mask, torch.zeros(60), prompts=(Prompt(7, 30 - own),) * 2)
-    assert len(batch.layout().kept) == 30 + own
+    batch = Batch(lengths, tokens, mask, torch.zeros(60), prefixes=(PromptPrefix(7, 30 - own),) * 2)
+    assert len(batch.layout().computed_tokens) == 30 + own
     logprobs, _ = score_batch(make_model(torch.float32), batch)
     assert torch.equal(logprobs[:30], logprobs[30:])
     assert torch.equal(logprobs != 0, mask)
@@ -468,13 +507,15 @@ def test_equal_rollouts_of_a_group_have_equal_results(own):
 
 
 def predict_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    return predict(model, batch.tokens, batch.layout(), select=batch.loss_mask)
+    return scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_mask)
 
 
 def reference_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Sequence by sequence, token by token: the head on the state before it, and on the last state."""
     values, after = [], []
-    for tokens, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+    for tokens, mask in zip(
+        batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
         layout = PackedLayout((len(tokens),), CPU)
         states = model(tokens, torch.arange(len(tokens)), layout) @ model.score.weight[0]
         values += [states[t - 1] if mask[t] else states.new_zeros(()) for t in range(len(tokens))]
@@ -484,7 +525,7 @@ def reference_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def scalar_tolerance(model: Transformer, dtype: torch.dtype) -> float:
     """0 where this machine's products give a row the same bits in any batch."""
-    return 0 if model.config.is_row_invariant(dtype, CPU) else 1e-6 if dtype == torch.float32 else 0.1
+    return 0 if model.config.is_batch_invariant(dtype, CPU) else 1e-6 if dtype == torch.float32 else 0.1
 
 
 def test_values_and_their_gradients_equal_the_head_position_by_position():
@@ -493,7 +534,9 @@ def test_values_and_their_gradients_equal_the_head_position_by_position():
     Every parameter gets the gradient of the sequence-by-sequence twin.
     """
     model, batch = make_model(scalar_head=True), make_batch()
-    weights = torch.randn(len(batch.tokens) + len(LENGTHS), generator=torch.Generator().manual_seed(5)).double()
+    weights = torch.randn(
+        len(batch.tokens) + len(LENGTHS), generator=torch.Generator().manual_seed(5)
+    ).double()
     results, gradients = [], []
     for function in (predict_batch, reference_values):
         model.zero_grad(set_to_none=True)
@@ -515,7 +558,9 @@ def test_values_are_fp32_and_close_to_fp64(dtype):
     """From bf16 states and weights too, the head's sums and results are fp32."""
     model, batch = make_model(dtype, scalar_head=True), make_batch()
     for got, expected in zip(
-        predict_batch(model, batch), reference_values(make_model(dtype, scalar_head=True).double(), batch), strict=True
+        predict_batch(model, batch),
+        reference_values(make_model(dtype, scalar_head=True).double(), batch),
+        strict=True,
     ):
         assert got.dtype == torch.float32
         assert not torch.equal(got, got.bfloat16().float())
@@ -546,7 +591,7 @@ def test_a_completion_of_one_token_and_eos_has_two_values():
     """[a, EOS] after a prompt: the value before a and the one before EOS; what follows EOS is the score. Pitfall 13."""
     model, tokens = make_model(scalar_head=True), torch.tensor([5, 6, 7, 8, 1])
     layout = PackedLayout((5,), CPU)
-    values, after = predict(model, tokens, layout, select=torch.tensor([0, 0, 0, 1, 1]).bool())
+    values, after = scalar_outputs(model, tokens, layout, select=torch.tensor([0, 0, 0, 1, 1]).bool())
     states = model(tokens, layout.positions, layout) @ model.score.weight[0]
     torch.testing.assert_close(values, torch.tensor([0, 0, 0, states[2], states[3]]).double())
     torch.testing.assert_close(after, states[4:])
@@ -578,12 +623,14 @@ def test_values_and_scores_do_not_depend_on_packing_or_order(dtype, cut):
     tolerance = scalar_tolerance(model, dtype)
     if tolerance:
         print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
-    for got, expected in zip(predict_frozen(model, batch, cut), predict_batch(model, batch), strict=True):
+    for got, expected in zip(
+        frozen_scalar_outputs(model, batch, cut), predict_batch(model, batch), strict=True
+    ):
         assert not got.requires_grad
         assert got.dtype == torch.float32
         assert (got - expected).abs().max().item() <= tolerance
         assert expected.std() > 0.1
-    assert torch.equal(predict_frozen(model, batch, cut)[0] != 0, batch.loss_mask)
+    assert torch.equal(frozen_scalar_outputs(model, batch, cut)[0] != 0, batch.loss_mask)
 
 
 @pytest.mark.parametrize("count", [17, 18, 31, 33])
@@ -591,16 +638,18 @@ def test_values_and_scores_do_not_depend_on_packing_or_order(dtype, cut):
 def test_equal_sequences_have_equal_scores(count):
     """A group of equal completions has equal rewards: a difference of 1e-7 would be divided by its own deviation."""
     model, tokens = make_model(torch.float32, scalar_head=True), torch.arange(6).repeat(count)
-    if not model.config.is_row_invariant(torch.float32, CPU):
-        pytest.skip("this machine's products are not row-invariant")
-    _, after = predict(model, tokens, PackedLayout((6,) * count, CPU), select=torch.zeros(6 * count).bool())
+    if not model.config.is_batch_invariant(torch.float32, CPU):
+        pytest.skip("this machine's products are not batch-invariant")
+    _, after = scalar_outputs(
+        model, tokens, PackedLayout((6,) * count, CPU), select=torch.zeros(6 * count).bool()
+    )
     assert len(set(after.tolist())) == 1
 
 
 def test_frozen_values_of_a_part_leave_the_rest_at_zero():
     """Sequences in no microbatch have neither values nor a score; those in one have them in their own place."""
     model, batch = make_model(torch.float32, scalar_head=True), make_batch()
-    values, after = predict_frozen(model, batch, [[3], [1]])
+    values, after = frozen_scalar_outputs(model, batch, [[3], [1]])
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
     assert torch.equal(values != 0, chosen & batch.loss_mask)

@@ -1,25 +1,30 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
 
+import ast
 import json
 import math
 import os
 import random
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from minirl.attention import PackedLayout
-from minirl.data import Tokenizer
-from minirl.losses import bradley_terry_loss
-from minirl.model import Transformer
-from minirl.scoring import predict
-from minirl.toy import RECIPE, VOCABULARY, save_tokenizer
-from minirl.weights import config_from_dict, named_parameters, save_folder, scalar_config
+from minirl.data.tokenizer import Tokenizer
+from minirl.model.attention import PackedLayout
+from minirl.model.families import config_from_dict, scalar_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import named_parameters, save_folder
+from minirl.objective.losses import bradley_terry_loss
+from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
+from minirl.training.scoring import scalar_outputs
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
@@ -36,14 +41,43 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+def script_command(script: Path, *flags: str, ranks: int) -> list[str]:
+    """The script under torchrun, or plain Python for one rank."""
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    return [sys.executable, *torchrun, str(script), *flags]
+
+
+def script_environment(runs: Path) -> dict[str, str]:
+    return {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
 def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
-    """Run a script under torchrun (or plain Python for one rank) and return its output; fails with its errors."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*(torchrun if ranks > 1 else [sys.executable]), str(script), *flags]
-    environment = {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    """Run a script to its end and return its output; fails with its errors."""
+    command, environment = script_command(script, *flags, ranks=ranks), script_environment(runs)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subprocess.Popen:
+    """Start a script in a session of its own, so that all its processes can be killed."""
+    return subprocess.Popen(
+        script_command(script, *flags, ranks=ranks),
+        env=script_environment(runs),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: Callable[[], bool], failure: str, timeout_s: float = 300) -> None:
+    """Wait until the condition holds."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, failure
+        time.sleep(0.05)
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -59,15 +93,15 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
     """The folder loads in transformers and continues `prompt` there as it does in minirl."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from minirl.batch import RolloutId
-    from minirl.engine import Engine, Request
-    from minirl.weights import load_replica
+    from minirl.generation.engine import Engine, Request
+    from minirl.model.weights import load_replica
+    from minirl.rollouts import RolloutId
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")["input_ids"]
     expected = reference.generate(ids, do_sample=False, max_new_tokens=num_tokens)[0].tolist()
     replica, cpu = load_replica(folder, dtype=torch.float32), torch.device("cpu")
-    engine = Engine(replica, max_rows=1, cache_tokens=1024, dtype=torch.float32, device=cpu)
+    engine = Engine(replica, max_running_requests=1, cache_tokens=1024, dtype=torch.float32, device=cpu)
     stops = Tokenizer(folder).stop_ids
     request = Request(tuple(ids[0].tolist()), RolloutId(0, 0), 0, num_tokens, 0.0, stops)
     (rollout,) = engine.generate([request])
@@ -76,7 +110,9 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
 
 def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
-    output = run_script(ROOT / "train_grpo.py", "--run-name", "a", "--save-every", "30", *FAST_LEARNING, runs=runs)
+    output = run_script(
+        ROOT / "train_grpo.py", "--run-name", "a", "--save-every", "30", *FAST_LEARNING, runs=runs
+    )
     metrics = read_metrics(runs / "a")
     rewards = [line["reward/mean"] for line in metrics]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
@@ -86,7 +122,9 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     assert len(re.findall(r"^step ", output, re.MULTILINE)) == 40
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000030", "000040"]
-    rollouts = [json.loads(line) for line in (runs / "a" / "rollouts" / "000030.jsonl").read_text().splitlines()]
+    rollouts = [
+        json.loads(line) for line in (runs / "a" / "rollouts" / "000030.jsonl").read_text().splitlines()
+    ]
     assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
     assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
@@ -100,7 +138,9 @@ def test_two_runs_of_one_seed_are_bitwise_equal(runs, script):
     """
     flags = ("--num-minibatches", "1", "--num-steps", "3", "--prompts-per-step", "5", "--group-size", "3")
     for name, seed in (("b1", "1"), ("b2", "1"), ("b3", "2")):
-        run_script(ROOT / script, "--run-name", script + name, "--seed", seed, "--eval-every", "2", *flags, runs=runs)
+        run_script(
+            ROOT / script, "--run-name", script + name, "--seed", seed, "--eval-every", "2", *flags, runs=runs
+        )
 
     def numbers(name: str) -> list[dict]:
         lines = read_metrics(runs / (script + name))
@@ -122,7 +162,9 @@ def test_old_logprobs_are_those_before_the_first_update(runs, script):
     lines = {}
     for kind in ("sampled", "scored"):
         name = f"{script}-{kind}"
-        output = run_script(ROOT / script, "--run-name", name, "--old-logprobs", kind, *flags, runs=runs, ranks=1)
+        output = run_script(
+            ROOT / script, "--run-name", name, "--old-logprobs", kind, *flags, runs=runs, ranks=1
+        )
         lines[kind] = [untimed(line) for line in read_metrics(runs / name)]
     if "bitwise: False" in output:
         pytest.skip("this machine's products depend on the number of rows")
@@ -154,8 +196,25 @@ def test_every_ppo_option_runs_where_nothing_divides(runs):
     """23 rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
     flags = ("--num-steps", "3", "--prompts-per-step", "23", "--eval-rows", "3", "--value-warmup-steps", "1")
     flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-reward-coef", "0.1", "--kl-target", "1")
-    flags += ("--max-tokens-per-microbatch", "40", "--bootstrap-truncated", "--gamma", "0.99", "--entropy-coef", "0.01")
-    flags += ("--old-logprobs", "scored", "--correction", "token_mask", "--dual-clip", "3", "--kl-horizon", "50")
+    flags += (
+        "--max-tokens-per-microbatch",
+        "40",
+        "--bootstrap-truncated",
+        "--gamma",
+        "0.99",
+        "--entropy-coef",
+        "0.01",
+    )
+    flags += (
+        "--old-logprobs",
+        "scored",
+        "--correction",
+        "token_mask",
+        "--dual-clip",
+        "3",
+        "--kl-horizon",
+        "50",
+    )
     flags += ("--temperature", "0.7")
     run_script(ROOT / "train_ppo.py", "--run-name", "d", *flags, runs=runs)
     first, second, third = read_metrics(runs / "d")
@@ -210,7 +269,9 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
     )
     for refills in (20, 0):
         name = f"refills-{refills}"
-        run_script(ROOT / "train_grpo.py", "--run-name", name, "--max-refills", str(refills), *flags, runs=runs)
+        run_script(
+            ROOT / "train_grpo.py", "--run-name", name, "--max-refills", str(refills), *flags, runs=runs
+        )
     full, last = (read_metrics(runs / f"refills-{refills}")[-1] for refills in (20, 0))
     assert full["reward/frac_equal_groups"] == 0 < last["reward/frac_equal_groups"]
     assert full["count/epoch"] > last["count/epoch"]
@@ -220,7 +281,9 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
 def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(runs, tmp_path):
     """Logged by name; pitfall 27: completions that were cut off have no loss but are in their group's mean."""
     functions = "def few(completion_ids):\n    return [-float(len(ids)) for ids in completion_ids]\n"
-    functions += "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    functions += (
+        "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
     (tmp_path / "two.py").write_text(functions)
     flags = ("--reward", f"{tmp_path}/two.py:right", f"{tmp_path}/two.py:few", "--reward-weights", "1", "0.1")
     flags += ("--num-steps", "1", "--eval-rows", "4", "--max-new-tokens", "6", "--drop-truncated")
@@ -229,29 +292,75 @@ def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_th
         (line,) = read_metrics(runs / name)
         assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
         assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
-    rollouts = [json.loads(text) for text in (runs / "sum" / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    rollouts = [
+        json.loads(text) for text in (runs / "sum" / "rollouts" / "000001.jsonl").read_text().splitlines()
+    ]
     assert {r["finish_reason"] for r in rollouts} == {"stop", "length"}
     for prompt in {r["id"][0] for r in rollouts}:
         group = [r for r in rollouts if r["id"][0] == prompt]
         assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-6)
-        assert group[0]["reward"] == pytest.approx(group[0]["rewards"]["right"] + 0.1 * group[0]["rewards"]["few"])
+        assert group[0]["reward"] == pytest.approx(
+            group[0]["rewards"]["right"] + 0.1 * group[0]["rewards"]["few"]
+        )
 
 
-def test_fork_and_hack(runs, tmp_path):
-    """A copy elsewhere, with another reward and another loss in a few lines, runs on two ranks."""
+FORK = '''
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    """Fork"""
+
+    advantage_scale: float = 1.0  # factor of all advantages
+
+
+def token_advantages(config, rewards, greedy_rewards, reward_weights, batch):
+    """Against the mean of all rewards of the step."""
+    scores = rewards @ reward_weights
+    advantages = config.advantage_scale * (scores - scores.mean())
+    return batch.spread(advantages.flatten()[batch.table_index])
+
+
+def token_loss(config, micro, new, entropy):
+    """REINFORCE, without a ratio."""
+    return -micro.advantages * new, torch.ones_like(new)
+
+
+run_script(main, ForkConfig, description="A fork.", presets=ALGORITHMS)
+'''
+THREES = "def threes(completions):\n    return [float(c.count('3')) for c in completions]\n"
+
+
+def make_fork(folder: Path) -> Path:
+    """A copy of the script with a flag more and an advantage and a loss of its own, written where its main ended."""
     source = (ROOT / "train_grpo.py").read_text()
-    hacks = {
-        "dict(task.rewards)": '{"threes": lambda completion_ids: [float(ids.count(3)) for ids in completion_ids]}',
-        "losses.clipped_policy_loss(ratio, micro.advantages, **clip, dual_clip=dual_clip)": "-micro.advantages * new",
-    }
-    for original, hacked in hacks.items():
-        assert source.count(original) == 1
-        source = source.replace(original, hacked)
-    fork = tmp_path / "my_grpo.py"
-    fork.write_text(source)
-    run_script(fork, "--run-name", "fork", "--num-steps", "12", "--eval-every", "0", runs=runs)
-    rewards = [line["reward/mean"] for line in read_metrics(runs / "fork")]
-    assert rewards[-1] > rewards[0] + 0.2
+    guard = ast.parse(source).body[-1]
+    assert isinstance(guard, ast.If), "the script ends with `if __name__ == ...`"
+    lines = source.splitlines(keepends=True)
+    fork = folder / "my_grpo.py"
+    fork.write_text("".join(lines[: guard.lineno - 1]) + FORK)
+    return fork
+
+
+@pytest.mark.slow
+def test_a_fork_with_its_own_flag_advantage_and_loss_learns_and_resumes_after_a_kill(runs, tmp_path):
+    """What a researcher does on the first day: copy, change, run on two ranks, be killed, go on to the same bits."""
+    (tmp_path / "mine.py").write_text(THREES)
+    flags = ("--reward", f"{tmp_path}/mine.py:threes", "--advantage-scale", "2", "--num-steps", "12")
+    flags += ("--eval-every", "0", "--save-every", "1", "--keep-checkpoints", "0")
+    fork = make_fork(tmp_path)
+    run_script(fork, "--run-name", "fork", *flags, runs=runs)
+    whole = [untimed(line) for line in read_metrics(runs / "fork")]
+    assert whole[-1]["reward/mean"] > whole[0]["reward/mean"] + 0.2
+    assert json.loads((runs / "fork" / "args.json").read_text())["advantage_scale"] == 2.0
+
+    job = start_script(fork, "--run-name", "killed", *flags, runs=runs)
+    wait_for(lambda: (runs / "killed" / "checkpoints" / "000004").exists(), "no checkpoint was written")
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    output = run_script(fork, "--run-name", "killed", *flags, runs=runs)
+    assert "resuming after step" in output
+    assert [untimed(line) for line in read_metrics(runs / "killed")] == whole
+    last = Path("checkpoints") / "000012" / "model.safetensors"
+    assert (runs / "fork" / last).read_bytes() == (runs / "killed" / last).read_bytes()
 
 
 def train_reward_model(folder: Path) -> None:
@@ -270,10 +379,12 @@ def train_reward_model(folder: Path) -> None:
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(100):
         texts = ["".join(rng.choices("0123456789", k=rng.randint(2, 9))) for _ in range(64)]
-        ids = [tokenizer.encode_answered("".join(rng.choices("0123456789", k=5)) + "=", text) for text in texts]
+        ids = [
+            tokenizer.encode_answered("".join(rng.choices("0123456789", k=5)) + "=", text) for text in texts
+        ]
         stream = torch.tensor([token for tokens in ids for token in tokens])
         layout = PackedLayout(tuple(map(len, ids)), stream.device)
-        _, scores = predict(model, stream, layout, select=torch.zeros_like(stream, dtype=torch.bool))
+        _, scores = scalar_outputs(model, stream, layout, select=torch.zeros_like(stream, dtype=torch.bool))
         threes = torch.tensor([text.count("3") for text in texts])
         sign = (threes[:32] - threes[32:]).sign()
         loss = bradley_terry_loss(scores[:32] * sign, scores[32:] * sign, center_coef=0.01)[sign != 0].mean()
@@ -291,7 +402,13 @@ def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tm
     gains, divergences = [], []
     for kl_coef in ("0", "0.2", "2"):
         output = run_script(
-            ROOT / "train_ppo.py", "--run-name", f"rm-{kl_coef}", "--kl-reward-coef", kl_coef, *flags, runs=runs
+            ROOT / "train_ppo.py",
+            "--run-name",
+            f"rm-{kl_coef}",
+            "--kl-reward-coef",
+            kl_coef,
+            *flags,
+            runs=runs,
         )
         (scores,) = re.findall(r"held-out eval/reward_model: (-?[\d.]+) before, (-?[\d.]+) after", output)
         gains.append(float(scores[1]) - float(scores[0]))
@@ -342,7 +459,9 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
     flags += (*sizes, "--max-new-tokens", "48", "--lr", "1e-3")
     run_script(ROOT / "train_grpo.py", "--run-name", task, *flags, runs=runs)
     assert read_metrics(runs / task)[-1]["policy/logp_gap_max"] <= 1e-5
-    assert_same_greedy_text(runs / task / "checkpoints" / "000002", "Once upon a time, there was a dog named", 60)
+    assert_same_greedy_text(
+        runs / task / "checkpoints" / "000002", "Once upon a time, there was a dog named", 60
+    )
 
 
 @pytest.mark.parametrize(
@@ -374,12 +493,18 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path):
         ({"baseline": "none", "advantage_norm": "batch_std"}, "--baseline none: needs --advantage-norm none"),
         (GRPO["ALGORITHMS"]["remax"] | {"dynamic_sampling": True}, "--group-size 1: --dynamic-sampling"),
         ({"kl_reward_coef": 0.1}, "--kl-reward-coef: --advantage-norm group_std would divide it away"),
-        (GRPO["ALGORITHMS"]["reinforce++"] | {"ratio_level": "sequence_mean"}, "--ratio-level sequence_mean has one"),
+        (
+            GRPO["ALGORITHMS"]["reinforce++"] | {"ratio_level": "sequence_mean"},
+            "--ratio-level sequence_mean has one",
+        ),
         ({"max_grad_norm": -1.0}, "--max-grad-norm -1.0: must not be negative"),
         ({"lr": math.nan}, "--lr nan"),
         ({"max_refills": 3}, "--max-refills 3: has no effect without --dynamic-sampling"),
         ({"kl_estimator": "k2"}, "--kl-estimator k2: has no effect without --kl-coef"),
-        ({"correction": "token_mask", "correction_low": 3.0}, "--correction-low: must be less than --correction-high"),
+        (
+            {"correction": "token_mask", "correction_low": 3.0},
+            "--correction-low: must be less than --correction-high",
+        ),
         ({"separate_rewards": True}, "--separate-rewards: there is only one reward"),
         ({"reward_weights": (1.0, 2.0)}, "--reward-weights: there are 1 rewards"),
         ({"kl_coef": 0.1, "kl_reward_coef": 0.1}, "--kl-coef with --kl-reward-coef"),
@@ -407,7 +532,10 @@ def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
         ({"gae_lambda": -0.1}, "--gae-lambda -0.1"),
         ({"value_lr": 0.0}, "--value-lr 0.0"),
         ({"value_warmup_steps": 300}, "--value-warmup-steps 300"),
-        ({"bootstrap_truncated": True, "drop_truncated": True}, "--bootstrap-truncated with --drop-truncated"),
+        (
+            {"bootstrap_truncated": True, "drop_truncated": True},
+            "--bootstrap-truncated with --drop-truncated",
+        ),
     ],
 )
 def test_ppo_refuses_what_it_cannot_mean(options, message):

@@ -5,11 +5,7 @@ import time
 
 import pytest
 
-from minirl.data import Tokenizer
-from minirl.errors import InputError
-from minirl.rewards import compute_rewards
-from minirl.tasks import Row
-from minirl.tasks.gsm8k import (
+from minirl.data.gsm8k import (
     INSTRUCTION,
     flexible_answer,
     flexible_score,
@@ -18,10 +14,14 @@ from minirl.tasks.gsm8k import (
     strict_answer,
     strict_score,
 )
-from minirl.tasks.jsonl import load_jsonl_task, read_rows
-from minirl.tasks.load import load_task
-from minirl.tasks.sorting import ALPHABET, load_sorting, score
-from minirl.toy import VOCABULARY, save_tokenizer
+from minirl.data.jsonl import load_jsonl_task, read_rows
+from minirl.data.sorting import ALPHABET, load_sorting, score
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
+from minirl.rewards.functions import compute_rewards
+from minirl.run.embedded_model import VOCABULARY, save_tokenizer
+from minirl.run.load_task import load_task
 
 GOOD = '{"prompt": "hello", "answer": 3}'
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
@@ -49,7 +49,10 @@ def write(tmp_path):
         ('["a"]', r"expected an object, got \[\"a\"\]"),
         ("3", "expected an object, got 3"),
         ("null", "expected an object, got null"),
-        ('{"question": "a", "answer": 1}', r"no field 'prompt', only \['answer', 'question'\]; see --prompt-field"),
+        (
+            '{"question": "a", "answer": 1}',
+            r"no field 'prompt', only \['answer', 'question'\]; see --prompt-field",
+        ),
         ("{}", "no field 'prompt'"),
         ('{"prompt": null}', "field 'prompt' is 'None'"),
         ('{"prompt": 7}', "field 'prompt' is '7'"),
@@ -100,7 +103,12 @@ def test_rows_keep_place_and_columns(write):
 
 @pytest.mark.parametrize(
     "text",
-    ["na\u00efve \u65e5\u672c\u8a9e \U0001f600", "line\u2028separator\u0085next", "tab\tnew\nline\r", " spaces kept "],
+    [
+        "na\u00efve \u65e5\u672c\u8a9e \U0001f600",
+        "line\u2028separator\u0085next",
+        "tab\tnew\nline\r",
+        " spaces kept ",
+    ],
     ids=["unicode", "line_separators", "escapes", "spaces"],
 )
 @pytest.mark.parametrize("ensure_ascii", [True, False])
@@ -108,7 +116,10 @@ def test_text_arrives_as_it_was_written(write, text, ensure_ascii):
     """BOM, CRLF, blank lines, a missing last newline and every character survive."""
     line = json.dumps({"prompt": text}, ensure_ascii=ensure_ascii).encode()
     path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
-    assert [(row.prompt, row.place) for row in read_rows(path, "prompt")] == [(text, f"{path}:1"), (text, f"{path}:3")]
+    assert [(row.prompt, row.place) for row in read_rows(path, "prompt")] == [
+        (text, f"{path}:1"),
+        (text, f"{path}:3"),
+    ]
 
 
 def test_messages_are_a_prompt(write):
@@ -236,7 +247,9 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
         path = data_folder / "gsm8k" / f"{name}.jsonl"
         rows = read_gsm8k(str(path))
         assert len(rows) == count
-        solutions = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines() if line]
+        solutions = [
+            json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines() if line
+        ]
         answers = [row.columns["answer"] for row in rows]
         assert strict_score(solutions, answers) == [1.0] * count
         assert flexible_score(solutions, answers) == [1.0] * count
@@ -259,7 +272,10 @@ def test_sorting_scores_the_sorted_string_and_nothing_else():
     """Repeated digits count, and so does every character before and after."""
     task = load_sorting(num_train=50, num_eval=1)
     answers = [row.columns["answer"] for row in task.train_rows]
-    assert all(answer == "".join(sorted(row.prompt[:-1])) for row, answer in zip(task.train_rows, answers, strict=True))
+    assert all(
+        answer == "".join(sorted(row.prompt[:-1]))
+        for row, answer in zip(task.train_rows, answers, strict=True)
+    )
     assert score(answers, answers) == [1.0] * 50
     assert max(len(answer) for answer in answers) < task.max_new_tokens
     wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
@@ -271,7 +287,8 @@ def mine(tmp_path):
     """The spec of a reward of one's own by its name; each returns another number."""
     names = ("three", "four", "strict")
     functions = [
-        f"def {name}(completions):\n    return [{i + 3}.0 for _ in completions]\n" for i, name in enumerate(names)
+        f"def {name}(completions):\n    return [{i + 3}.0 for _ in completions]\n"
+        for i, name in enumerate(names)
     ]
     (tmp_path / "mine.py").write_text("".join(functions))
     return lambda name: f"{tmp_path}/mine.py:{name}"
@@ -332,7 +349,10 @@ def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
     [
         ({"name": "gsm8k", "data": None}, "--task gsm8k needs --data"),
         ({"name": "jsonl", "data": None}, "--task jsonl needs --data"),
-        ({"name": "auto", "data": "a.jsonl"}, "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k"),
+        (
+            {"name": "auto", "data": "a.jsonl"},
+            "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k",
+        ),
         ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
         ({"name": "auto", "data": None, "eval_data": "a.jsonl"}, "leave out --data and --eval-data"),
         ({"name": "auto", "data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),

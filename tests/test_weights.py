@@ -15,20 +15,13 @@ from transformers import (
     LlamaConfig,
 )
 
-from minirl.attention import PackedLayout
 from minirl.errors import InputError
-from minirl.model import ModelConfig, RopeScaling, Transformer
-from minirl.scoring import predict
-from minirl.weights import (
-    config_from_dict,
-    load_replica,
-    load_weights,
-    named_parameters,
-    read_config,
-    resolve_folder,
-    save_folder,
-    scalar_config,
-)
+from minirl.model.attention import PackedLayout
+from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import load_replica, load_weights, named_parameters, resolve_folder, save_folder
+from minirl.training.scoring import scalar_outputs
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,7 +80,7 @@ def values_and_scores(model):
     """What `predict` says of two sequences, and their tokens."""
     tokens = torch.arange(12) % model.config.vocab_size
     layout = PackedLayout((5, 7), torch.device("cpu"))
-    values, after = predict(model, tokens, layout, select=layout.positions > 0)
+    values, after = scalar_outputs(model, tokens, layout, select=layout.positions > 0)
     return torch.cat([values, after]), tokens.split([5, 7])
 
 
@@ -163,7 +156,11 @@ def test_features_follow_from_family_and_keys(family, keys, expected):
         ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, 500.0, False),
         ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 500.0, True),
         ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | LLAMA3}, 500.0, True),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3}, 500.0, True),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3},
+            500.0,
+            True,
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, 500.0, False),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3}, 500.0, True),
         ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}, 500.0, True),
@@ -185,9 +182,15 @@ def test_rope_is_read_from_both_places(keys, theta, is_scaled):
         ({"model_type": "mistral", "sliding_window": None}, (None, None)),
         ({"model_type": "mistral", "sliding_window": 5}, (5, 5)),
         (QWEN | {"sliding_window": 5, "max_window_layers": 0}, (None, None, None)),
-        (QWEN | {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}, (None, None, None)),
+        (
+            QWEN | {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1},
+            (None, None, None),
+        ),
         (QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, (None, 5, 5)),
-        (QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None)),
+        (
+            QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3},
+            (None, None, None),
+        ),
         (
             QWEN
             | {
@@ -228,13 +231,21 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"rope_parameters": {"rope_type": "llama3", "attention_factor": 2.0} | LLAMA3}, "attention_factor"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         (
-            {"model_type": "mistral", "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+            {
+                "model_type": "mistral",
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
             "layer_types",  # transformers warns and gives every layer the window
         ),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        (QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]}, "layer_types"),
         (
-            QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["chunked_attention"] * 3},
+            QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]},
+            "layer_types",
+        ),
+        (
+            QWEN
+            | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["chunked_attention"] * 3},
             "chunked_attention",
         ),
     ],
@@ -253,7 +264,8 @@ def test_unknown_keys_that_are_off_are_accepted(value):
 
 
 @pytest.mark.parametrize(
-    "key", ["head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"]
+    "key",
+    ["head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"],
 )
 def test_optional_keys_may_be_null(key):
     """`null` means the default, as it does in transformers."""
@@ -341,15 +353,22 @@ def test_a_value_model_from_a_classifier_starts_with_its_scores(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", False)]
+    ("family", "tied"),
+    [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", False)],
 )
 def test_a_saved_value_model_has_equal_scores_in_transformers_and_here(tmp_path, family, tied, dtype):
     """A value model trained from a language model's folder is a classifier checkpoint of its family, bit for bit."""
-    keys = {"model_type": family, "architectures": [f"{CLASSES[family]}ForCausalLM"], "tie_word_embeddings": tied}
+    keys = {
+        "model_type": family,
+        "architectures": [f"{CLASSES[family]}ForCausalLM"],
+        "tie_word_embeddings": tied,
+    }
     model = load_value_model(save(random_model(**keys), tmp_path / "policy", **keys)).to(dtype)
     model.score.weight.data = torch.linspace(-1, 1, 16)[None].to(dtype)
     folder = save(model, tmp_path / "value", **keys)
-    loaded, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(loaded).__name__ == f"{CLASSES[family]}ForSequenceClassification"
     assert_equal_parameters(model, dict(loaded.named_parameters()))
@@ -365,13 +384,24 @@ def test_a_saved_value_model_has_equal_scores_in_transformers_and_here(tmp_path,
     ("is_classifier", "edit", "named"),
     [
         (True, lambda t: t.pop("score.weight"), "missing.*score.weight"),
-        (True, lambda t: t.update({"score.weight": torch.ones(2, 16)}), r"score.weight.*\[2, 16\].*\[1, 16\]"),
+        (
+            True,
+            lambda t: t.update({"score.weight": torch.ones(2, 16)}),
+            r"score.weight.*\[2, 16\].*\[1, 16\]",
+        ),
         (True, lambda t: t.update({"score.bias": torch.ones(1)}), "unexpected.*score.bias"),
         (True, lambda t: t.pop("model.norm.weight"), "missing.*model.norm.weight"),
         (False, lambda t: t.pop("model.norm.weight"), "missing.*model.norm.weight"),
         (False, lambda t: t.update({"score.weight": torch.ones(1, 16)}), "unexpected.*score.weight"),
     ],
-    ids=["missing_head", "two_labels", "bias", "missing_trunk", "missing_trunk_of_a_language_model", "stray_head"],
+    ids=[
+        "missing_head",
+        "two_labels",
+        "bias",
+        "missing_trunk",
+        "missing_trunk_of_a_language_model",
+        "stray_head",
+    ],
 )
 def test_a_folder_that_does_not_fit_a_value_model_is_refused_by_name(tmp_path, is_classifier, edit, named):
     """Only a language model's missing head is made up: a classifier's is never taken to be 0, and none is dropped."""
@@ -434,7 +464,15 @@ def test_a_replica_is_frozen_and_in_the_dtype_asked_for(tmp_path, dtype):
             r"model.layers.0.mlp.up_proj.weight.*\[20, 1\].*\[20, 16\]",
         ),
     ],
-    ids=["missing", "missing_head", "unexpected", "unexpected_bias", "long_vector", "transposed_matrix", "one_column"],
+    ids=[
+        "missing",
+        "missing_head",
+        "unexpected",
+        "unexpected_bias",
+        "long_vector",
+        "transposed_matrix",
+        "one_column",
+    ],
 )
 def test_tensors_that_do_not_fit_the_config_are_refused_by_name(tmp_path, edit, named):
     """A checkpoint that is not this model is an error that names the tensor, never a half-loaded model."""
@@ -530,7 +568,9 @@ def test_a_failure_while_writing_leaves_no_folder_under_the_final_name(tmp_path)
     """A folder appears whole or not at all; a failure leaves nothing, and what a kill left is in nobody's way."""
     source = random_model()
     broken = dict(named_parameters(source))
-    broken["model.norm.weight"] = torch.empty(16, device="meta")  # has a shape for the header, but no data to write
+    broken["model.norm.weight"] = torch.empty(
+        16, device="meta"
+    )  # has a shape for the header, but no data to write
     with pytest.raises(NotImplementedError):
         save_folder(tmp_path / "saved", broken, config=TINY, tokenizer_from=None)
     assert not list(tmp_path.iterdir())
@@ -583,6 +623,8 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_folder("owner/model") == tmp_path
     assert {"*.json", "*.safetensors"} <= set(patterns)
-    assert not any(Path(name).match(pattern) for name in ("pytorch_model.bin", "a.pt", "a.py") for pattern in patterns)
+    assert not any(
+        Path(name).match(pattern) for name in ("pytorch_model.bin", "a.pt", "a.py") for pattern in patterns
+    )
     with pytest.raises(InputError, match=r"owner/missing.*no such repository"):
         resolve_folder("owner/missing")

@@ -1,0 +1,1 @@
+"""The generation engine: requests in, rollouts out, decoded from a key/value cache."""

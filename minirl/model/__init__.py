@@ -1,0 +1,1 @@
+"""The forward pass: configuration, layers, attention kernels, Hugging Face weights."""

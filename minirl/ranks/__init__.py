@@ -1,0 +1,1 @@
+"""The processes of a run: the process group, and the watchdog that ends them together."""

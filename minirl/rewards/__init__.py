@@ -1,0 +1,1 @@
+"""What a completion is worth: reward functions, their worker processes, reward models."""

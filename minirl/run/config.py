@@ -1,0 +1,219 @@
+"""The flags that every script has, in the groups of `--help`. The comment behind a field is its help.
+
+A script's `Config` inherits `RunConfig` and adds the flags of its objective; a field that it declares again has another
+default there. Fields are read flat, as `config.lr`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from minirl.errors import refuse
+from minirl.run.flags import check_numbers
+
+# torchrun refuses --run, which it takes for an abbreviation of its own --run-path: there --run-name is the one to use.
+RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True)
+class ModelAndData:
+    """Model and data"""
+
+    model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
+    task: Literal["auto", "sorting", "gsm8k", "jsonl"] = "auto"  # auto: jsonl with --data, else sorting
+    data: str | None = None  # JSONL file of training prompts
+    eval_data: str | None = None  # JSONL file of held-out prompts
+    prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
+    long_prompts: Literal["skip", "error", "left"] = "skip"
+    """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
+    chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate"""
+
+    num_steps: int = 300  # steps, each with fresh rollouts
+    prompts_per_step: int = 16  # prompts per step, over all ranks
+    group_size: int = 8  # completions per prompt
+    max_new_tokens: int | None = (
+        None  # limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)
+    )
+    temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
+    max_running_requests: int = 256  # completions that a rank decodes at a time
+    cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Reward"""
+
+    reward: tuple[
+        str, ...
+    ] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
+    reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
+    on_reward_error: Literal["stop", "zero"] = (
+        "stop"  # zero: it counts as 0 for up to 5 % of a call's completions
+    )
+    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
+    overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update"""
+
+    lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
+    lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
+    warmup_updates: int = 5  # optimizer steps of linear warm-up
+    num_epochs: int = 1  # passes over a step's rollouts
+    num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
+    max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
+    max_grad_norm: float = 1.0  # gradient clipping, each model by itself; 0: none
+    weight_decay: float = 0.0  # AdamW's
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Policy loss"""
+
+    clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
+    clip_high: float = 0.2  # ratios above 1 + clip_high lose their gradient if the advantage is positive
+    dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
+    loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
+    drop_truncated: bool = (
+        False  # no loss for completions that --max-new-tokens cut off; baselines count them
+    )
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    old_logprobs: Literal["auto", "sampled", "scored"] = "auto"
+    """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
+    correction: Correction = "none"
+    """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
+    correction_low: float = 0.0  # lower bound of importance weights
+    correction_high: float = 2.0  # upper bound of importance weights
+
+
+@dataclass(frozen=True)
+class Report:
+    """Run and report"""
+
+    run_name: RunName = (
+        None  # folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: a new one
+    )
+    resume: Literal["auto", "force", "never"] = (
+        "auto"  # the run of that name: with the same flags; anyway; never
+    )
+    eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
+    eval_rows: int = 256  # held-out rows used, at most
+    save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
+    keep_checkpoints: int = (
+        2  # newest checkpoints to keep, beside the one with the best held-out score; 0: all
+    )
+    keep_rollouts: int = 0  # newest steps whose rollouts are kept; 0: all
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine"""
+
+    seed: int = 0  # of prompts' order and sampling noise
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of compute; masters are fp32; auto: bfloat16 on cuda
+    )
+    threads: int = (
+        1  # CPU threads per rank; with more, sampled and training logprobs may differ by a rounding
+    )
+    park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
+    recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
+    hang_timeout: float = (
+        600  # seconds without progress on any rank after which all leave with a report; 0: never
+    )
+
+
+POSITIVE = (
+    "num_steps",
+    "prompts_per_step",
+    "group_size",
+    "max_new_tokens",
+    "temperature",
+    "max_running_requests",
+    "cache_tokens",
+    "lr",
+    "num_epochs",
+    "num_minibatches",
+    "max_tokens_per_microbatch",
+    "threads",
+    "reward_timeout",
+)
+
+
+@dataclass(frozen=True)
+class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndData):
+    """All shared flags. (Python collects the fields of the last class first.)"""
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the tiny embedded model is trained."""
+        return self.model is None
+
+    @property
+    def minibatches_per_epoch(self) -> int:
+        """`num_minibatches`, or its default for this model."""
+        default = 2 if self.is_embedded else 1
+        return self.num_minibatches or default
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per step."""
+        return self.num_epochs * self.minibatches_per_epoch
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_steps * self.updates_per_step
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, or its default for this model."""
+        default = 2e-4 if self.is_embedded else 1e-6
+        return self.lr or default
+
+    @property
+    def num_rewards(self) -> int:
+        """Rewards that the flags ask for: functions, reward model, overlong penalty, or else the task's own."""
+        named = len(self.reward) + bool(self.reward_model)
+        return (named or 1) + bool(self.overlong_buffer)
+
+
+def check_shared(config: RunConfig) -> None:
+    """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
+    check_numbers(config, positive=POSITIVE)
+    num_rollouts = config.prompts_per_step * config.group_size
+    num_minibatches = config.minibatches_per_epoch
+    refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")
+    refuse(
+        len(config.reward_weights) not in (0, config.num_rewards),
+        f"--reward-weights: there are {config.num_rewards} rewards",
+    )
+    refuse(
+        config.model and not config.data,
+        "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
+    )
+    refuse(
+        config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
+    )
+    is_dual_clip_low = 0 < config.dual_clip <= 1
+    refuse(is_dual_clip_low, f"--dual-clip {config.dual_clip}: must be greater than 1, or 0 for none")
+    refuse(
+        not config.correction_low < config.correction_high,
+        "--correction-low: must be less than --correction-high",
+    )
+    refuse(
+        config.correction != "none" and config.old_logprobs == "sampled",
+        "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy",
+    )

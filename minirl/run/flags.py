@@ -1,0 +1,162 @@
+"""The command line: flags in groups, presets, and refusals that name the flag."""
+
+import argparse
+import dataclasses
+import inspect
+import io
+import tokenize
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from minirl.errors import refuse
+from minirl.ranks import watchdog
+from minirl.ranks.process_group import rank
+
+C = TypeVar("C")
+
+
+def run_script(
+    main: Callable[[C], int],
+    config_class: type[C],
+    *,
+    description: str,
+    presets: Mapping[str, dict[str, Any]] | None = None,
+) -> typing.NoReturn:
+    """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
+
+    presets: what `--algorithm NAME` sets; flags that are given win. Every rank calls it.
+    """
+    preset = chosen_preset("--algorithm", presets) if presets else {}
+    watchdog.run(lambda: main(parse(config_class, description=description, preset=preset)))
+
+
+def chosen_preset(flag: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The preset that the command line names with `flag`, by default the first; all else there is left alone."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument(flag, dest="name", default=next(iter(presets)))
+    name = early.parse_known_args()[0].name
+    return presets.get(name, {})
+
+
+def parse(
+    config_class: type[C],
+    *,
+    description: str,
+    preset: Mapping[str, Any],
+    arguments: Sequence[str] | None = None,
+) -> C:
+    """The config of the command line (or of `arguments`), with the preset's values as defaults.
+
+    tyro shows one box of `--help` per dataclass, so each class that `config_class` inherits from becomes one: its
+    docstring is the title. Its fields are put into the flat config afterwards. Exits with 2 on a wrong flag.
+    """
+    defaults = config_class(**preset)
+    groups = [
+        _group(owner, names, config_class, defaults)
+        for owner, names in _fields_by_class(config_class).items()
+    ]
+    everything: Any = dataclasses.make_dataclass(
+        "Flags",
+        [(name, group, dataclasses.field(default_factory=group)) for name, group in groups],
+    )
+    parsed = tyro.cli(
+        everything,
+        args=arguments,
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=rank() == 0,
+    )
+    values: dict[str, Any] = {}
+    for name, _ in groups:
+        values |= vars(getattr(parsed, name))
+    return config_class(**values)
+
+
+def _fields_by_class(config_class: type) -> dict[type, list[str]]:
+    """The names of a config's fields under the class that declares them first; the config's own class leads."""
+    found: dict[type, list[str]] = {}
+    own = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
+    bases_in_order = [own[0], *reversed(own[1:])]
+    names = [field.name for field in dataclasses.fields(config_class)]
+    for cls in bases_in_order:
+        declared = [name for name in names if name in vars(cls).get("__annotations__", {})]
+        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get("__annotations__", {})}
+        new = [name for name in declared if name not in inherited]
+        if new:
+            found[cls] = new
+    return found
+
+
+def _group(owner: type, names: Sequence[str], config_class: type, defaults: Any) -> tuple[str, Any]:
+    """A dataclass of these fields, with the config's defaults and the comments behind them as help."""
+    types = typing.get_type_hints(config_class, include_extras=True)
+    helps: dict[str, str] = {}
+    for cls in reversed(config_class.__mro__):  # a field that is declared again may have another comment
+        helps |= field_comments(cls)
+    fields = []
+    for name in names:
+        with_help: Any = tyro.conf.arg(help=helps.get(name, ""))
+        annotated: Any = typing.Annotated[types[name], with_help]
+        fields.append((name, annotated, dataclasses.field(default=getattr(defaults, name))))
+    group: Any = dataclasses.make_dataclass(owner.__name__, fields)
+    title = (owner.__doc__ or owner.__name__).splitlines()[0]
+    group.__doc__ = ""
+    return owner.__name__, typing.Annotated[group, tyro.conf.arg(name=title)]
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """The comment on each annotated line of a class, or the string under it; {} where its source is out of reach."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    found: dict[str, str] = {}
+    field = ""
+    for line in _token_lines(source):
+        if len(line) > 1 and line[0].type == tokenize.NAME and line[1].string == ":":
+            field = line[0].string
+        if line[-1].type == tokenize.COMMENT:
+            found[field] = line[-1].string.lstrip("# ")
+        elif line[0].type == tokenize.STRING:
+            found[field] = line[0].string.strip('"')
+    return found
+
+
+def _token_lines(source: str) -> list[list[tokenize.TokenInfo]]:
+    """The tokens of each line with code, without those that only say where lines and blocks end."""
+    skipped = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: dict[int, list[tokenize.TokenInfo]] = {}
+    for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
+        if token.type not in skipped:
+            lines.setdefault(token.start[0], []).append(token)
+    return list(lines.values())
+
+
+def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
+    """Refuse numbers that are negative or NaN, and 0 in the fields that must be `positive`. Raises InputError."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        flag = f"{flag_of(field.name)} {value}"
+        if isinstance(value, int | float):
+            refuse(not value >= 0, f"{flag}: must not be negative")
+            refuse(field.name in positive and value == 0, f"{flag}: must be greater than 0")
+
+
+def check_needed(config: Any, *, needs: Mapping[str, str]) -> None:
+    """Refuse flags set without the flag they depend on: needs[field] is that flag's field. Raises InputError."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in needs and value != field.default:
+            other = needs[field.name]
+            is_off = getattr(config, other) in (0, "none")
+            refuse(is_off, f"{flag_of(field.name)} {value}: has no effect without {flag_of(other)}")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"

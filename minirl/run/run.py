@@ -1,0 +1,368 @@
+"""One run of a script: all that is the same whatever the objective.
+
+`Run` reads the files, joins the process group, opens the run's folder and loads what rewards need. The script makes its
+models, calls `begin`, loops over `steps`, ends each with `finish_step`, and returns `close()`. A fork that wants
+something else here writes it into its script: nothing calls back.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.data.prompts import PromptStream
+from minirl.data.task import RewardFunction, Row, Task
+from minirl.data.tokenizer import Tokenizer
+from minirl.generation.engine import Engine
+from minirl.model.config import ModelConfig
+from minirl.model.families import read_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import resolve_folder
+from minirl.objective.losses import sequence_sums
+from minirl.ranks import process_group
+from minirl.ranks.process_group import broadcast_object, print0, stop_requested, world_size
+from minirl.report.logger import Logger
+from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived
+from minirl.rewards.functions import functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rollouts import Rollout
+from minirl.run.checkpoint import Checkpoints
+from minirl.run.config import RunConfig
+from minirl.run.embedded_model import embedded_model_folder
+from minirl.run.load_task import load_task
+from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.training.assignment import UpdatePlan, plan_updates
+from minirl.training.batch import Batch, RolloutTable, gather_to_table
+from minirl.training.frozen_models import frozen_logprobs, unparked
+from minirl.training.learning_rate import learning_rate
+from minirl.training.sharded_model import ShardedModel
+
+ADAM_BETAS = (0.9, 0.95)
+Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
+
+
+@dataclass
+class Progress:
+    """How far the run is: what a checkpoint saves beside the models. JSON values only."""
+
+    step: int = 0  # steps done
+    update: int = 0  # optimizer steps done: the version of the weights
+    num_served: int = 0  # prompts taken from the stream
+    before: dict[str, float] = field(default_factory=dict)  # held-out scores before training
+    evaluated: dict[str, float] = field(
+        default_factory=dict
+    )  # held-out scores of this step, if it was evaluated
+    own: dict[str, Any] = field(default_factory=dict)  # what the script itself has to remember
+
+    def to_state(self) -> dict[str, Any]:
+        """As one flat dictionary, for a checkpoint."""
+        state = dataclasses.asdict(self)
+        own = state.pop("own")
+        return state | own
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> "Progress":
+        """The progress that was saved; `own` are the script's values in a new run."""
+        names = {f.name for f in dataclasses.fields(Progress)} - {"own"}
+        shared = {name: state[name] for name in names if name in state}
+        return Progress(**shared, own={name: state.get(name, value) for name, value in own.items()})
+
+
+class Run:
+    """One run. All ranks make it (collective).
+
+    For the script: `device`, `dtype`, `model_folder` and `model_config` to make models from, `prompts` and
+    `reward_weights` fp64 [K] to make rollouts and scores from, `max_new_tokens`, and `progress`, which it advances.
+    """
+
+    def __init__(self, config: RunConfig, *, name: str, rewards: Mapping[str, RewardFunction] | None = None):
+        """`name` begins the folder's where --run-name gives none; `rewards` are called instead of the task's.
+
+        Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
+        """
+        self.config = config
+        task = _load_task(config, rewards)
+        self.device = process_group.start(
+            device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
+        )
+        self.dtype = _compute_dtype(config.dtype, self.device)
+        new_name = broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S"))
+        self._flags = dataclasses.asdict(config)
+        self._folder = open_run_folder(config.run_name or new_name, self._flags, resume=config.resume)
+        if config.model is None:
+            self.model_folder = embedded_model_folder(runs_root())
+        else:
+            self.model_folder = resolve_folder(config.model)
+        self.model_config = read_config(self.model_folder, scalar_head=False)
+        self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
+        self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
+        self.max_tokens = min(
+            self.model_config.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch
+        )
+        self.prompts = self._prompt_stream(task.train_rows, purpose="train")
+        self.held_out = self._prompt_stream(task.eval_rows[: config.eval_rows], purpose="eval")
+        self._task_name = task.name
+        self._reward_functions, self.reward_weights = self._load_rewards(task)
+        self.is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
+        self.old_logprobs = _source_of_old_logprobs(config, is_exact=self.is_exact)
+        self.progress = Progress()
+        self._stop_signal = 0
+
+    def load_trainable(
+        self, model_config: ModelConfig, folder: Path
+    ) -> tuple[ShardedModel, torch.optim.Optimizer]:
+        """A folder's model, sharded over the ranks, and its optimizer (collective)."""
+        model = ShardedModel(
+            model_config,
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            recompute_layers=self.config.recompute_layers,
+        )
+        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+
+    def make_engine(self, policy: ShardedModel) -> Engine:
+        """The generation engine, which decodes from the policy's own weights. Not collective."""
+        return Engine(
+            policy.decoder,
+            max_running_requests=self.config.max_running_requests,
+            cache_tokens=self.config.cache_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def begin(
+        self,
+        models: Models,
+        engine: Engine,
+        *,
+        folders: Mapping[str, Path] | None = None,
+        own: Mapping[str, Any] | None = None,
+        resolved: Mapping[str, Any] | None = None,
+    ) -> Progress:
+        """Resume from the newest checkpoint, or begin: open the logs and evaluate. Returns `progress` (collective).
+
+        models: by name, the policy first; each is saved with its optimizer. folders: where config and tokenizer of
+        a further model come from. own: what the script has to remember between steps, with its first values.
+        resolved: further values for args.json that flags left open.
+        """
+        sources = {"policy": self.model_folder, **(folders or {})}
+        self._engine = engine
+        self._checkpoints = Checkpoints(
+            self._folder, models, sources=sources, keep=self.config.keep_checkpoints
+        )
+        state = self._checkpoints.restore(self.config.num_steps)
+        self.progress = Progress.from_state(state, own or {})
+        self._logger = Logger(
+            self._folder.path,
+            self._flags | self._resolved() | dict(resolved or {}) | {"flags": self._flags},
+            wandb_mode=self.config.wandb,
+            after_step=self.progress.step,
+            keep_rollouts=self.config.keep_rollouts,
+        )
+        self._print_start()
+        self.progress.before = self.progress.before or self.evaluate()
+        print0("held-out before training:", self.progress.before or "no held-out rows; see --eval-data")
+        return self.progress
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to do, until the last one or the step in which a signal asked for a stop."""
+        for step in range(self.progress.step + 1, self.config.num_steps + 1):
+            yield step
+            if self._stop_signal:
+                return
+
+    def reward(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
+        """This rank's rollouts with their rewards. Not collective. Raises RewardError naming function and row."""
+        return reward_rollouts(self._reward_functions, self.prompts, rollouts)
+
+    def plan_updates(self, table: RolloutTable) -> UpdatePlan:
+        """Which rank trains on which rollouts in which microbatch; the same on every rank. Not collective."""
+        return plan_updates(
+            table.num_tokens.tolist(),
+            table.prefixes,
+            num_minibatches=self.config.minibatches_per_epoch,
+            num_ranks=world_size(),
+            max_tokens=self.config.max_tokens_per_microbatch,
+        )
+
+    def with_old_logprobs(
+        self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
+    ) -> Batch:
+        """The batch with the logprobs that ratios are to; without, where the new ones, detached, are the old ones."""
+        if self.old_logprobs == "sampled":
+            return batch.replace(old_logprobs=batch.sample_logprobs)
+        if self.old_logprobs == "scored":
+            scored = frozen_logprobs(policy.decoder, batch, microbatches, self.config.temperature)
+            return batch.replace(old_logprobs=scored)
+        return batch
+
+    def with_ref_logprobs(
+        self, batch: Batch, reference: Transformer, microbatches: Sequence[list[int]]
+    ) -> Batch:
+        """The batch with the logprobs of a reference model, which is parked afterwards. Not collective."""
+        with unparked(reference, self.device, park=self.config.park_frozen):
+            scored = frozen_logprobs(reference, batch, microbatches, self.config.temperature)
+        return batch.replace(ref_logprobs=scored)
+
+    def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
+        """Learning rate of the present optimizer step by the flags' schedule, which begins at `first_update`."""
+        return learning_rate(
+            self.progress.update - first_update,
+            self.config.num_updates - first_update,
+            peak=peak,
+            warmup_updates=self.config.warmup_updates,
+            schedule=self.config.lr_schedule,
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
+        requests = self.held_out.requests(0, len(self.held_out.rows), group_size=0, num_greedy=1)
+        rollouts = self._engine.generate(requests, weight_version=self.progress.update)
+        rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
+        is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
+        metrics = StepMetrics()
+        metrics.add_values("eval/reward", rewarded.rewards @ (self.reward_weights * is_score))
+        add_rewards(metrics, "eval", self._reward_functions, rewarded.rewards)
+        return metrics.reduce()
+
+    def log_rollouts(self, step: int, rewarded: RewardedRollouts, table: RolloutTable, batch: Batch) -> None:
+        """Write the step's rollouts with their mean advantages to the run's folder (collective).
+
+        To be called before the update, which may be refused.
+        """
+        sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
+        mean_advantages = sums / table.num_loss_tokens
+        self._logger.log_rollouts(
+            step,
+            rewarded,
+            self._reward_functions,
+            reward=rewarded.rewards @ self.reward_weights,
+            advantage=mean_advantages[table.indices_of(rewarded.rollouts)],
+        )
+
+    def finish_step(
+        self, step: int, metrics: StepMetrics, rewarded: RewardedRollouts, scores: Tensor
+    ) -> None:
+        """Add up and log the step's metrics, evaluate and save where they are due (collective).
+
+        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank.
+        """
+        is_last = step == self.config.num_steps
+        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
+        add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
+        metrics.add_values("reward/errors", rewarded.failed)
+        metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
+        evaluates = is_last or _is_due(step, self.config.eval_every)
+        self.progress.evaluated = self.evaluate() if evaluates else {}
+        metrics.add("time/save", self._checkpoints.take_blocked_s())
+        metrics.end()
+        numbers = derived(metrics.reduce()) | self.progress.evaluated
+        self._logger.log(step, numbers, num_steps=self.config.num_steps)
+        self._stop_signal = 0 if is_last else stop_requested()
+        self.progress.step = step
+        if is_last or self._stop_signal or _is_due(step, self.config.save_every):
+            score = self.progress.evaluated.get("eval/reward")
+            self._checkpoints.save(self.progress.to_state(), score=score)
+
+    def close(self) -> int:
+        """Wait for the last save, print what was reached, and return the exit code (collective)."""
+        saved = self._checkpoints.finish()
+        self._logger.finish()
+        for name, score in self.progress.evaluated.items():
+            print0(f"held-out {name}: {self.progress.before[name]:.3f} before, {score:.3f} after")
+        print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
+        return 128 + self._stop_signal if self._stop_signal else 0
+
+    def _prompt_stream(self, rows: Sequence[Row], *, purpose: str) -> PromptStream:
+        return PromptStream(
+            rows,
+            self.tokenizer,
+            purpose=purpose,
+            seed=self.config.seed,
+            max_tokens=self.max_tokens,
+            max_new_tokens=self.max_new_tokens,
+            vocab_size=self.model_config.vocab_size,
+            long_prompts=self.config.long_prompts,
+        )
+
+    def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
+        """The task's rewards, the reward model and the overlong penalty, and the weight of each."""
+        config = self.config
+        rewards = dict(task.rewards)
+        if config.reward_model:
+            rewards["reward_model"] = load_reward_model(
+                resolve_folder(config.reward_model, flag="--reward-model"),
+                dtype=self.dtype,
+                device=self.device,
+                chat=config.chat,
+                max_tokens=config.max_tokens_per_microbatch,
+                park=config.park_frozen,
+            )
+        if config.overlong_buffer:
+            buffer = config.overlong_buffer * self.max_new_tokens
+            rewards["overlong"] = overlong_penalty(limit=self.max_new_tokens, buffer=buffer)
+        return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
+
+    def _resolved(self) -> dict[str, Any]:
+        """For args.json, what flags left open."""
+        return {
+            "lr": self.config.peak_lr,
+            "num_minibatches": self.config.minibatches_per_epoch,
+            "max_new_tokens": self.max_new_tokens,
+            "task": self._task_name,
+            "old_logprobs": self.old_logprobs,
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+            "model": str(self.model_folder),
+            "world_size": world_size(),
+            "command": sys.argv,
+        }
+
+    def _print_start(self) -> None:
+        ranks = f"{world_size()} x {self.device.type} {self.dtype}"
+        print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self.is_exact}")
+        counts = f"{len(self.prompts.rows)} prompts, {len(self.held_out.rows)} held out"
+        print0(f"task {self._task_name}: {counts}")
+        for note in self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes():
+            print0(f"note: {note}")
+
+
+def _load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
+    task = load_task(
+        config.task,
+        data=config.data,
+        eval_data=config.eval_data,
+        prompt_field=config.prompt_field,
+        reward=config.reward,
+        reward_timeout=config.reward_timeout,
+        on_reward_error=config.on_reward_error,
+        reward_model=config.reward_model,
+    )
+    return task if rewards is None else dataclasses.replace(task, rewards=rewards)
+
+
+def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
+    """ "auto" where no old logprobs are needed: with one update per step the old policy is the new one, the ratio 1."""
+    if config.old_logprobs != "auto" or config.updates_per_step == 1:
+        return config.old_logprobs
+    return "sampled" if is_exact and config.correction == "none" else "scored"
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,1 @@
+"""From rollouts to an update: who trains on what, packed batches, logprobs, FSDP."""
