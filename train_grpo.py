@@ -1,12 +1,12 @@
-"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
+r"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
 
     torchrun --standalone --nproc-per-node 2 train_grpo.py    # embedded model and task
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
         --task gsm8k --data train.jsonl --eval-data test.jsonl
     python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
-Each step: generate group_size completions of each prompt, reward them, score them under the reference (if there
-is a KL term), update on the sum over tokens of
+Each step: generate group_size completions of each prompt, reward them, score them under the reference (if
+there is a KL term), update on the sum over tokens of
 
     loss_weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * KL),   r = exp(new - old)
 
@@ -26,7 +26,13 @@ from torch import Tensor
 
 from minirl.errors import refuse
 from minirl.model.weights import load_replica
-from minirl.objective.advantages import group_advantages, returns_to_go, separate_advantages, whiten
+from minirl.objective.advantages import (
+    group_advantages,
+    returns_to_go,
+    separate_advantages,
+    weighted_scores,
+    whiten,
+)
 from minirl.objective.kl import kl_penalty
 from minirl.objective.loss_weights import loss_weights
 from minirl.objective.losses import (
@@ -81,34 +87,30 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # what each sets of Config
 Algorithm = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
 
 
+Baseline = Literal["mean", "leave_one_out", "greedy", "none"]
+AdvantageNorm = Literal["group_std", "batch_std", "none"]
+RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+
+
 @dataclass(frozen=True)
 class Config(RunConfig):
     """Objective"""
 
     algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags that are given win
-    dynamic_sampling: bool = (
-        False  # replace groups whose first rewards are all equal by groups of new prompts
-    )
+    dynamic_sampling: bool = False  # replace groups of equal rewards by groups of new prompts
     max_refills: int = 10  # rounds of new prompts, at most; then groups of equal rewards fill the step
-    baseline: Literal["mean", "leave_one_out", "greedy", "none"] = (
-        "mean"  # of a group; greedy: of one more rollout
-    )
-    advantage_norm: Literal["group_std", "batch_std", "none"] = (
-        "group_std"  # std that advantages are divided by
-    )
+    baseline: Baseline = "mean"  # of a group; greedy: the reward of one more rollout
+    advantage_norm: AdvantageNorm = "group_std"  # std that advantages are divided by
     advantage_eps: float = 1e-6  # added to that std
     whiten: bool = False  # then shift and scale them to mean 0 and variance 1 over the step's tokens
     separate_rewards: bool = False  # normalise each of several rewards before they are summed, not their sum
     kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward
-    kl_reward_level: Literal["sequence", "token"] = (
-        "sequence"  # summed before the baseline; per token, after it
-    )
+    kl_reward_level: Literal["sequence", "token"] = "sequence"
+    """summed over a completion before the baseline is subtracted, or per token after it"""
     kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms no reference model is loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
-    policy_loss: Literal["clip", "cispo"] = (
-        "clip"  # PPO's clipped surrogate; clipped weights, all tokens learn
-    )
-    ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # PPO; GSPO; RLOO
+    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
+    ratio_level: RatioLevel = "token"  # token: PPO; sequence_mean: GSPO; sequence_sum: RLOO
     clip_high: float = 0.28  # ratios above 1 + clip_high lose their gradient if the advantage is positive
 
 
@@ -118,40 +120,45 @@ def token_advantages(
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
     rewards [P, G, K], greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64, are the same on every
-    rank; batch.table_index says which of the P x G rollouts each of its sequences is. All ranks call it
-    (collective).
+    rank; a reward that does not apply is NaN. batch.table_index says which of the P x G rollouts each of its
+    sequences is. All ranks call it (collective).
     """
-    scores = rewards @ reward_weights
-    stream_kl = None
+    scores = weighted_scores(rewards, reward_weights)
+    token_kl = None
     if config.kl_reward_coef:
         logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        stream_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
-    if stream_kl is not None and config.kl_reward_level == "sequence":
-        kl = gather_to_table(batch, sequence_sums(stream_kl, batch.lengths), scores.numel())
+        token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
+    if token_kl is not None and config.kl_reward_level == "sequence":
+        kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * kl.view_as(scores)
 
     if config.separate_rewards:
         advantages = separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
     else:
-        greedy_scores = greedy_rewards @ reward_weights
+        greedy_scores = weighted_scores(greedy_rewards, reward_weights)
         baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
         advantages = group_advantages(
             scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps
         )
     stream = batch.spread(advantages.flatten()[batch.table_index])
 
-    mask = batch.loss_mask
-    if stream_kl is not None and config.kl_reward_level == "token":
-        kl_to_go = returns_to_go(stream_kl[mask].double(), batch.num_loss_tokens)
+    if token_kl is not None and config.kl_reward_level == "token":
+        mask = batch.loss_mask
+        kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.whiten:
+        has_score = ~scores.isnan().flatten()
+        mask = batch.spread(has_score[batch.table_index])
         stream[mask] = whiten(stream[mask])
     return stream
 
 
-def rollout_weights(config: Config, table: RolloutTable, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step."""
-    keep = ~(table.is_truncated & config.drop_truncated)
+def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
+    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step.
+
+    scores [N]: NaN for a rollout to which no reward applies; it is left out of the loss.
+    """
+    keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(table.num_loss_tokens, norm=config.loss_norm, constant=max_new_tokens, keep=keep)
 
 
@@ -215,14 +222,12 @@ def main(config: Config) -> int:
                 num_greedy=num_greedy,
                 temperature=config.temperature,
             )
-            rollouts = engine.generate(requests, weight_version=progress.update)
+            rollouts = run.generate(engine, requests)
             progress.num_served += num_missing
 
             metrics.begin("reward")
             rewarded += run.reward(rollouts)
-            groups = gather_groups(
-                rewarded, config.prompts_per_step, config.group_size, num_greedy=num_greedy
-            )
+            groups = gather_groups(rewarded, config.prompts_per_step, config.group_size, num_greedy)
             num_missing = groups.num_missing
             if num_missing == 0:
                 break
@@ -240,14 +245,14 @@ def main(config: Config) -> int:
         advantages = token_advantages(
             config, groups.rewards, groups.greedy_rewards, run.reward_weights, batch
         )
+        scores = weighted_scores(groups.rewards, run.reward_weights)
         weights = [
-            rollout_weights(config, groups.table.select(members), run.max_new_tokens)
-            for members in plan.minibatches
+            rollout_weights(config, groups.table.select(i), scores.flatten()[i], run.max_new_tokens)
+            for i in plan.minibatches
         ]
         token_weights = batch.spread(torch.cat(weights)[batch.table_index])
-        batch = batch.replace(advantages=advantages.float(), loss_weights=token_weights.float()).to(
-            run.device
-        )
+        batch = batch.replace(advantages=advantages.float(), loss_weights=token_weights.float())
+        batch = batch.to(run.device)
 
         metrics.begin("report")  # before the update, which may be refused
         run.log_rollouts(step, groups.rewarded, groups.table, batch)
@@ -255,7 +260,7 @@ def main(config: Config) -> int:
         metrics.begin("update")
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             is_on_policy = progress.update % config.updates_per_step == 0
-            for i, sequences in enumerate(minibatch):
+            for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
                 loss, ratio = token_loss(config, micro, new, entropy)
@@ -279,7 +284,7 @@ def main(config: Config) -> int:
             progress.update += 1
 
         metrics.begin("report")
-        run.finish_step(step, metrics, groups.rewarded, groups.rewards @ run.reward_weights)
+        run.finish_step(step, metrics, groups.rewarded, scores)
 
     return run.close()
 

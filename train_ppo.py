@@ -1,4 +1,4 @@
-"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02155.
+r"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02155.
 
     torchrun --standalone --nproc-per-node 2 train_ppo.py     # embedded model and task
     torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
@@ -32,19 +32,18 @@ from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.weights import load_replica, resolve_folder
-from minirl.objective.advantages import explained_variance, gae, token_rewards, whiten
+from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
 from minirl.objective.kl import adapted_kl_coef, kl_penalty
 from minirl.objective.loss_weights import loss_weights
 from minirl.objective.losses import (
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
-    is_value_clipped,
     sequence_sums,
     value_loss,
 )
 from minirl.ranks.process_group import rank
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.flags import check_needed, check_numbers, run_script
 from minirl.run.run import Run
@@ -60,22 +59,24 @@ class Config(RunConfig):
 
     prompts_per_step: int = 128  # prompts per step, over all ranks
     group_size: int = 1  # completions per prompt
-    value_model: str | None = (
-        None  # folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk
-    )
+    value_model: str | None = None
+    """folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk"""
     value_lr: float | None = None  # the value model's; none: 1e-5, and 1e-3 for the embedded model
     value_warmup_steps: int = 0  # first steps that update the value model only
     value_clip: float = 0.2  # values that moved further from the old ones lose their gradient; 0: none do
-    kl_reward_coef: float = (
-        0.0  # weight of the KL term (k1) in the reward of each token; 0: no reference model
-    )
-    kl_target: float = (
-        0.0  # nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed
-    )
+    kl_reward_coef: float = 0.0
+    """weight of the KL term (k1) in the reward of each token; 0: no reference model"""
+    kl_target: float = 0.0
+    """nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed"""
     kl_horizon: float = 10_000  # completions in which it adapts by at most 20 %
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # of generalised advantage estimation
     bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
+
+    @property
+    def value_warmup_updates(self) -> int:
+        """Optimizer steps of the value model before the policy's first."""
+        return self.value_warmup_steps * self.updates_per_step
 
     @property
     def value_peak_lr(self) -> float:
@@ -104,13 +105,14 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 and is_truncated bool are of all ranks' rollouts; batch.table_index says which of them the
-    batch's N sequences are. kl [T]: old - ref of each token; end_values [N]: of the state after each last token.
-    All ranks call it (collective).
+    scores fp64 (NaN where no reward applies) and is_truncated bool are of all ranks' rollouts;
+    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token; end_values
+    [N]: values of the states after the last tokens. All ranks call it (collective).
     """
     old_values = batch.values[batch.loss_mask].double()
+    own_scores = scores[batch.table_index]
     rewards = token_rewards(
-        scores[batch.table_index], kl[batch.loss_mask].double(), batch.num_loss_tokens, kl_coef=kl_coef
+        own_scores.nan_to_num(0.0), kl[batch.loss_mask].double(), batch.num_loss_tokens, kl_coef=kl_coef
     )
     is_bootstrapped = is_truncated[batch.table_index] & config.bootstrap_truncated
     estimates = gae(
@@ -121,12 +123,18 @@ def advantages_and_returns(
         gae_lambda=config.gae_lambda,
         bootstrap=torch.where(is_bootstrapped, end_values.double(), 0.0),
     )
-    return whiten(estimates), estimates + old_values
+    advantages = torch.zeros_like(estimates)
+    has_score = ~own_scores.isnan().repeat_interleave(batch.num_loss_tokens)
+    advantages[has_score] = whiten(estimates[has_score])
+    return advantages, estimates + old_values
 
 
-def rollout_weights(config: Config, table: RolloutTable, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step."""
-    keep = ~(table.is_truncated & config.drop_truncated)
+def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
+    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step.
+
+    scores [N]: NaN for a rollout to which no reward applies; it is left out of the loss.
+    """
+    keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(table.num_loss_tokens, norm=config.loss_norm, constant=max_new_tokens, keep=keep)
 
 
@@ -165,7 +173,6 @@ def main(config: Config) -> int:
     value_config, value_folder = value_model_source(config, run)
     value, value_optimizer = run.load_trainable(value_config, value_folder)
     engine = run.make_engine(policy)
-    num_warmup_updates = config.value_warmup_steps * config.updates_per_step
     reference = None
     if config.kl_reward_coef:
         reference = load_replica(run.model_folder, dtype=run.dtype)
@@ -173,7 +180,7 @@ def main(config: Config) -> int:
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         engine,
         folders={"value": value_folder},
-        own={"kl_coef": config.kl_reward_coef},
+        extra={"kl_coef": config.kl_reward_coef},
         resolved={"value_lr": config.value_peak_lr},
     )
 
@@ -186,13 +193,13 @@ def main(config: Config) -> int:
             group_size=config.group_size,
             temperature=config.temperature,
         )
-        rollouts = engine.generate(requests, weight_version=progress.update)
+        rollouts = run.generate(engine, requests)
         progress.num_served += config.prompts_per_step
 
         metrics.begin("reward")
         rewarded = run.reward(rollouts)
         table = gather_table(rewarded.rollouts, rewarded.rewards)
-        scores = table.rewards @ run.reward_weights
+        scores = weighted_scores(table.rewards, run.reward_weights)
         add_generation(metrics, rewarded.rollouts, engine.take_stats())
 
         metrics.begin("score")
@@ -207,15 +214,7 @@ def main(config: Config) -> int:
         batch = batch.replace(values=values).to(torch.device("cpu"))
         kl = kl_to_reference(batch)
         advantages, returns = advantages_and_returns(
-            config, scores, table.is_truncated, kl, end_values.cpu(), batch, kl_coef=progress.own["kl_coef"]
-        )
-        weights = [
-            rollout_weights(config, table.select(members), run.max_new_tokens) for members in plan.minibatches
-        ]
-        batch = batch.replace(
-            advantages=batch.scatter(advantages.float()),
-            returns=batch.scatter(returns.float()),
-            loss_weights=batch.spread(torch.cat(weights)[batch.table_index]).float(),
+            config, scores, table.is_truncated, kl, end_values.cpu(), batch, kl_coef=progress.extra["kl_coef"]
         )
         old_values = batch.values[batch.loss_mask].double()
         metrics.add("value/explained_var", explained_variance(old_values, returns))
@@ -223,10 +222,19 @@ def main(config: Config) -> int:
         if reference is not None:
             kl_mean = float(gather_to_table(batch, sequence_sums(kl, batch.lengths), len(scores)).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)
-            metrics.add("reward/kl_coef", progress.own["kl_coef"])
+            metrics.add("reward/kl_coef", progress.extra["kl_coef"])
             if trains_policy:
-                progress.own["kl_coef"] = next_kl_coef(config, progress.own["kl_coef"], kl_mean, len(scores))
-        batch = batch.to(run.device)
+                progress.extra["kl_coef"] = next_kl_coef(
+                    config, progress.extra["kl_coef"], kl_mean, len(scores)
+                )
+        weights = [
+            rollout_weights(config, table.select(i), scores[i], run.max_new_tokens) for i in plan.minibatches
+        ]
+        batch = batch.replace(
+            advantages=batch.scatter(advantages.float()),
+            returns=batch.scatter(returns.float()),
+            loss_weights=batch.spread(torch.cat(weights)[batch.table_index]).float(),
+        ).to(run.device)
 
         metrics.begin("report")  # before the update, which may be refused
         run.log_rollouts(step, rewarded, table, batch)
@@ -234,7 +242,7 @@ def main(config: Config) -> int:
         metrics.begin("update")
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             is_on_policy = progress.update % config.updates_per_step == 0
-            for i, sequences in enumerate(minibatch):
+            for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
                 values = value_batch(value.module, micro)
@@ -242,8 +250,7 @@ def main(config: Config) -> int:
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)
                 metrics.add_total("value/loss", objective.detach() / config.updates_per_step)
-                is_clipped = is_value_clipped(values, micro.values, micro.returns, clip=config.value_clip)
-                metrics.add_values("value/clip_frac", is_clipped[micro.loss_mask])
+                add_value_clip(metrics, micro, values, clip=config.value_clip)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
                     loss, ratio = token_loss(config, micro, new, entropy)
@@ -258,7 +265,7 @@ def main(config: Config) -> int:
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                lr = run.learning_rate(config.peak_lr, first_update=num_warmup_updates)
+                lr = run.learning_rate(config.peak_lr, first_update=config.value_warmup_updates)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                 metrics.add("optim/grad_norm", grad_norm)

@@ -1,10 +1,10 @@
-"""Run benchmarks in turn (A B A B ...) and compare their RESULT lines pair by pair, as a noisy machine demands.
+"""Run benchmarks in turn (A B A B ...) and compare their RESULT lines round by round, for machines with noisy timing.
 
     python benchmarks/compare.py --rounds 3 --metric useful_tok_cpu_s \
         "python benchmarks/generate.py MODEL" "python benchmarks/generate.py MODEL --dtype bfloat16"
 
-A command is any program whose last line that begins with RESULT goes on with a JSON object. The ratios are to the first
-command, round by round.
+A command is any program that prints a line of RESULT and a JSON object; its last such line counts. The ratios are to
+the first command in the same round.
 """
 
 import argparse
@@ -28,6 +28,26 @@ def spread(values: list[float]) -> str:
     return f"{median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
+def print_comparison(metric: str, commands: list[str], results: list[list[dict]]) -> None:
+    """A line for each command. results: of each command, by round; the first command is the base."""
+    num_rounds = len(results[0])
+    print(f"\n{metric}: median (range), ratio to the first: median (range), {num_rounds} rounds")
+    for command, found in zip(commands, results, strict=True):
+        values = []
+        ratios = []
+        for result, base in zip(found, results[0], strict=True):
+            value = result.get(metric)
+            base_value = base.get(metric)
+            if value is None or base_value is None:  # a level that was not reached
+                continue
+            values.append(value)
+            if base_value:
+                ratios.append(value / base_value)
+        if values:
+            note = "" if len(values) == num_rounds else f"  ({len(values)} of the rounds)"
+            print(f"  {spread(values)}  ratio {spread(ratios)}  {command}{note}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,18 +63,12 @@ def main() -> None:
     results: list[list[dict]] = [[] for _ in args.commands]
     for number in range(args.rounds):
         for command, found in zip(args.commands, results, strict=True):
-            found.append(result_of(command, args.timeout_s))
-            values = "  ".join(f"{metric} {found[-1].get(metric)}" for metric in metrics)
-            print(f"round {number + 1}  {found[-1].get('what')}  {values}", flush=True)
+            result = result_of(command, args.timeout_s)
+            found.append(result)
+            values = "  ".join(f"{metric} {result.get(metric)}" for metric in metrics)
+            print(f"round {number + 1}  {result.get('what')}  {values}", flush=True)
     for metric in metrics:
-        print(f"\n{metric}: median (range), ratio to the first: median (range), {args.rounds} rounds")
-        for command, found in zip(args.commands, results, strict=True):
-            pairs = [(a.get(metric), b.get(metric)) for a, b in zip(found, results[0], strict=True)]
-            pairs = [pair for pair in pairs if None not in pair]  # null: not reached
-            if pairs:
-                rounds = "" if len(pairs) == args.rounds else f"  ({len(pairs)} of the rounds)"
-                ratios = spread([a / b for a, b in pairs if b])
-                print(f"  {spread([a for a, _ in pairs])}  ratio {ratios}  {command}{rounds}")
+        print_comparison(metric, args.commands, results)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,94 @@
-"""Decode, prefill and update of real shapes with random weights on one GPU, beside what the device could do.
+"""Decode, prefill and update of models of real sizes with random weights on one GPU, compared with the device's limits.
 
     python benchmarks/cuda_decode.py qwen3-0.6b [--bandwidth 3.35e12] [--flops 989e12]
 
-Groups of 8 share prompts of 512 tokens. The roofline: a step reads the weights and each row's keys and values once.
-MFU counts 2 (prefill) and 6 (update) x parameters x tokens. `tiny` on the CPU checks the program.
+Groups of 8 requests share prompts of 512 tokens. The decode roofline is the memory bandwidth: a step reads the weights
+once, and each request's keys and values once. MFU (model-FLOPs utilisation) counts 2 x parameters x tokens in prefill
+and 6 x in update. The shape `tiny` runs on the CPU too, to check the program.
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from workload import PhaseClock, print_result
 
-from minirl.generation.engine import Engine, Request
+from minirl.generation.engine import Engine
 from minirl.generation.sampling import request_key
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks import process_group
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 
-QWEN = dict(
-    rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", max_position_embeddings=32768, vocab_size=151936
-)
-KEYS = "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim"
-SHAPES = {
-    "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128),
-    "qwen2.5-1.5b": ("qwen2", 28, 1536, 8960, 12, 2, 128),
-    "qwen3-4b": ("qwen3", 36, 2560, 9728, 32, 8, 128),
-    "tiny": ("qwen3", 2, 64, 96, 4, 2, 16),
+COMMON: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
 }
-GROUP, PROMPT, MODES = 8, 512, {"plain": (False, False), "late": (True, False), "graphs": (True, True)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+GROUP_SIZE = 8
+PROMPT_LENGTH = 512
+NUM_SCORED = 16  # rollouts of the prefill and update measurements
+# Options of the engine by mode.
+MODES = {
+    "plain": {"async_decoding": False, "cuda_graphs": False},
+    "async": {"async_decoding": True, "cuda_graphs": False},
+    "graphs": {"async_decoding": True, "cuda_graphs": True},
+}
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """The least seconds of three runs, after one that does not count."""
-    clock, seconds = PhaseClock(device), []
+    clock = PhaseClock(device)
+    seconds = []
     for _ in range(4):
         with clock.phase("run"):
             run()
@@ -49,7 +97,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most device memory since the last call."""
+    """The peak of device memory since the last call, in GiB; 0 on the CPU."""
     if device.type == "cpu":
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -57,70 +105,136 @@ def peak_gib(device: torch.device) -> float:
     return peak
 
 
+def make_policy(shape: str, device: torch.device) -> ShardedModel:
+    """A random model, written to a folder and loaded from it as a run loads it."""
+    raw = SHAPES[shape] | COMMON
+    config = config_from_dict(raw)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Transformer(config).to(torch.bfloat16)
+        # The embeddings are also the head: at their full size the next token would be all but certain.
+        model.model.embed_tokens.weight.data.mul_(0.05)
+        write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_from=None)
+        return ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
+
+
+def make_requests(vocab_size: int, num_requests: int, max_new_tokens: int) -> list[Request]:
+    """Requests without stop ids, in groups of GROUP_SIZE with a random prompt each."""
+    num_prompts = -(-num_requests // GROUP_SIZE)
+    prompts = torch.randint(0, vocab_size, (num_prompts, PROMPT_LENGTH)).tolist()
+    requests = []
+    for i in range(num_requests):
+        ordinal, sample = divmod(i, GROUP_SIZE)
+        request = Request(
+            tuple(prompts[ordinal]),
+            RolloutId(ordinal, sample),
+            request_key(0, purpose="train", prompt_ordinal=ordinal, sample=sample),
+            max_new_tokens=max_new_tokens,
+            temperature=1.0,
+            stop_ids=frozenset(),
+        )
+        requests.append(request)
+    return requests
+
+
 def decode(
-    policy: ShardedModel, rows: int, steps: int, mode: str, device: torch.device
+    policy: ShardedModel, num_requests: int, steps: int, mode: str, device: torch.device
 ) -> tuple[float, list[Rollout]]:
-    """Tokens per second of `steps` decode steps with all rows running, and some rollouts."""
-    new, (late, graphs), requests = 2 * steps, MODES[mode], []
-    prompts = torch.randint(0, policy.decoder.config.vocab_size, (-(-rows // GROUP), PROMPT)).tolist()
-    for i, sample in (divmod(row, GROUP) for row in range(rows)):
-        key = request_key(0, purpose="train", prompt_ordinal=i, sample=sample)
-        requests.append(Request(tuple(prompts[i]), RolloutId(i, sample), key, new, 1.0, frozenset()))
-    cache_tokens = len(prompts) * PROMPT + rows * -(-new // 256) * 256
-    where = dict(dtype=torch.bfloat16, device=device, late=late, graphs=graphs)
-    engine = Engine(policy.decoder, max_running_requests=rows, cache_tokens=cache_tokens, **where)
+    """Tokens per second of decode steps with all requests running, and some rollouts.
+
+    Requests have 2 x `steps` new tokens, so that all of them run while `timed` decodes `steps` tokens of each.
+    """
+    max_new_tokens = 2 * steps
+    requests = make_requests(policy.decoder.config.vocab_size, num_requests, max_new_tokens)
+    num_prompts = requests[-1].rollout_id.prompt_ordinal + 1
+    own_tokens = -(-max_new_tokens // 256) * 256  # of a request, in whole blocks
+    engine = Engine(
+        policy.decoder,
+        max_running_requests=num_requests,
+        cache_tokens=num_prompts * PROMPT_LENGTH + num_requests * own_tokens,
+        dtype=torch.bfloat16,
+        device=device,
+        **MODES[mode],
+    )
     engine.submit(requests)
-    while engine.stats.prefill_tokens < len(prompts) * PROMPT:
+    while engine.stats.prefill_tokens < num_prompts * PROMPT_LENGTH:
         engine.step()
-    seconds = timed(lambda: [engine.step() for _ in range(steps // 4)], device)
-    rollouts = []
-    while len(rollouts) < rows:
+    steps_per_run = steps // 4
+    seconds = timed(lambda: [engine.step() for _ in range(steps_per_run)], device)
+    rollouts: list[Rollout] = []
+    while len(rollouts) < num_requests:
         rollouts += engine.step()
-    return rows * (steps // 4) / seconds, rollouts[:16]
+    return num_requests * steps_per_run / seconds, rollouts[:NUM_SCORED]
 
 
-def main() -> None:
+def measure_update(
+    policy: ShardedModel, rollouts: list[Rollout], num_parameters: int, flops: float, device: torch.device
+) -> dict[str, float]:
+    """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
+    layout = PackedLayout(tuple(len(rollout.tokens) for rollout in rollouts), device)
+    tokens = torch.cat([rollout.tokens for rollout in rollouts]).to(device)
+    select = torch.cat([rollout.loss_mask for rollout in rollouts]).to(device)
+    sampled = torch.cat([rollout.sample_logprobs for rollout in rollouts]).to(device)
+
+    def forward() -> Tensor:
+        logprobs, _ = score(policy.module, tokens, layout, select=select, temperature=1.0)
+        return logprobs
+
+    figures: dict[str, float] = {}
+    with torch.no_grad():
+        gap = (forward() - sampled)[select].abs()
+        prefill_s = timed(lambda: policy.decoder(tokens, layout.positions, layout), device)
+    figures["gap_mean"] = float(gap.mean())
+    figures["gap_max"] = float(gap.max())
+    figures["score_gib"] = peak_gib(device)
+    figures["prefill_mfu"] = 2 * num_parameters * len(tokens) / prefill_s / flops
+
+    update_s = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
+    figures["update_mfu"] = 6 * num_parameters * len(tokens) / update_s / flops
+    figures["update_gib"] = peak_gib(device)
+
+    optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    policy.step(optimizer, lr=1e-6, max_grad_norm=1.0)
+    figures["refresh_s"] = timed(policy.refresh, device)
+    figures["optimizer_gib"] = peak_gib(device)
+    figures["tokens"] = len(tokens)
+    return figures
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=SHAPES)
-    for flag, of_an_h100 in (("--bandwidth", 3.35e12), ("--flops", 989e12)):
-        parser.add_argument(flag, type=float, default=of_an_h100)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--bandwidth", type=float, default=3.35e12, help="bytes per second; default: an H100")
+    parser.add_argument("--flops", type=float, default=989e12, help="bf16, per second; default: an H100")
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="decoded at a time")
     parser.add_argument("--steps", type=int, default=128)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
     device = process_group.start()
-    raw = QWEN | dict(zip(KEYS.split(), SHAPES[args.shape], strict=True), tie_word_embeddings=True)
-    config = config_from_dict(raw)
-    with tempfile.TemporaryDirectory() as folder:
-        model = Transformer(config).to(torch.bfloat16)
-        model.model.embed_tokens.weight.data.mul_(0.05)  # tied: else the next token is all but certain
-        write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_from=None)
-        policy = ShardedModel(
-            config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True
-        )
-    count, found = sum(x.numel() for x in policy.compute_weights.values()), {"load_gib": peak_gib(device)}
-    kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    for rows in args.rows:
-        roofline = rows * args.bandwidth / (2 * count + rows * (PROMPT + args.steps / 2) * kv_bytes)
+    policy = make_policy(args.shape, device)
+    config = policy.decoder.config
+    num_parameters = sum(weight.numel() for weight in policy.compute_weights.values())
+    figures = {"load_gib": peak_gib(device)}
+
+    weight_bytes = 2 * num_parameters
+    # Keys and values of one token in bf16, in all layers.
+    token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    mean_length = PROMPT_LENGTH + args.steps / 2
+    for num_requests in args.requests:
+        step_bytes = weight_bytes + num_requests * mean_length * token_bytes
+        roofline = num_requests * args.bandwidth / step_bytes
         for mode in MODES:
-            speed, rollouts = decode(policy, rows, args.steps, mode, device)
-            found |= {f"{mode}_{rows}_tok_s": speed, f"{mode}_{rows}_of_roofline": speed / roofline}
-            found[f"{mode}_{rows}_gib"] = peak_gib(device)
-    layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), device)
-    streams = zip(*((r.tokens, r.loss_mask, r.sample_logprobs) for r in rollouts), strict=True)
-    tokens, select, sampled = (torch.cat(stream).to(device) for stream in streams)
-    forward = lambda: score(policy.module, tokens, layout, select=select, temperature=1.0)[0]  # noqa: E731
-    with torch.no_grad():
-        gap = (forward() - sampled)[select].abs()
-        prefill = timed(lambda: policy.decoder(tokens, layout.positions, layout), device)
-    found |= {"gap_mean": float(gap.mean()), "gap_max": float(gap.max()), "score_gib": peak_gib(device)}
-    found["prefill_mfu"] = 2 * count * len(tokens) / prefill / args.flops
-    update = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
-    found |= {"update_mfu": 6 * count * len(tokens) / update / args.flops, "update_gib": peak_gib(device)}
-    policy.step(policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0), lr=1e-6, max_grad_norm=1.0)
-    found |= {"refresh_s": timed(policy.refresh, device), "optimizer_gib": peak_gib(device)}
-    print_result(what=f"minirl_cuda_{args.shape}", tokens=len(tokens), parameters=count, **found)
+            speed, rollouts = decode(policy, num_requests, args.steps, mode, device)
+            name = f"{mode}_{num_requests}"
+            figures[f"{name}_tok_s"] = speed
+            figures[f"{name}_of_roofline"] = speed / roofline
+            figures[f"{name}_gib"] = peak_gib(device)
+    figures |= measure_update(policy, rollouts, num_parameters, args.flops, device)
+    print_result(what=f"minirl_cuda_{args.shape}", parameters=num_parameters, **figures)
 
 
 if __name__ == "__main__":

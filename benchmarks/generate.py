@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py MODEL [--dtype bfloat16]
 
-MODEL is a Hugging Face folder. Useful tokens are the sampled ones up to and with the stop token; `rows` are the rows
-that passed the layers to get them: prompts, decode rows and the padding of small batches. `steps` are decode steps.
+MODEL is a Hugging Face folder. Useful tokens are the sampled ones up to and including the stop token. `computed_tokens`
+are the tokens that passed the layers to get them: those of prompts, of decode steps, and the padding of small batches.
+`steps` are decode steps.
 """
 
 import argparse
@@ -11,14 +12,14 @@ from pathlib import Path
 
 import torch
 from workload import (
-    LayerRows,
+    ComputedTokens,
     PhaseClock,
     encode_prompts,
     make_requests,
     medians,
     peak_rss_mib,
+    print_figures,
     print_result,
-    print_row,
 )
 
 from minirl.data.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="sequences decoded at a time")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="requests decoded at a time")
     parser.add_argument(
         "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
     )
@@ -48,7 +49,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype)
     tokenizer = Tokenizer(args.model)
     model = load_replica(args.model, dtype=dtype).to(device)
     prompts = encode_prompts(tokenizer, args.prompts)
@@ -59,7 +61,9 @@ def main() -> None:
         dtype=dtype,
         device=device,
     )
-    layer_rows, clock, runs = LayerRows(model), PhaseClock(device), []
+    computed_tokens = ComputedTokens(model)
+    clock = PhaseClock(device)
+    runs = []
     for run in range(args.warmup + args.runs):
         requests = make_requests(
             prompts,
@@ -70,9 +74,10 @@ def main() -> None:
         )
         with clock.phase("wall"):
             rollouts = engine.generate(requests)
-        stats, seconds = engine.take_stats(), clock.take()
+        stats = engine.take_stats()
+        seconds = clock.take()
         useful = sum(len(rollout.completion) for rollout in rollouts)
-        row = {
+        figures = {
             "wall_s": seconds["wall"],
             "cpu_s": seconds["wall_cpu"],
             "useful": useful,
@@ -80,15 +85,15 @@ def main() -> None:
             "useful_tok_cpu_s": useful / seconds["wall_cpu"],
             "steps": stats.decode_steps,
             "mean_len": useful / len(rollouts),
-            "rows": layer_rows.take(),
-            "decode_rows": stats.decode_tokens,
+            "computed_tokens": computed_tokens.take(),
+            "decode_tokens": stats.decode_tokens,
             "decode_waste": stats.wasted_tokens / stats.computed_tokens,
             "prefill_tokens": stats.prefill_tokens,
             "preemptions": stats.preemptions,
         }
         if run >= args.warmup:
-            print_row(row)
-            runs.append(row)
+            print_figures(figures)
+            runs.append(figures)
     print_result(
         what="minirl_generate",
         dtype=args.dtype,

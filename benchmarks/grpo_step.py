@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/grpo_step.py MODEL
 
 MODEL is a Hugging Face folder; the reward is the share of the letter e. The first step does not count. Phases and CPU
-seconds are rank 0's, `useful_tok_cpu_s` is per rank. `train_waste` is the share of padding in the rows that pass the
-layers in an update, counted there; `shared_frac` the share of the tokens that are not computed again, since they are of
-a prompt that the microbatch has already.
+seconds are rank 0's, `useful_tok_cpu_s` is per rank. `train_waste` is the share of padding in the tokens that pass the
+layers in an update, counted there. `shared_frac` is the share of the update's tokens that are not computed because they
+belong to a prompt that the same microbatch already has.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 from workload import (
-    LayerRows,
+    ComputedTokens,
     PhaseClock,
     encode_prompts,
     make_requests,
     medians,
     peak_rss_mib,
+    print_figures,
     print_result,
-    print_row,
 )
 
 import train_grpo  # found by workload
@@ -72,18 +72,23 @@ class GrpoLoop:
             max_new=self.args.max_new,
             stop_ids=self.tokenizer.stop_ids,
         )
-        share = slice(len(requests) * rank() // world_size(), len(requests) * (rank() + 1) // world_size())
-        return self.engine.generate(requests[share], weight_version=step)
+        first = len(requests) * rank() // world_size()
+        end = len(requests) * (rank() + 1) // world_size()
+        return self.engine.generate(requests[first:end], weight_version=step)
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The share of the letter e in each completion. Not collective."""
-        texts = [self.tokenizer.decode(rollout.completion) for rollout in rollouts]
-        return [text.count("e") / max(1, len(text)) for text in texts]
+        rewards = []
+        for rollout in rollouts:
+            text = self.tokenizer.decode(rollout.completion)
+            rewards.append(text.count("e") / max(1, len(text)))
+        return rewards
 
     def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[list[int]]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
-        table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
+        rewards_column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
+        table = gather_table(rollouts, rewards_column)
         plan = plan_updates(
             table.num_tokens.tolist(),
             table.prefixes,
@@ -95,8 +100,9 @@ class GrpoLoop:
         batch = exchange(rollouts, table, plan.rank_of)
         groups = table.rewards.view(args.prompts, args.samples, 1)
         reward_weights = torch.ones(1, dtype=torch.float64)
-        advantages = train_grpo.token_advantages(self.config, groups, groups[:, :0], reward_weights, batch)
-        weights = train_grpo.rollout_weights(self.config, table, args.max_new)
+        no_greedy = groups[:, :0]
+        advantages = train_grpo.token_advantages(self.config, groups, no_greedy, reward_weights, batch)
+        weights = train_grpo.rollout_weights(self.config, table, table.rewards[:, 0], args.max_new)
         batch = batch.replace(
             advantages=advantages.float(),
             loss_weights=batch.spread(weights[batch.table_index]).float(),
@@ -123,7 +129,8 @@ class GrpoLoop:
         """The optimizer's step and the refresh; returns the metrics of the update (collective)."""
         norm = self.policy.step(self.optimizer, lr=self.args.lr, max_grad_norm=1.0)
         self.metrics.add("optim/grad_norm", norm)
-        values, self.metrics = self.metrics.reduce(), StepMetrics()
+        values = self.metrics.reduce()
+        self.metrics = StepMetrics()
         return values
 
 
@@ -137,7 +144,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
     parser.add_argument(
-        "--max-running-requests", type=int, default=64, help="sequences that a rank decodes at a time"
+        "--max-running-requests", type=int, default=64, help="requests that a rank decodes at a time"
     )
     parser.add_argument(
         "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
@@ -149,43 +156,56 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def measure_step(
+    loop: GrpoLoop, step: int, clock: PhaseClock, computed_tokens: ComputedTokens
+) -> dict[str, float]:
+    """One step and its figures (collective)."""
+    with clock.phase("step"):
+        with clock.phase("generate"):
+            rollouts = loop.generate(step)
+        with clock.phase("reward"):
+            rewards = loop.reward(rollouts)
+        with clock.phase("score"):
+            batch, microbatches = loop.score(rollouts, rewards)
+        computed_tokens.take()  # those of generate and score do not count
+        with clock.phase("update"):
+            loop.backward(batch, microbatches)
+            metrics = loop.step()
+    num_sampled = sum(len(rollout.completion) for rollout in rollouts)
+    num_unshared = 0
+    for sequences in microbatches:
+        num_unshared += len(batch.select(sequences).layout().computed_tokens)
+    counts = torch.tensor([num_sampled, len(batch.tokens), num_unshared, computed_tokens.take()])
+    useful, tokens, unshared, computed = all_reduce_sum(counts).tolist()
+    seconds = clock.take()
+    return {
+        "step_s": seconds.pop("step"),
+        "step_cpu_s": seconds.pop("step_cpu"),
+        **seconds,
+        "useful": useful,
+        "train_waste": 1 - unshared / computed,
+        "shared_frac": 1 - unshared / tokens,
+        "microbatches": len(microbatches),
+        "logp_equal_frac": metrics["policy/logp_equal_frac"],
+        "grad_norm": metrics["optim/grad_norm"],
+    }
+
+
 def main() -> None:
     args = make_parser(__doc__).parse_args()
     loop = GrpoLoop(args)
-    layer_rows, clock, steps = LayerRows(loop.policy.module), PhaseClock(loop.device), []
+    computed_tokens = ComputedTokens(loop.policy.module)
+    clock = PhaseClock(loop.device)
+    steps = []
     for step in range(1 + args.steps):
-        with clock.phase("step"):
-            with clock.phase("generate"):
-                rollouts = loop.generate(step)
-            with clock.phase("reward"):
-                rewards = loop.reward(rollouts)
-            with clock.phase("score"):
-                batch, microbatches = loop.score(rollouts, rewards)
-            layer_rows.take()
-            with clock.phase("update"):
-                loop.backward(batch, microbatches)
-                metrics = loop.step()
-        computed = sum(len(batch.select(sequences).layout().computed_tokens) for sequences in microbatches)
-        counts = [sum(len(r.completion) for r in rollouts), len(batch.tokens), computed, layer_rows.take()]
-        useful, tokens, computed, rows = all_reduce_sum(torch.tensor(counts)).tolist()
-        seconds = clock.take()
-        row = {
-            "step_s": seconds.pop("step"),
-            "step_cpu_s": seconds.pop("step_cpu"),
-            **seconds,
-            "useful": useful,
-        }
-        row |= {
-            "train_waste": 1 - computed / rows,
-            "shared_frac": 1 - computed / tokens,
-            "microbatches": len(microbatches),
-        }
-        row |= {"logp_equal_frac": metrics["policy/logp_equal_frac"], "grad_norm": metrics["optim/grad_norm"]}
+        figures = measure_step(loop, step, clock, computed_tokens)
         if step > 0:
-            steps.append(row)
+            steps.append(figures)
             if rank() == 0:
-                print_row(row)
-    useful = sum(row["useful"] for row in steps)
+                print_figures(figures)
+    useful = sum(figures["useful"] for figures in steps)
+    wall_s = sum(figures["step_s"] for figures in steps)
+    cpu_s = sum(figures["step_cpu_s"] for figures in steps)
     if rank() == 0:
         print_result(
             what="minirl_grpo_step",
@@ -196,8 +216,8 @@ def main() -> None:
             steps=args.steps,
             threads=torch.get_num_threads(),
             peak_rss_mib=peak_rss_mib(),
-            useful_tok_s=useful / sum(row["step_s"] for row in steps),
-            useful_tok_cpu_s=useful / world_size() / sum(row["step_cpu_s"] for row in steps),
+            useful_tok_s=useful / wall_s,
+            useful_tok_cpu_s=useful / world_size() / cpu_s,
             **medians(steps),
         )
 

@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/learn.py MODEL [--seed 1] [--csv CURVE.csv]
     python benchmarks/learn.py CURVE.csv --read
 
-MODEL is a Hugging Face folder, best of random weights: the reward is the share of the letter e. The recipe: the same
-prompts every step (`workload.prompt_texts`), advantages normalised by the group's std + 1e-4 (ddof 1), token-mean loss,
-one update per batch (so the ratio is 1 and no clip acts), no KL, AdamW (0.9, 0.999) without decay, constant rate,
-gradient norm clipped to 1, fp32. A level is reached when the mean reward of 10 steps in a row reaches it; seconds count
-from the first step, models being loaded.
+MODEL is a Hugging Face folder, preferably of random weights: the reward is the share of the letter e. The recipe: the
+same prompts every step (`workload.prompt_texts`), advantages normalised by the group's std + 1e-4 (ddof 1), token-mean
+loss, one update per batch (so the ratio is 1 and no clip acts), no KL, AdamW (0.9, 0.999) without decay, constant rate,
+gradient norm clipped to 1, fp32. A level is reached when the mean reward of 10 steps in a row reaches it. Seconds are
+counted from the first step, after the models are loaded.
 
-A CSV needs the columns step, cpu_seconds, reward and mean_len; --read gives its RESULT line, whoever wrote it. So that
-`compare.py` can run another trainer on this recipe, and take the ratio of what it wrote:
+A CSV needs the columns step, cpu_seconds, reward and mean_len. --read prints the RESULT line for a CSV of any trainer,
+so that `compare.py` can run another trainer on this recipe:
 
     python benchmarks/compare.py --metric cpu_s_to_0.5 --metric step_to_0.5 "python benchmarks/learn.py MODEL" \
         'sh -c "python OTHER.py MODEL --csv other.csv && python benchmarks/learn.py other.csv --read"'
@@ -25,13 +25,15 @@ from pathlib import Path
 
 import torch
 from grpo_step import GrpoLoop, make_parser
-from workload import print_result, print_row
+from workload import print_figures, print_result
 
 from minirl.ranks import process_group
 
-LEVELS, SPAN = (0.3, 0.5, 0.7, 0.8), 10
+LEVELS = (0.3, 0.5, 0.7, 0.8)  # of the mean reward
+SPAN = 10  # steps
 STD_EPS = 1e-4  # as TRL's; minirl's scripts add 1e-6
-NOISE_STRIDE = 10_000  # steps between the sampling noise of two seeds
+NOISE_STRIDE = 10_000  # a seed's sampling noise is that of the steps from seed x NOISE_STRIDE on
+COLUMNS = ("step", "cpu_seconds", "reward", "mean_len")
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,7 +48,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Train; one row per step."""
+    """Train; yields the curve's point (values of COLUMNS) after each step."""
     loop = GrpoLoop(args)
     loop.config = dataclasses.replace(loop.config, advantage_eps=STD_EPS)
     loop.optimizer = loop.policy.make_optimizer(betas=(0.9, 0.999), weight_decay=0.0)
@@ -57,48 +59,63 @@ def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         batch, microbatches = loop.score(rollouts, rewards)
         loop.backward(batch, microbatches)
         loop.step()
+        num_sampled = sum(len(rollout.completion) for rollout in rollouts)
         yield {
             "step": step + 1,
             "cpu_seconds": time.process_time() - start,
             "reward": sum(rewards) / len(rewards),
-            "mean_len": sum(len(rollout.completion) for rollout in rollouts) / len(rollouts),
+            "mean_len": num_sampled / len(rollouts),
         }
 
 
-def read(path: Path) -> list[dict[str, float]]:
-    """The rows of a curve."""
+def read(path: Path) -> Iterator[dict[str, float]]:
+    """The points of a curve from its CSV."""
     with path.open(newline="") as file:
-        names = ("step", "cpu_seconds", "reward", "mean_len")
-        return [{name: float(row[name]) for name in names} for row in csv.DictReader(file)]
+        for line in csv.DictReader(file):
+            yield {name: float(line[name]) for name in COLUMNS}
 
 
-def first_at(rows: list[dict[str, float]], level: float) -> dict[str, float] | None:
-    """The row at which the mean reward of the last SPAN rows first reaches the level."""
-    for i in range(SPAN, len(rows) + 1):
-        if sum(row["reward"] for row in rows[i - SPAN : i]) / SPAN >= level:
-            return rows[i - 1]
+def write(path: Path, curve: list[dict[str, float]]) -> None:
+    """Write a curve as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(curve)
+
+
+def mean_reward(points: list[dict[str, float]]) -> float:
+    """The mean reward of SPAN points."""
+    return sum(point["reward"] for point in points) / SPAN
+
+
+def first_at(curve: list[dict[str, float]], level: float) -> dict[str, float] | None:
+    """The first point at which the mean reward of the last SPAN points reaches the level."""
+    for end in range(SPAN, len(curve) + 1):
+        if mean_reward(curve[end - SPAN : end]) >= level:
+            return curve[end - 1]
     return None
 
 
 def main() -> None:
-    args, rows = parse_args(), []
-    for row in read(args.model) if args.read else learn(args):
-        print_row(row)
-        rows.append(row)
+    args = parse_args()
+    curve = []
+    for point in read(args.model) if args.read else learn(args):
+        print_figures(point)
+        curve.append(point)
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    reached = {level: first_at(rows, level) for level in LEVELS}
+        write(args.csv, curve)
+    reached: dict[str, float | None] = {}
+    for level in LEVELS:
+        point = first_at(curve, level)
+        reached[f"cpu_s_to_{level}"] = None if point is None else point["cpu_seconds"]
+        reached[f"step_to_{level}"] = None if point is None else int(point["step"])
     print_result(
         what=f"curve {args.model.name}" if args.read else "minirl_learn",
         seed=None if args.read else args.seed,
-        steps=len(rows),
-        **{f"cpu_s_to_{level}": row and row["cpu_seconds"] for level, row in reached.items()},
-        **{f"step_to_{level}": row and int(row["step"]) for level, row in reached.items()},
-        last10=sum(row["reward"] for row in rows[-SPAN:]) / SPAN,
-        cpu_s=rows[-1]["cpu_seconds"],
+        steps=len(curve),
+        **reached,
+        last10=mean_reward(curve[-SPAN:]),
+        cpu_s=curve[-1]["cpu_seconds"],
     )
 
 

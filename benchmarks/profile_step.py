@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/profile_step.py MODEL [--dtype bfloat16]
 
-Steps without torch's profiler give the totals, the same step again under it the seconds inside operators: their self
-time, which is wall time, times CPU / wall of that step. What is left of the total is Python, dispatch between operators
-and the freeing of memory. In generate the operators of `sample` count as sampling, and those outside both it and the
-model as the engine's; the rest is told apart by operator, as in update. The floor is the layers' matrix products alone,
-at the same row counts in the same order, back to back; in update with the two products of backward.
+The totals come from steps without torch's profiler. The seconds inside operators come from the same step under the
+profiler: the operators' self time, which is wall time, times CPU / wall of that step. The rest of the total is Python,
+dispatch between operators and the freeing of memory. In generate, operators inside `sample` count as sampling, and
+those outside both `sample` and the model as the engine's; all others are sorted by operator, as in update. The floor is
+the layers' matrix products alone, with the same numbers of tokens in the same order, back to back; in update with the
+two products of backward.
 """
 
 import gc
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,14 +24,20 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
 
+import minirl.generation.decode_step
 import minirl.generation.engine
+from minirl.generation.sampling import sample
 from minirl.model.transformer import Transformer
 from minirl.ranks import process_group
 from minirl.training.sharded_model import ShardedModel
 
-REPEATS, TOP = 3, 6
-SAMPLE, MODEL, OTHER = "minirl::sample", "minirl::model", "views, allocations, others"
-KINDS = {  # by an operator's name, without aten:: and a last underscore
+REPEATS = 3  # steps without the profiler
+NUM_LISTED = 6  # operators of no kind that are listed by name
+SAMPLE = "minirl::sample"
+MODEL = "minirl::model"
+OTHER = "views, allocations, others"
+# Operators by kind of work; their names without "aten::" and without the underscore of in-place operators.
+KINDS = {
     "matrix products": "mm addmm",
     "attention products": "bmm baddbmm",
     "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
@@ -40,31 +48,53 @@ KINDS = {  # by an operator's name, without aten:: and a last underscore
     "optimizer": "_fused_adamw linalg_vector_norm Optimizer.step#AdamW.step",
 }
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
-FSDP = ("FSDP::", "fsdp::", "c10d::", "gloo:", "Redistribute", "PythonSubclass", "RegisterPostBackward")
+FSDP_PREFIXES = (
+    "FSDP::",
+    "fsdp::",
+    "c10d::",
+    "gloo:",
+    "Redistribute",
+    "PythonSubclass",
+    "RegisterPostBackward",
+)
 
 
 class LayerProducts:
-    """The row counts that pass the layers, call by call, and the time of the layers' products alone."""
+    """Records the number of tokens in each call of the layers, and times the layers' matrix products alone."""
 
     def __init__(self, policy: ShardedModel):
-        self.layers, self.rows = policy.decoder.model.layers, list[int]()
+        self.layers = policy.decoder.model.layers
+        self.num_tokens: list[int] = []  # by call
         for layers in (self.layers, policy.module.model.layers):
-            layers[0].register_forward_pre_hook(lambda module, args: self.rows.append(len(args[0])))
+            layers[0].register_forward_pre_hook(self._record)
+
+    def _record(self, module: torch.nn.Module, args: tuple) -> None:
+        self.num_tokens.append(len(args[0]))
 
     @torch.no_grad()
     def floor(self, *, backward: bool) -> float:
-        """CPU seconds of the products for the rows so far."""
+        """CPU seconds of the products of the calls so far. backward: with the two products of backward."""
         weights = [weight for weight in self.layers.parameters() if weight.ndim == 2]
-        inputs = {(n, w.shape[1]): w.new_ones(n, w.shape[1]) for n in set(self.rows) for w in weights}
-        for counts in (set(self.rows), self.rows):  # a warm-up first
-            start = time.process_time()
-            for n in counts:
-                for weight in weights:
-                    x = inputs[n, weight.shape[1]]
-                    out = linear(x, weight)
-                    if backward:
-                        torch.mm(out, weight)
-                        torch.mm(out.t(), x)
+        distinct = set(self.num_tokens)
+        inputs = {}
+        for count in distinct:
+            for weight in weights:
+                width = weight.shape[1]
+                inputs[count, width] = weight.new_ones(count, width)
+
+        def multiply(count: int) -> None:
+            for weight in weights:
+                x = inputs[count, weight.shape[1]]
+                out = linear(x, weight)
+                if backward:
+                    torch.mm(out, weight)
+                    torch.mm(out.t(), x)
+
+        for count in distinct:  # warm-up
+            multiply(count)
+        start = time.process_time()
+        for count in self.num_tokens:
+            multiply(count)
         return time.process_time() - start
 
 
@@ -76,62 +106,78 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def kind_of(name: str, region: str | None, outside: str | None) -> str:
-    """The kind of an operator in a region; outside both regions it is `outside`, if that is given."""
-    if name.startswith(FSDP):
+    """The kind of an operator. region: SAMPLE or MODEL if it ran inside one of them.
+
+    outside: the kind of operators outside both regions; None: they are sorted by name like those of the model.
+    """
+    if name.startswith(FSDP_PREFIXES):
         return "FSDP"
-    if region != MODEL and (kind := "sampling" if region == SAMPLE else outside):
-        return kind
+    if region == SAMPLE:
+        return "sampling"
+    if region is None and outside is not None:
+        return outside
     if "autograd::" in name or ("Backward" in name and not name.startswith("aten::")):
         return "autograd nodes"
     return KIND_OF.get(name.removeprefix("aten::").removesuffix("_"), OTHER)
 
 
+def region_of(event: Any) -> Any:
+    """The innermost event around (or at) a profiler's event that is the region SAMPLE or MODEL, or None."""
+    while event is not None and event.name not in (SAMPLE, MODEL):
+        event = event.cpu_parent
+    return event
+
+
 def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter, Counter]:
     """CPU seconds in operators by kind, and by name of those that are of no kind."""
-    kinds, others = Counter[str](), Counter[str]()
+    kinds: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    marked_sample = record_function(SAMPLE)(sample)
+    marked_forward = record_function(MODEL)(Transformer.forward)
     with (
-        patch.object(
-            minirl.generation.engine, "sample", record_function(SAMPLE)(minirl.generation.engine.sample)
-        ),
-        patch.object(Transformer, "forward", record_function(MODEL)(Transformer.forward)),
+        patch.object(minirl.generation.engine, "sample", marked_sample),  # of the first token
+        patch.object(minirl.generation.decode_step, "sample", marked_sample),  # of all others
+        patch.object(Transformer, "forward", marked_forward),
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled,
     ):
         wall = time.perf_counter()
-        cpu_share = cpu_seconds(work) / (time.perf_counter() - wall)
+        cpu_s = cpu_seconds(work)
+        cpu_share = cpu_s / (time.perf_counter() - wall)
     for event in profiled.events():
-        place = event
-        while place is not None and place.name not in (SAMPLE, MODEL):
-            place = place.cpu_parent
-        if event is not place:
-            kind = kind_of(event.name, place and place.name, outside)
-            seconds = event.self_cpu_time_total / 1e6 * cpu_share
-            kinds[kind] += seconds
-            if kind == OTHER:
-                others[event.name] += seconds
-    del profiled, event, place
-    gc.collect()  # a million events in cycles, which would be swept in the next phase
+        region = region_of(event)
+        if event is region:  # the mark itself, no operator
+            continue
+        kind = kind_of(event.name, None if region is None else region.name, outside)
+        seconds = event.self_cpu_time_total / 1e6 * cpu_share
+        kinds[kind] += seconds
+        if kind == OTHER:
+            others[event.name] += seconds
+    # A million events in reference cycles: collect them now, or the next phase would pay for it.
+    del profiled, event, region
+    gc.collect()
     return kinds, others
 
 
 def report(
     phase: str, unit: str, count: float, total: float, floor: float, found: tuple[Counter, Counter]
-) -> dict:
-    """Print a phase's table, in ms per `unit` of which there are `count`; returns its part of the result."""
+) -> dict[str, float]:
+    """Print a phase's table in ms per `unit`, of which there are `count`; returns its part of the result.
+
+    total, floor: CPU seconds of the phase. found: what `by_kind` returned.
+    """
     kinds, others = found
     kinds["Python, dispatch, freeing"] = total - kinds.total()
+    result = {f"{phase}_ms": 1e3 * total / count, f"{phase}_floor_ms": 1e3 * floor / count}
     print(f"\n| {phase} | ms per {unit} | share |\n|---|---|---|")
-    for name, seconds in [
-        *kinds.most_common(),
-        ("total", total),
-        ("floor: the layers' products alone", floor),
-    ]:
+    lines = [*kinds.most_common(), ("total", total), ("floor: the layers' products alone", floor)]
+    for name, seconds in lines:
         print(f"| {name} | {1e3 * seconds / count:.3f} | {seconds / total:.1%} |")
-    print(
-        f"{OTHER}:", ", ".join(f"{name} {s / total:.1%}" for name, s in others.most_common(TOP)), flush=True
-    )
-    names = {kind: kind.lower().replace(",", "").replace(" ", "_") for kind in kinds}
-    shares = {f"{phase}_{names[kind]}_frac": seconds / total for kind, seconds in kinds.items()}
-    return {f"{phase}_ms": 1e3 * total / count, f"{phase}_floor_ms": 1e3 * floor / count, **shares}
+    listed = [f"{name} {seconds / total:.1%}" for name, seconds in others.most_common(NUM_LISTED)]
+    print(f"{OTHER}:", ", ".join(listed), flush=True)
+    for kind, seconds in kinds.items():
+        name = kind.lower().replace(",", "").replace(" ", "_")
+        result[f"{phase}_{name}_frac"] = seconds / total
+    return result
 
 
 def main() -> None:
@@ -148,18 +194,23 @@ def main() -> None:
         loop.backward(batch, microbatches)
         return loop.step()
 
-    update()
-    works = {"generate": lambda: loop.generate(0), "update": update}
-    units = {"generate": ("decode step", num_steps), "update": ("1000 tokens", len(batch.tokens) / 1e3)}
-    times = {}
-    for phase, work in works.items():  # all before the profiler, which leaves much behind
-        products.rows.clear()
+    def generate() -> object:
+        return loop.generate(0)
+
+    def timed(work: Callable[[], object], *, backward: bool) -> tuple[float, float]:
+        """CPU seconds of one step's phase, and of its products alone."""
+        products.num_tokens.clear()
         total = median(cpu_seconds(work) for _ in range(REPEATS))
-        times[phase] = (total, products.floor(backward=phase == "update") / REPEATS)
-    result: dict[str, float] = {}
-    for phase, work in works.items():
-        found = by_kind(work, outside="engine" if phase == "generate" else None)
-        result |= report(phase, *units[phase], *times[phase], found)
+        return total, products.floor(backward=backward) / REPEATS
+
+    update()  # a warm-up
+    # All times before the profiler, which leaves much behind.
+    generate_s, generate_floor_s = timed(generate, backward=False)
+    update_s, update_floor_s = timed(update, backward=True)
+    found = by_kind(generate, outside="engine")
+    result = report("generate", "decode step", num_steps, generate_s, generate_floor_s, found)
+    found = by_kind(update, outside=None)
+    result |= report("update", "1000 tokens", len(batch.tokens) / 1e3, update_s, update_floor_s, found)
     print_result(what="minirl_profile_step", dtype=args.dtype, decode_steps=num_steps, **result)
 
 

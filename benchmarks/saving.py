@@ -3,6 +3,8 @@
     python benchmarks/compare.py --metric step_s "python benchmarks/saving.py --num-steps 100 --save-every 0" \
         "python benchmarks/saving.py --num-steps 100 --save-every 50" \
         "python benchmarks/saving.py --num-steps 100 --save-every 5"
+
+`step_s` is the time of all steps, `blocked_s` the part of it in which saving kept training waiting.
 """
 
 import argparse
@@ -15,24 +17,24 @@ from workload import print_result, start_script
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--num-steps", type=int, default=300)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
+    flags = ["--run-name", "saving", "--num-steps", str(args.num_steps), "--save-every", str(args.save_every)]
     with tempfile.TemporaryDirectory() as runs:
-        flags = ["--save-every", str(arguments.save_every), "--num-steps", str(arguments.num_steps)]
-        job = start_script(
-            "train_grpo.py", "--run-name", "saving", *flags, runs=runs, stdout=subprocess.DEVNULL
-        )
+        job = start_script("train_grpo.py", *flags, runs=runs, stdout=subprocess.DEVNULL)
         assert job.wait() == 0
-        lines = [
-            json.loads(line) for line in (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()
-        ]
-    # The last save is after the last line: it ends the run and delays no step.
-    result = dict(
-        step_s=sum(line["time/step"] for line in lines), blocked_s=sum(line["time/save"] for line in lines)
+        lines = (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    # The last save comes after the last line: it delays no step.
+    print_result(
+        what=f"save every {args.save_every}",
+        step_s=sum(step["time/step"] for step in steps),
+        blocked_s=sum(step["time/save"] for step in steps),
     )
-    print_result(what=f"save every {arguments.save_every}", **result)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/weight_sharing.py MODEL [--dtype bfloat16]
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/weight_sharing.py MODEL
 
-On every rank, for a few GRPO steps and the generation after them: generate, score and backward leave each compute
-weight at its address with its bits and its write counter (`Tensor._version`); the optimizer's step writes each exactly
-once, at its address, after which it is the fp32 master rounded to the compute dtype, bit for bit; and the module that
-decodes, scores and trains has these very tensors as its parameters. A failed check stops the program. Then the refresh,
-the only copy of weights in a step, is timed.
+Checked on every rank, for a few GRPO steps and the generation after them:
+
+- generate, score and backward leave each compute weight at its address, with its bits and its write counter
+  (`Tensor._version`);
+- the optimizer's step writes each weight exactly once, at its address. Then the weight is the fp32 master rounded to
+  the compute dtype, bit for bit;
+- the modules that decode, score and train have these very tensors as their parameters.
+
+A failed check stops the program. Then the refresh, the only copy of weights in a step, is timed.
 """
 
 import statistics
@@ -26,31 +30,36 @@ NUM_REFRESHES = 10
 
 
 class WeightWatch:
-    """The addresses, write counters and bits of the compute weights when it was made or last `accept`ed."""
+    """Compares the compute weights with their state at the last `accept`: addresses, write counters and bits."""
 
     def __init__(self, policy: ShardedModel):
         self.policy = policy
         self.addresses = {name: weight.data_ptr() for name, weight in policy.compute_weights.items()}
-        self.checks = self.bytes_written = 0
+        self.checks = 0
+        self.bytes_written = 0  # by phases that must not write
         self.accept()
 
     def accept(self) -> None:
-        """Take the present writes and bits as the state to compare with; addresses stay those of the start."""
+        """Take the present write counters and bits as the state to compare with. Addresses stay the first ones."""
         weights = self.policy.compute_weights
         self.versions = {name: weight._version for name, weight in weights.items()}
         self.bits = {name: weight.detach().clone() for name, weight in weights.items()}
 
     def expect_untouched(self, phase: str) -> None:
-        """Nothing moved, nothing was written."""
-        for name, weight in self._in_place(phase):
+        """Check that nothing moved and nothing was written."""
+        for name, weight in self._check_places(phase):
             is_untouched = weight._version == self.versions[name] and torch.equal(weight, self.bits[name])
-            self.bytes_written += 0 if is_untouched else weight.nbytes
+            if not is_untouched:
+                self.bytes_written += weight.nbytes
             self._require(is_untouched, f"{phase} wrote to {name}")
 
     def expect_refreshed(self) -> float:
-        """Each weight was written once, in place, with its rounded master (collective); the share of changed values."""
+        """Check that each weight was written once, in place, with its rounded master (collective).
+
+        Returns the share of values that changed.
+        """
         changed = 0
-        for name, weight in self._in_place("refresh"):
+        for name, weight in self._check_places("refresh"):
             writes = weight._version - self.versions[name]
             self._require(writes == 1, f"refresh wrote {writes} times to {name}")
             master = self.policy.masters[name].detach().to(weight.dtype).full_tensor()  # type: ignore[attr-defined]
@@ -59,7 +68,8 @@ class WeightWatch:
         self.accept()
         return changed / sum(weight.numel() for weight in self.bits.values())
 
-    def _in_place(self, phase: str) -> list[tuple[str, Tensor]]:
+    def _check_places(self, phase: str) -> list[tuple[str, Tensor]]:
+        """Check that both modules have these tensors, at their first addresses; returns them."""
         for module in (self.policy.module, self.policy.decoder):
             weights = dict(module.named_parameters())
             self._require(weights.keys() == self.addresses.keys(), f"{phase}: a module has other parameters")
@@ -73,6 +83,18 @@ class WeightWatch:
         self.checks += 1
         if not holds:
             raise AssertionError(f"rank {rank()}: {failure}")
+
+
+def time_refresh(policy: ShardedModel, device: torch.device) -> float:
+    """Median seconds of a refresh (collective)."""
+    seconds = []
+    for _ in range(NUM_REFRESHES):
+        start = time.perf_counter()
+        policy.refresh()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def main() -> None:
@@ -99,19 +121,11 @@ def main() -> None:
     loop.generate(args.steps)
     watch.expect_untouched("generate")
 
-    seconds = []
-    for _ in range(NUM_REFRESHES):
-        start = time.perf_counter()
-        policy.refresh()
-        if loop.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    refresh_s = statistics.median(seconds)
-    refreshed = sum(weight.nbytes for weight in policy.compute_weights.values())
+    refresh_s = time_refresh(policy, loop.device)
+    num_bytes = sum(weight.nbytes for weight in policy.compute_weights.values())
+    gb_per_s = num_bytes / refresh_s / 1e9
     print0(f"{watch.checks} checks passed on each of {world_size()} ranks")
-    print0(
-        f"refresh: {refreshed} bytes per rank in {refresh_s:.4g} s, {refreshed / refresh_s / 1e9:.3g} GB/s"
-    )
+    print0(f"refresh: {num_bytes} bytes per rank in {refresh_s:.4g} s, {gb_per_s:.3g} GB/s")
     if rank() == 0:
         print_result(
             what="minirl_weight_sharing",
@@ -121,9 +135,9 @@ def main() -> None:
             tensors=len(watch.addresses),
             checks=watch.checks,
             bytes_written_outside_refresh=watch.bytes_written,
-            bytes_refreshed=refreshed,
+            bytes_refreshed=num_bytes,
             refresh_s=refresh_s,
-            refresh_gb_s=refreshed / refresh_s / 1e9,
+            refresh_gb_s=gb_per_s,
             logp_equal_frac=metrics["policy/logp_equal_frac"],
             peak_rss_mib=peak_rss_mib(),
         )

@@ -1,13 +1,15 @@
-"""Decoding with a sliding window against decoding without: time of a step and cache blocks in use as completions grow.
+"""Decoding with a sliding window and without: the time of a step and the cache blocks in use as completions grow.
 
-    OMP_NUM_THREADS=1 python benchmarks/window.py [--rows 8] [--tokens 4096] [--dtype bfloat16]
+    OMP_NUM_THREADS=1 python benchmarks/window.py [--sequences 8] [--tokens 4096] [--dtype bfloat16]
 
-A small random model, once with a window in every layer and once without; all rows grow together and none stops. The two
-take turns span by span. A step is what the engine does in one: room in the cache, the layout, the forward pass, the
-sample. Once the window is full its time and its blocks stay as they are.
+A small random model, once with a window in every layer and once without. All sequences grow together and none stops.
+The two models take turns, --span tokens at a time. A step is what the engine does in one: extending the sequences in
+the cache, the layout, the forward pass and the sample. Once the window is full, its time and its blocks should stay
+constant.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -29,21 +31,20 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-PROMPT = 32
+PROMPT_LENGTH = 32
 
 
 def make_model(window: int | None, args: argparse.Namespace) -> Transformer:
     """A random model; the weights do not depend on the window."""
     torch.manual_seed(0)
-    config = config_from_dict(
-        SHAPE | {"sliding_window": window, "max_position_embeddings": PROMPT + args.tokens}
-    )
+    max_length = PROMPT_LENGTH + args.tokens
+    config = config_from_dict(SHAPE | {"sliding_window": window, "max_position_embeddings": max_length})
     return Transformer(config).to(getattr(torch, args.dtype))
 
 
 @torch.no_grad()
 def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float, int]]:
-    """CPU seconds of each decode step, and the blocks that a pool has in use after it."""
+    """CPU seconds of each decode step, and the blocks in use in one cache pool after it."""
     model = make_model(window, args)
     config = model.config
     cache = KVCache(
@@ -51,43 +52,59 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         num_query_groups=config.num_attention_heads // config.num_key_value_heads,
-        num_tokens=args.rows * (PROMPT + args.tokens + 128),
-        max_sequences=args.rows,
+        num_tokens=args.sequences * (PROMPT_LENGTH + args.tokens + 128),
+        max_sequences=args.sequences,
         dtype=getattr(torch, args.dtype),
         device=torch.device("cpu"),
     )
     num_blocks = cache.num_free_blocks
-    keys = torch.tensor(
-        [request_key(0, purpose="train", prompt_ordinal=row, sample=0) for row in range(args.rows)]
-    )
-    how = dict(keys=keys, temperature=torch.ones(args.rows))
-    sequences = [cache.add(PROMPT) for _ in range(args.rows)]
-    assert all(sequences), "the cache holds every row"
+    keys = [request_key(0, purpose="train", prompt_ordinal=i, sample=0) for i in range(args.sequences)]
+    noise_keys = torch.tensor(keys)
+    temperature = torch.ones(args.sequences)
+
+    sequences = [cache.add(PROMPT_LENGTH) for _ in range(args.sequences)]
+    assert all(sequences), "the cache is large enough"
     layout = cache.prefill_layout(sequences)
-    hidden = model(torch.randint(config.vocab_size, (args.rows * PROMPT,)), layout.positions, layout)[
-        PROMPT - 1 :: PROMPT
-    ]
-    positions = torch.full((args.rows,), PROMPT)
+    prompts = torch.randint(config.vocab_size, (args.sequences * PROMPT_LENGTH,))
+    hidden = model(prompts, layout.positions, layout)
+    hidden = hidden[PROMPT_LENGTH - 1 :: PROMPT_LENGTH]  # the last token's of each prompt
+    positions = torch.full((args.sequences,), PROMPT_LENGTH)
     for _ in range(args.tokens):
         start = time.process_time()
-        tokens, _ = sample(hidden, model.lm_head.weight, positions=positions, **how)
-        assert all(cache.extend(sequence) for sequence in sequences), "the cache holds every row"
+        tokens, _ = sample(
+            hidden, model.lm_head.weight, keys=noise_keys, positions=positions, temperature=temperature
+        )
+        assert all(cache.extend(sequence) for sequence in sequences), "the cache is large enough"
         layout = cache.decode_layout(sequences)
         hidden = model(tokens, layout.positions, layout)
         positions = positions + 1
         yield time.process_time() - start, num_blocks - cache.num_free_blocks
 
 
-def main() -> None:
+def measure_span(steps: Iterator[tuple[float, int]], span: int) -> tuple[float, int]:
+    """Median milliseconds of the next `span` steps, and the greatest number of blocks in use."""
+    milliseconds = []
+    used = []
+    for seconds, num_blocks in itertools.islice(steps, span):
+        milliseconds.append(1e3 * seconds)
+        used.append(num_blocks)
+    return median(milliseconds), max(used)
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=4096, help="sampled per row")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=4096, help="sampled per sequence")
     parser.add_argument("--span", type=int, default=256, help="tokens per line of the table")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
     torch.set_num_threads(1)
     runs = {"window": decode(args.window, args), "full": decode(None, args)}
     print(
@@ -96,21 +113,28 @@ def main() -> None:
     print("|---|---|---|---|---|")
     table: list[dict[str, tuple[float, int]]] = []
     for end in range(args.span, args.tokens + 1, args.span):
-        row = {}
-        for name, steps in runs.items():
-            seconds, blocks = zip(*(next(steps) for _ in range(args.span)), strict=True)
-            row[name] = (1e3 * median(seconds), max(blocks))
-        (ms, used), (full_ms, full_used) = row["window"], row["full"]
+        line = {name: measure_span(steps, args.span) for name, steps in runs.items()}
+        ms, used = line["window"]
+        full_ms, full_used = line["full"]
         print(f"| {end} | {ms:.2f} | {full_ms:.2f} | {used} | {full_used} |", flush=True)
-        table.append(row)
-    first = next(
-        i for i in range(len(table)) if i * args.span >= args.window
-    )  # the first span with a full window
-    result = {"what": "minirl_window", "dtype": args.dtype, "window": args.window, "rows": args.rows}
+        table.append(line)
+
+    # The first span that begins with a full window.
+    first_filled = -(-args.window // args.span)
+    result: dict[str, float] = {}
     for name in runs:
-        for label, i in (("filled", first), ("last", -1)):
-            result |= {f"{name}_{label}_ms": table[i][name][0], f"{name}_{label}_blocks": table[i][name][1]}
-    print_result(**result, tokens=args.tokens)
+        for label, line in (("filled", table[first_filled]), ("last", table[-1])):
+            ms, used = line[name]
+            result[f"{name}_{label}_ms"] = ms
+            result[f"{name}_{label}_blocks"] = used
+    print_result(
+        what="minirl_window",
+        dtype=args.dtype,
+        window=args.window,
+        sequences=args.sequences,
+        tokens=args.tokens,
+        **result,
+    )
 
 
 if __name__ == "__main__":

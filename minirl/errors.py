@@ -1,12 +1,12 @@
-"""The errors that a run ends with on purpose, each with the exit code of every rank.
+"""The errors that end a run on purpose, each with the exit code of every rank.
 
-Their message is for the user and is printed without a traceback; any other exception is a bug: traceback, exit code 1.
-A run that was asked to stop saves and leaves with 143 (SIGTERM) or 130 (Ctrl-C).
+Their message is for the user and is printed without a traceback. Any other exception is a bug: traceback,
+exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM) or 130 (Ctrl-C).
 """
 
 
 class InputError(ValueError):
-    """A flag, file, row or model folder that cannot be used: the message names it and the fix."""
+    """A flag, file, row or model folder cannot be used: the message names it and the fix."""
 
     exit_code = 2
 
@@ -18,24 +18,24 @@ class GuardError(FloatingPointError):
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, hung, died or returned something else than finite numbers."""
+    """A reward function raised, hung, died or returned something other than finite numbers."""
 
     exit_code = 4
 
 
 class HangError(RuntimeError):
-    """A rank has shown no sign of progress for too long."""
+    """A rank has made no progress for too long."""
 
     exit_code = 5
 
 
 class SaveError(RuntimeError):
-    """The last checkpoint could not be written; what was saved before is intact."""
+    """The last checkpoint could not be written; earlier ones are intact."""
 
     exit_code = 6
 
 
 def refuse(is_wrong: object, message: str) -> None:
-    """Raise InputError with the message if something is wrong."""
+    """Raise InputError with the message if `is_wrong` is true."""
     if is_wrong:
         raise InputError(message)

@@ -1,4 +1,4 @@
-"""What goes through a step: requests, the tokens sampled for them, and finished rollouts. Token ids, on the host."""
+"""Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,14 +8,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RolloutId:
-    """Which rollout of the run: the `prompt`-th prompt served since its start, and the `sample`-th of its group."""
+    """Identifies a rollout in its run.
+
+    `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
+    prompt.
+    """
 
     prompt_ordinal: int
     sample: int
 
 
 class Sampled(NamedTuple):
-    """One sampled token, its logprob at the sampling temperature and the version of the weights it came from."""
+    """One sampled token, its logprob at the sampling temperature, and the version of the weights used."""
 
     token: int
     logprob: float
@@ -24,30 +28,30 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to make. `sampled` is what an earlier phase has sampled of it (see `Engine.abort`)."""
+    """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`)."""
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    key: int  # `sampling.request_key`
+    key: int  # of the sampling noise: `sampling.request_key`
     max_new_tokens: int
-    temperature: float  # 0: the likeliest token
+    temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]
     sampled: tuple[Sampled, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt with one completion as one aligned stream of L tokens (host tensors)."""
+    """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host."""
 
     tokens: Tensor  # int64 [L]
-    loss_mask: Tensor  # bool [L]: the policy sampled this token
-    sample_logprobs: Tensor  # fp32 [L], by the engine when sampling; 0 where loss_mask is false
-    weight_version: Tensor  # int32 [L], optimizer steps behind the weights that sampled the token
+    loss_mask: Tensor  # bool [L], true where the policy sampled the token
+    sample_logprobs: Tensor  # fp32 [L], recorded by the engine when it sampled; 0 where loss_mask is false
+    weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str  # "stop" or "length"
 
     @property
     def completion(self) -> list[int]:
-        """The sampled token ids, the stop token included."""
+        """The sampled token ids, including the stop token."""
         return self.tokens[self.num_prompt_tokens :].tolist()

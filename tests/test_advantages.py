@@ -1,12 +1,14 @@
 """Advantages, returns and loss weights against worked numbers and counts."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from minirl.objective.advantages import (
     ADVANTAGE_NORMS,
+    are_equal,
     explained_variance,
     gae,
     group_advantages,
@@ -15,6 +17,7 @@ from minirl.objective.advantages import (
     select_groups,
     separate_advantages,
     token_rewards,
+    weighted_scores,
     whiten,
 )
 from minirl.objective.kl import adapted_kl_coef
@@ -461,3 +464,75 @@ def test_explained_variance_is_a_share_over_all_ranks(one_rank, two_ranks, value
     for cut in (0, 1, 2):
         parts = [[x[:cut], x[cut:]] for x in (values, returns)]
         assert two_ranks.run(explained, *parts) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+NOT_APPLICABLE = math.nan
+SOME_APPLY = [
+    [[1.0, 0.5], [0.0, NOT_APPLICABLE], [NOT_APPLICABLE, NOT_APPLICABLE], [NOT_APPLICABLE, 1.0]],
+    [[NOT_APPLICABLE, NOT_APPLICABLE]] * 4,
+]
+
+
+def test_a_reward_that_does_not_apply_has_no_part_in_the_score():
+    """By weights 1 and 2: 1 + 2 x 0.5; 0; none at all; 2 x 1. A reward of weight 0 is only logged: no score by it."""
+    rewards = double(SOME_APPLY)
+    scores = weighted_scores(rewards, double([1.0, 2.0]))
+    assert scores[0, [0, 1, 3]].tolist() == [2.0, 0.0, 2.0]
+    assert scores.isnan().tolist() == [[False, False, True, False], [True] * 4]
+    assert weighted_scores(rewards, double([1.0, 0.0])).isnan().tolist()[0] == [False, False, True, True]
+    whole = torch.rand(5, 3, 2, dtype=torch.float64)
+    assert torch.equal(weighted_scores(whole, double([0.3, 1.7])), whole @ double([0.3, 1.7]))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "norm", "expected"),
+    [
+        # scores 2, 0, 2 of one group; 5, 7 of another; 4 alone; none
+        ("mean", "none", [[2 / 3, -4 / 3, 0, 2 / 3], [-1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        ("leave_one_out", "none", [[1, -2, 0, 1], [-2, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        ("none", "none", [[2, 0, 0, 2], [5, 7, 0, 0], [0, 4, 0, 0], [0, 0, 0, 0]]),
+        (
+            "mean",
+            "group_std",  # 2 / sqrt(3) and sqrt(2)
+            [[3**-0.5, -2 * 3**-0.5, 0, 3**-0.5], [-(2**-0.5), 2**-0.5, 0, 0], [0] * 4, [0] * 4],
+        ),
+    ],
+)
+def test_completions_without_a_score_are_left_out_of_their_groups_statistics(baseline, norm, expected):
+    """Worked by hand: the group is what has a score; the others, and a score that stands alone, get 0."""
+    missing = NOT_APPLICABLE
+    scores = [[2, 0, missing, 2], [5, 7, missing, missing], [missing, 4, missing, missing], [missing] * 4]
+    got = group_advantages(double(scores), baseline=baseline, norm=norm, eps=0.0)
+    assert torch.allclose(got, double(expected), rtol=0, atol=1e-12)
+
+
+def test_the_std_of_the_batch_and_greedy_baselines_leave_out_what_has_no_score():
+    """The std of the six scores; a group without a greedy score has no advantage."""
+    missing = NOT_APPLICABLE
+    scores = double([[2, 0, missing, 2], [5, 7, missing, 4]])
+    got = group_advantages(scores, baseline="mean", norm="batch_std", eps=0.0)
+    std = double([2, 0, 2, 5, 7, 4]).std()
+    expected = double([[2 / 3, -4 / 3, 0, 2 / 3], [-1 / 3, 5 / 3, 0, -4 / 3]]) / std
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    greedy = group_advantages(scores, baseline=double([1.0, missing]), norm="none")
+    assert greedy.tolist() == [[1, -1, 0, 1], [0, 0, 0, 0]]
+
+
+def test_separate_rewards_are_each_normalised_over_those_they_apply_to():
+    """As TRL's normalize_then_sum with None: the second reward applies to two of the four, the fourth has none."""
+    missing = NOT_APPLICABLE
+    rewards = double([[[1, 3], [0, missing], [1, 5], [missing, missing]]])
+    got = separate_advantages(rewards, double([1.0, 0.5]), eps=0.0)
+    first = [3**-0.5, -2 * 3**-0.5, 3**-0.5]
+    second = [-(2**-0.5), 0, 2**-0.5]
+    total = double([a + 0.5 * b for a, b in zip(first, second, strict=True)])
+    expected = [*((total - total.mean()) / total.std()).tolist(), 0.0]
+    assert got[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_group_is_equal_by_the_scores_that_it_has():
+    """What is missing makes no difference, and a group without any score has no signal."""
+    missing = NOT_APPLICABLE
+    groups = double([[1, missing, 1], [1, missing, 0], [missing] * 3, [0.1, 0.1, 0.1]])
+    assert are_equal(groups).tolist() == [True, False, True, True]
+    assert select_groups(groups, 2) == ([0, 1], 1)

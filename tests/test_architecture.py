@@ -28,8 +28,17 @@ ORDER = (
     "rewards",
     "report",
     "run",
+    "plot",
 )
-HEAVY = ("transformers", "wandb", "flash_attn", "torch.distributed.fsdp", "huggingface_hub", "tokenizers")
+HEAVY = (
+    "matplotlib",
+    "transformers",
+    "wandb",
+    "flash_attn",
+    "torch.distributed.fsdp",
+    "huggingface_hub",
+    "tokenizers",
+)
 
 
 def module_name(path):

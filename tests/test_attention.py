@@ -1,7 +1,6 @@
 """The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
 
 import math
-import random
 import sys
 import types
 
@@ -11,9 +10,8 @@ import torch
 from minirl.generation.kv_cache import KVCache
 from minirl.model import attention, batch_invariance, padding
 from minirl.model.attention import PackedLayout, attend, kernel_for
-from minirl.model.portable_attention import BLOCK, QUERIES, min_queries
-from minirl.training.assignment import PromptPrefix
-from minirl.training.batch import Batch
+from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
+from support.layouts import FAMILIES, shared_layout
 
 CPU = torch.device("cpu")
 RAGGED = (1, 127, 128, 129, 300, 2, 257)
@@ -182,36 +180,6 @@ def test_without_shared_prompts_every_token_is_a_row():
     assert PackedLayout((), CPU).hidden_index.tolist() == PackedLayout((), CPU).computed_tokens.tolist() == []
 
 
-def shared_layout(families, seed=0):
-    """Sequences of families (prompt, own tokens of each member), shuffled; the first of a family is the parent."""
-    return layout_of(shuffled_members(families, seed))
-
-
-def shuffled_members(families, seed):
-    """The prompt and the number of own tokens of each member of these families."""
-    members = [(PromptPrefix(i, prompt), n) for i, (prompt, *owns) in enumerate(families) for n in owns]
-    random.Random(seed).shuffle(members)
-    return members
-
-
-def layout_of(members):
-    """The layout of a batch of these members."""
-    lengths, nothing = tuple(prompt.num_tokens + n for prompt, n in members), torch.empty(0)
-    return Batch(lengths, nothing, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
-
-
-# PromptStream around the borders of blocks, of one to five members, one without a token of its own; two share nothing.
-FAMILIES = [
-    (1, 3, 140),
-    (127, 1, 2, 60),
-    (128, 5, 128, 1, 300),
-    (129, 1, 0, 130, 7, 2),
-    (300, 90, 1),
-    (0, 250),
-    (64, 65),
-]
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("window", WINDOWS)
@@ -237,12 +205,13 @@ def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, win
 def test_each_row_asks_once(window):
     """A shared prompt's queries are in its parent's products alone, and every row finds its own among the results."""
     layout = shared_layout(FAMILIES)
-    plan = layout.plan(window, 2)
-    asked = torch.cat([tiles.queries for tiles in plan.tiles])
+    index = layout.portable_index(window, 2)
+    asked = torch.cat([blocks.queries for blocks in index.query_blocks])
     num_rows = 2 * len(layout.computed_tokens)  # for each of two key heads
-    assert asked[plan.place].tolist() == list(range(num_rows))
+    assert asked[index.output_index].tolist() == list(range(num_rows))
     own = [n - m for n, m in zip(layout.lengths, layout.num_shared, strict=True)]
-    most = sum(n // QUERIES[-1] * QUERIES[-1] + max(16, 2 * (n % QUERIES[-1])) for n in own)
+    size = QUERY_BLOCK_SIZES[-1]
+    most = sum(n // size * size + max(16, 2 * (n % size)) for n in own)
     assert len(asked) <= 2 * most, "too many queries that are no token's"
 
 
@@ -461,7 +430,7 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
     )
     layouts = [cache.decode_layout([cached for _, cached, _ in rows])]
     for cached, _ in layouts[0].caches.values():
-        plan = cached.read.plan
+        plan = cached.read.index
         assert plan.num_sharing == 9 > plan.num_users
         assert len(plan.shared) >= 4
         assert plan.blocks.shape[1] >= 3
@@ -526,7 +495,7 @@ def test_a_plan_kept_from_another_step_is_right_for_it(window):
     plans, firsts, tables = [], [], []
     for _ in range(140):
         decode_and_check(cache, (window,), rows, is_exact)
-        plans.append(cache.decode_layout([cached for _, cached, _ in rows]).caches[0][0].read.plan)
+        plans.append(cache.decode_layout([cached for _, cached, _ in rows]).caches[0][0].read.index)
         firsts.append([cached.tables[0].first for _, cached, _ in rows])
         tables.append([list(cached.tables[0].blocks) for _, cached, _ in rows])
     for i in range(1, 140):
@@ -548,7 +517,7 @@ def test_rows_that_hold_the_blocks_of_rows_that_are_gone_read_their_own():
             cache, (None,), 2, 16, torch.float32, {n + 3 * step: m for n, m in lengths.items()}, 4, is_exact
         )
         decode_and_check(cache, (None,), rows, is_exact)
-        plans.append(cache._planned[0])
+        plans.append(cache._last_index[0])
         for _, cached, _ in rows:
             cache.free(cached)
     assert plans[0] is plans[1]

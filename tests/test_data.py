@@ -15,35 +15,9 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
+from support.texts import TEMPLATE, Letters, ids, save_tokenizer
 
-TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<turn>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
-)
 BOS, EOS = 0, 1
-
-
-def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_token="<eos>"):
-    """One token per character; the backend puts a text in `single`, with a BOS, and the template has one too."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Backend
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Backend(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    special_tokens = [(token, tokens.index(token)) for token in ("<bos>", "<eos>")]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<bos>",
-        eos_token=eos_token,
-        unk_token="<unk>",
-        additional_special_tokens=["<turn>"],
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +34,8 @@ def text_folder(tmp_path_factory):
     return folder
 
 
-def ids(text, tokens=TOKENS):
-    """Ids of a text with specials written out."""
-    found = []
-    while text:
-        token = next((t for t in TOKENS[:4] if text.startswith(t)), text[0])
-        found.append(tokens.index(token))
-        text = text[len(token) :]
-    return found
-
-
-class Letters:
-    """A tokenizer of one id per letter."""
-
-    stop_ids = frozenset({7})
-
-    def encode(self, row):
-        return [ord(letter) for letter in row.prompt]
-
-
 def make_prompts(texts, *, max_prompt_tokens=100, seed=0, purpose="train"):
-    """PromptStream with this much room beside completions of at most five tokens; each row's `place` is its number."""
+    """Prompts with this much room beside completions of at most five tokens; each row's `place` is its number."""
     rows = [Row(text, {}, str(i)) for i, text in enumerate(texts)]
     limits = {"max_tokens": max_prompt_tokens + 5, "max_new_tokens": 5}
     return PromptStream(rows, Letters(), purpose=purpose, seed=seed, **limits)
@@ -137,7 +92,7 @@ def test_a_request_is_its_row_its_key_and_the_limits():
     assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
     for request in requests:
         ordinal, sample = request.rollout_id.prompt_ordinal, request.rollout_id.sample
-        assert request.prompt_ids == prompts.tokens[prompts.index(ordinal)]
+        assert request.prompt_ids == prompts.prompt_ids[prompts.index(ordinal)]
         assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
         assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
         assert (request.max_new_tokens, request.temperature, request.stop_ids) == (5, 0.7, frozenset({7}))
@@ -215,7 +170,7 @@ def test_too_long_prompts_are_skipped_and_counted():
     """A prompt of exactly the limit stays; row and tokens stay aligned; the order covers the rest. Pitfall 55."""
     prompts = make_prompts(["aa", "bbbb", "ccc", "ddddd"], max_prompt_tokens=3)
     assert [row.prompt for row in prompts.rows] == ["aa", "ccc"]
-    assert prompts.tokens == [(97, 97), (99, 99, 99)]
+    assert prompts.prompt_ids == [(97, 97), (99, 99, 99)]
     assert any("2 of 4 prompts have more than 3 tokens (1, 3): left out" in note for note in prompts.notes())
     assert sorted(order(prompts, 0, 2)) == [0, 1]
 

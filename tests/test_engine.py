@@ -9,20 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.generation.engine import Engine, Request
 from minirl.generation.kv_cache import KVCache
-from minirl.generation.sampling import request_key
 from minirl.model import batch_invariance, padding
 from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.scoring import score
+from support.engines import (
+    CPU,
+    STOP_IDS,
+    VOCAB,
+    WINDOWS,
+    cached_model,
+    finish,
+    make_engine,
+    make_model,
+    make_prompt,
+    make_request,
+    mixed_requests,
+    run,
+)
 
-CPU = torch.device("cpu")
-VOCAB = 48
-STOP_IDS = frozenset({3, 11, 29})
-WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
 ALL_VARIANTS = [(attention, dtype) for attention in WINDOWS for dtype in (torch.float32, torch.bfloat16)]
 SOME_VARIANTS = [
     ("full", torch.float32),
@@ -36,81 +44,6 @@ def variants(chosen: list[tuple[str, torch.dtype]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("attention", "dtype"), chosen, ids=lambda x: str(x).removeprefix("torch.")
     )
-
-
-def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
-    """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=mlp_width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        layer_windows=WINDOWS[attention],
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
-    )
-    model = Transformer(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.ndim == 2:
-                gain = 1.0 if "embed" in name else (1.3 if "lm_head" in name else 1.5) / param.shape[1] ** 0.5
-                param.copy_(torch.randn(param.shape, generator=generator) * gain)
-    return model.to(dtype)
-
-
-cached_model = functools.cache(make_model)
-
-
-def make_engine(
-    model: Transformer, *, max_running_requests: int = 64, cache_tokens: int = 8192, **kwargs: int | bool
-) -> Engine:
-    dtype = model.lm_head.weight.dtype
-    return Engine(
-        model,
-        max_running_requests=max_running_requests,
-        cache_tokens=cache_tokens,
-        dtype=dtype,
-        device=CPU,
-        **kwargs,
-    )
-
-
-def make_request(
-    prompt: Sequence[int],
-    *,
-    number: int = 0,
-    member: int = 0,
-    max_new_tokens: int = 32,
-    temperature: float = 1.0,
-    stop_ids: frozenset[int] = STOP_IDS,
-) -> Request:
-    key = request_key(7, purpose="train", prompt_ordinal=number, sample=member)
-    return Request(tuple(prompt), RolloutId(number, member), key, max_new_tokens, temperature, stop_ids)
-
-
-def make_prompt(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
-
-
-def mixed_requests() -> list[Request]:
-    """Pairs at two temperatures; prompts short, just under, at and over the border of a cache block."""
-    return [
-        make_request(make_prompt(length), number=number, member=member, temperature=(1.0, 0.7)[number % 2])
-        for number, length in enumerate((1, 5, 100, 117, 126, 127, 128, 129, 150))
-        for member in range(2)
-    ]
 
 
 @functools.cache
@@ -130,21 +63,6 @@ def contents(rollouts: Sequence[Rollout]) -> dict[RolloutId, tuple]:
     }
 
 
-def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
-    """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
-    engine.submit(requests, weight_version=weight_version)
-    return finish(engine, len(requests))
-
-
-def finish(engine: Engine, count: int, *, max_steps: int = 4000) -> list[Rollout]:
-    rollouts: list[Rollout] = []
-    for _ in range(max_steps):
-        rollouts += engine.step()
-        if len(rollouts) == count:
-            return rollouts
-    raise AssertionError(f"{len(rollouts)} of {count} rollouts after {max_steps} steps")
-
-
 @functools.cache
 def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
     if config.is_batch_invariant(dtype, CPU):
@@ -159,7 +77,7 @@ def tolerance(model: Transformer) -> float:
 
 
 def assert_same(got: dict[RolloutId, tuple], expected: dict[RolloutId, tuple], model: Transformer) -> None:
-    """The same rollouts: bit for bit, or (on a machine whose products are not batch-invariant) up to rounding in fp32."""
+    """The same rollouts: bit for bit, or up to rounding in fp32 where products are not batch-invariant."""
     allowed = tolerance(model)
     if allowed > 1e-5:
         pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
@@ -218,7 +136,7 @@ def test_sampled_logprobs_equal_scoring_logprobs_at_any_chunk(dtype):
     count = int(sum(r.loss_mask.sum() for r in rollouts))
     leaving = [next(chunk for chunk in range(20, count) if count % chunk == rest) for rest in (1, 2, 3)]
     for chunk in (1, 2, 3, *leaving, count - 3, count - 1, count, count + 9):
-        scored = score_rollouts(model, rollouts, 1.0, chunk=chunk)
+        scored = score_rollouts(model, rollouts, 1.0, token_chunk=chunk)
         assert (scored - sampled).abs().max().item() <= tolerance(model), f"chunk {chunk} of {count}"
 
 
@@ -276,7 +194,7 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype, prompt_l
 
 @variants(SOME_VARIANTS)
 @pytest.mark.parametrize("max_running_requests", [1, 3])
-def test_rollouts_do_not_depend_on_max_rows(attention, dtype, max_running_requests):
+def test_rollouts_do_not_depend_on_the_number_of_running_requests(attention, dtype, max_running_requests):
     """One row at a time, three, or (the expected ones) all at once: the same rollouts. Pitfall 51."""
     model = cached_model(attention, dtype)
     rollouts = run(make_engine(model, max_running_requests=max_running_requests), mixed_requests())
@@ -331,7 +249,7 @@ def test_rollouts_do_not_depend_on_the_moment_of_submission(cache_tokens, late):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_prefill_tokens", [1, 130, 300])
 def test_rollouts_do_not_depend_on_the_prefill_budget(dtype, max_prefill_tokens):
-    """PromptStream alone, by twos or threes in a prefill: the same rollouts, and never more tokens than the budget."""
+    """Prompts alone, by twos or threes in a prefill: the same rollouts, and never more tokens than the budget."""
     model = cached_model("windowed", dtype)
     engine = make_engine(model, max_prefill_tokens=max_prefill_tokens)
     prefills = []
@@ -349,7 +267,7 @@ def test_rollouts_do_not_depend_on_the_prefill_budget(dtype, max_prefill_tokens)
 
 @variants(SOME_VARIANTS)
 @pytest.mark.parametrize("num_steps", [0, 1, 23])
-def test_a_drained_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, num_steps):
+def test_an_aborted_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, num_steps):
     """Unfinished requests, submitted again to another engine at equal weights, give the same rollouts; each token
     carries the version of the phase that sampled it."""
     model = cached_model(attention, dtype)
@@ -371,8 +289,8 @@ def test_a_drained_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, 
         assert rollout.weight_version.tolist() == expected
 
 
-def test_an_engine_can_be_drained_again_and_again_under_preemption():
-    """A cache full of rows, drained every few steps into the same engine, loses and changes nothing."""
+def test_an_engine_can_be_aborted_again_and_again_under_preemption():
+    """A cache full of rows, aborted every few steps and submitted again, loses and changes nothing."""
     model = cached_model("mixed", torch.float32)
     engine = make_engine(model, cache_tokens=384)
     rollouts, unfinished, phase = [], mixed_requests(), 0
@@ -421,7 +339,7 @@ def test_rollouts_do_not_depend_on_compaction(attention, dtype, monkeypatch):
     ("max_running_requests", "cache_tokens", "max_prefill_tokens"),
     [(64, 8192, 8192), (3, 8192, 130), (64, 256, 8192), (64, 640, 300), (1, 256, 1)],
 )
-def test_a_late_engine_gives_the_same_rollouts(
+def test_an_asynchronous_engine_gives_the_same_rollouts(
     attention, dtype, max_running_requests, cache_tokens, max_prefill_tokens
 ):
     """A step that is launched before the tokens of the last are read changes no bit, also under preemption; each
@@ -449,7 +367,7 @@ def test_a_late_engine_gives_the_same_rollouts(
     )
 
 
-def test_a_late_engine_computes_no_row_past_its_limit():
+def test_an_asynchronous_engine_computes_no_row_past_its_limit():
     """Limits are known before the tokens are: without stop ids nothing is computed for nothing."""
     requests = [
         replace(r, stop_ids=frozenset(), max_new_tokens=1 + i % 5) for i, r in enumerate(mixed_requests())
@@ -463,7 +381,7 @@ def test_a_late_engine_computes_no_row_past_its_limit():
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [384, 8192])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_late_engine_can_be_drained_again_and_again(attention, cache_tokens, steps):
+def test_an_asynchronous_engine_can_be_aborted_again_and_again(attention, cache_tokens, steps):
     """What was launched and not read is sampled again by the next phase, with its version; nothing is lost."""
     model = cached_model(attention, torch.float32)
     engine = make_engine(model, cache_tokens=cache_tokens, async_decoding=True)
@@ -512,8 +430,8 @@ def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_padded_steps_survive_drains_and_count_their_padding(late):
-    """Each phase makes its buffers anew; a step of n rows computes the next power of two, at most `max_running_requests`."""
+def test_padded_steps_survive_aborts_and_count_their_padding(late):
+    """Each phase makes its buffers anew; a step of n requests computes the next power of two, up to the limit."""
     model = cached_model("mixed", torch.float32)
     engine = make_engine(model, async_decoding=late, cuda_graphs=True, max_running_requests=12)
     sizes, rollouts, unfinished = set(), [], mixed_requests()
@@ -552,7 +470,7 @@ def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_request
 
 
 def test_groups_that_fill_the_cache_at_a_block_border_are_admitted():
-    """PromptStream of exactly one block share it whole: their forks need no room, so a full cache does not stop them."""
+    """Prompts of exactly one block share it whole: their forks need no room, so a full cache does not stop them."""
     model = cached_model("full", torch.float32)
     requests = [
         make_request(make_prompt(128)[::order], number=number, member=member, max_new_tokens=6)
@@ -769,7 +687,7 @@ def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under
 
 
 def test_the_cache_is_gone_after_the_last_rollout():
-    """Training has the memory: a phase ends with its last rollout, its drain, or at once if it has no requests."""
+    """Training has the memory: a phase ends with its last rollout, its abort, or at once if it has no requests."""
     engine = make_engine(cached_model("full", torch.float32))
     engine.submit(mixed_requests())
     assert engine._cache is not None

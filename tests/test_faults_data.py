@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from test_data import TEMPLATE, Letters, ids, save_tokenizer
 
 from minirl.data.jsonl import read_rows
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
+from support.texts import TEMPLATE, Letters, ids, save_tokenizer
 
 GOOD = b'{"prompt": "good", "answer": 1}'
 
@@ -33,7 +33,7 @@ def tokenizer_folder(tmp_path):
 
 
 def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **options):
-    """PromptStream of one token per letter; row i is at f:i."""
+    """Prompts of one token per letter; row i is at f:i."""
     rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
     limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
     return PromptStream(rows, tokenizer or Letters(), purpose="train", **limits, **options)
@@ -140,7 +140,7 @@ def test_row_20_long_prompts_are_refused_if_asked():
 def test_row_20_long_prompts_keep_their_end_if_asked():
     """The last six tokens; short ones as they are; all have room for a completion."""
     prompts = make_prompts(*LONG[:3], "abcdefghij", long_prompts="left")
-    assert ["".join(map(chr, tokens)) for tokens in prompts.tokens] == ["aaaaaa", "bbbbbb", "cc", "efghij"]
+    assert ["".join(map(chr, tokens)) for tokens in prompts.prompt_ids] == ["aaaaaa", "bbbbbb", "cc", "efghij"]
     assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
     assert "2 of 4 prompts have more than 6 tokens (f:2, f:4): cut from the left" in prompts.notes()[0]
 
@@ -240,7 +240,7 @@ def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer
         InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"
     ):
         make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last)
-    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).tokens
+    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).prompt_ids
 
 
 def test_row_36_a_prompt_without_tokens_is_refused_by_row():

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_parallel import RAW_CONFIG, make_folder
 
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
@@ -23,6 +22,7 @@ from minirl.report import logger
 from minirl.report.logger import Logger
 from minirl.report.metrics import StepMetrics
 from minirl.run import embedded_model
+from support.models import RAW_CONFIG, make_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -125,7 +125,7 @@ def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path
     )
     assert time.monotonic() - began < 10
     assert (
-        "InputError: --model owner/missing: neither a folder here nor to be had from the hub" in done.stderr
+        "InputError: --model owner/missing: neither a local folder nor available from the hub" in done.stderr
     )
 
 

@@ -25,6 +25,7 @@ from minirl.ranks import watchdog
 from minirl.report.metrics import StepMetrics
 
 ROOT = Path(__file__).parent.parent
+SLACK = 4  # a loaded machine gets so many times the seconds of an idle one
 PRELUDE = """
 import os, signal, sys, time
 from minirl.ranks import process_group, watchdog
@@ -73,8 +74,8 @@ class Job:
         wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 120)
 
     def codes(self, within: float) -> list[int]:
-        """Exit codes; all must have ended within so many seconds."""
-        until = time.monotonic() + within
+        """Exit codes; all must have ended within so many seconds of an idle machine."""
+        until = time.monotonic() + SLACK * within
         return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
 
 
@@ -175,14 +176,15 @@ def save():
 
 import threading
 joined()
-watchdog.this_process.saving = threading.Thread(target=save, daemon=True)
-watchdog.this_process.saving.start()
+watchdog.this_process.checkpoint_thread = threading.Thread(target=save, daemon=True)
+watchdog.this_process.checkpoint_thread.start()
 if rank == 1:
     {action}
 process_group.barrier()
 """
 
 
+@pytest.mark.slow
 def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path):
     """The survivor leaves as fast as without it."""
     body = SAVING.format(seconds=60, action="time.sleep(0.6); os.kill(os.getpid(), 9)")
@@ -250,6 +252,7 @@ def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
         assert "SIGTERM again: leaving at once" in job.output(0)
 
 
+@pytest.mark.slow
 def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
     """A whole run: the checkpoint of the step is there, no step is lost, no process is left."""
     command = torchrun(*grpo("--num-steps", "10000", "--run-name", "row-04"))
@@ -266,6 +269,7 @@ def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
     assert "Traceback" not in job.output(0).partition("saved ")[0]
 
 
+@pytest.mark.slow
 def test_row_05_ctrl_c_saves_and_twice_leaves(tmp_path, runs):
     """A whole run in plain Python: 130 and a checkpoint; a script that is stuck leaves at the second."""
     command = [sys.executable, *grpo("--num-steps", "10000", "--run-name", "row-05")]
@@ -348,6 +352,7 @@ def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
         assert job.output(0) == "joined\n"
 
 
+@pytest.mark.slow
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
     """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights."""
     (tmp_path / "fork.py").write_text(NAN_FORK)
@@ -379,7 +384,8 @@ def test_row_31_the_metric_that_is_not_finite_is_named():
 
 def test_row_37_a_hang_names_every_ranks_step_phase_and_silence(tmp_path):
     """The one that does not wait for others is blamed, with its line; code 5, soon after the timeout."""
-    body = "joined(1.5)\nif rank == 1:\n    watchdog.heartbeat('reward few')\n    time.sleep(300)\nprocess_group.barrier()"
+    body = "joined(1.5)\nif rank == 1:\n    watchdog.heartbeat('reward few')\n    time.sleep(300)\n"
+    body += "process_group.barrier()"
     with started(tmp_path, [python(tmp_path, body)] * 2) as job:
         job.until("joined", 0, 1)
         assert job.codes(within=6) == [5, 5]
@@ -393,9 +399,11 @@ def test_row_37_a_hang_names_every_ranks_step_phase_and_silence(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_row_37_a_slow_rank_is_no_hang_and_a_stopped_process_is(tmp_path):
     """Rank 0 waits far longer than the timeout for a rank that moves; then that one's process is stopped."""
-    body = "joined(hang_timeout=2.5)\nwhile rank == 1:\n    watchdog.heartbeat()\n    time.sleep(0.1)\nprocess_group.barrier()"
+    body = "joined(hang_timeout=2.5)\nwhile rank == 1:\n    watchdog.heartbeat()\n    time.sleep(0.1)\n"
+    body += "process_group.barrier()"
     with started(tmp_path, [python(tmp_path, body)] * 2) as job:
         job.until("joined", 0, 1)
         time.sleep(4)

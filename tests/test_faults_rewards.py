@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_data import ids, save_tokenizer
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
@@ -26,6 +25,7 @@ from minirl.rewards.functions import compute_rewards, reward_rollouts
 from minirl.rewards.worker_process import load_reward
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.load_task import load_task
+from support.texts import ids, save_tokenizer
 
 SOURCE = """
 import os, random, re, subprocess, sys, time
@@ -45,8 +45,8 @@ def only_together(completions):
     assert len(completions) == 1, "several"
     return [1.0]
 
-def none_for_bad(completions):
-    return [None if c == "bad" else 1 for c in completions]
+def text_for_bad(completions):
+    return ["no" if c == "bad" else 1 for c in completions]
 
 def drops_bad(completions):
     return [1.0 for c in completions if c != "bad"]
@@ -201,12 +201,12 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
     (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
     rows = {"prompt": "a", "answer": 1}, {"prompt": "b", "solution": 1}
     good, bad = write_rows(tmp_path / "good.jsonl", rows[0]), write_rows(tmp_path / "bad.jsonl", *rows)
-    files = dict(data=bad, eval_data=good) if part == "training" else dict(data=good, eval_data=bad)
+    files = dict(data=bad, eval_data=[good]) if part == "training" else dict(data=good, eval_data=[bad])
     with pytest.raises(
         InputError, match=r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"
     ):
         load_task("auto", **files, reward=[f"{tmp_path}/needs.py:right"])
-    task = load_task("auto", data=good, eval_data=None, reward=[f"{tmp_path}/needs.py:right"])
+    task = load_task("auto", data=good, eval_data=(), reward=[f"{tmp_path}/needs.py:right"])
     assert list(task.rewards) == ["right"]
 
 
@@ -226,7 +226,7 @@ def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load,
     assert "in helper\n" in said
     assert "in raises\n" in said
     assert "KeyError" in said
-    assert "reward_worker" not in said
+    assert "rewards/worker" not in said
     assert "\x1b" not in said
     assert caught.value.exit_code == 4
 
@@ -250,7 +250,7 @@ def test_row_23_few_failures_count_as_zero_and_are_counted_if_asked(load, capfd)
     assert printed.count("note: reward raises for the row at f.jsonl:2") == 1
 
 
-@pytest.mark.parametrize("name", ["raises", "none_for_bad", "drops_bad"])
+@pytest.mark.parametrize("name", ["raises", "text_for_bad", "drops_bad"])
 @pytest.mark.parametrize(("num_bad", "count"), [(2, 39), (2, 40), (3, 59)])
 def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num_bad, count):
     """2 of 40 are 5 %; 2 of 39 and 3 of 59 are more."""
@@ -267,15 +267,15 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
 
 
 def make_rollouts(tmp_path, texts):
-    """PromptStream of one row, and a rollout of each text."""
+    """Prompts of one row, and a rollout of each text."""
     save_tokenizer(tmp_path, None)
     prompts = PromptStream(
         [Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20
     )
     rollouts = []
     for sample, text in enumerate(texts):
-        tokens = torch.tensor([*prompts.tokens[0], *ids(text)])
-        n, first = len(tokens), len(prompts.tokens[0])
+        tokens = torch.tensor([*prompts.prompt_ids[0], *ids(text)])
+        n, first = len(tokens), len(prompts.prompt_ids[0])
         streams = (torch.arange(n) >= first, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
         rollouts.append(Rollout(tokens, *streams, first, RolloutId(5, sample), "stop"))
     return prompts, rollouts
@@ -331,7 +331,6 @@ def test_row_24_numbers_of_every_kind_are_accepted(returning, expression):
     [
         pytest.param("[1, float('nan')]", "f.jsonl:2.*'b': returned nan", id="row-24-nan"),
         pytest.param("[float('-inf'), 1]", "f.jsonl:1.*'a': returned -inf", id="row-24-inf"),
-        pytest.param("[1, None]", "f.jsonl:2.*'b': returned None", id="row-24-none"),
         pytest.param("[1, '1.0']", "f.jsonl:2.*'b': returned '1.0'", id="row-24-text"),
         pytest.param("[1, b'1']", "f.jsonl:2.*'b': returned b'1'", id="row-24-bytes"),
         pytest.param("[1, [1.0]]", r"f.jsonl:2.*'b': returned \[1.0\]", id="row-24-list"),
@@ -395,10 +394,10 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
 
 def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
     """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
-    function, before = load("hangs", timeout_s=1.6), watchdog.this_process.count
+    function, before = load("hangs", timeout_s=1.6), watchdog.this_process.num_heartbeats
     with pytest.raises(RewardError, match="killed"):
         rewards_of(function, ("bad",))
-    assert watchdog.this_process.count >= before + 3
+    assert watchdog.this_process.num_heartbeats >= before + 3
 
 
 @pytest.mark.parametrize(
@@ -609,6 +608,34 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
     assert_gone(*processes)
 
 
+def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
+    """The reader of stdout has gone: a run that forgives a failure and shows what user code prints goes on."""
+    program = (
+        "from minirl.rewards.worker_process import load_reward\n"
+        f"raises = load_reward('{folder}/mine.py:raises', on_error='zero')\n"
+        f"prints = load_reward('{folder}/mine.py:prints')\n"
+        "for _ in range(2):\n"
+        "    assert raises(completions=['fine', 'bad'])[0] == 1.0\n"
+        "    assert prints(completions=['fine']) == [1.0]\n"
+        "print('more')\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_row_23_every_rank_prints_its_failures_and_rank_0_what_user_code_prints(load, monkeypatch, capfd):
+    """No other rank knows of the failure; what user code prints is much the same on all."""
+    monkeypatch.setattr("minirl.rewards.worker_process.rank", lambda: 1)
+    rewards_of(load("raises", on_error="zero"))
+    rewards_of(load("prints"))
+    printed = capfd.readouterr().out
+    assert printed.startswith("note: reward raises for the row at f.jsonl:2")
+    assert "reward prints" not in printed
+
+
 def test_a_call_costs_milliseconds(load):
     """128 completions, the median of ten calls; 0.5 ms where it was measured alone."""
     function, taken = load("good"), []
@@ -623,7 +650,7 @@ def test_row_46_hostile_completions_are_escaped_and_cut_in_errors():
     """No control character reaches a terminal, and thousands of characters do not either."""
 
     def nothing(completions):
-        return [None] * len(completions)
+        return [float("nan")] * len(completions)
 
     with pytest.raises(RewardError) as caught:
         rewards_of(nothing, ["\x1b[2J\u202e<script>" + "x" * 10_000])

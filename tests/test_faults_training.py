@@ -1,10 +1,6 @@
 """Faults of what is sampled and rewarded: steps without a signal stay finite, change nothing, and say what to do."""
 
-import contextlib
-import io
 import json
-import os
-import runpy
 from pathlib import Path
 
 import pytest
@@ -12,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from minirl.generation import engine
+from minirl.generation.sampling import sample
+from support.scripts import run_in_pool
 
 ROOT = Path(__file__).parent.parent
-SHORT = dict(num_steps=2, prompts_per_step=3, group_size=2, eval_rows=2, save_every=1, eval_every=0)
+SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +31,20 @@ def ends_at_once(sample):
     return stop
 
 
-def train(rank: int, script: str, runs: Path, name: str, options: dict, is_empty: bool) -> str:
-    """The script's main in this process; what it prints. `is_empty`: every completion ends at once."""
-    os.environ["MINIRL_RUNS"] = str(runs)
-    module, sample = runpy.run_path(str(ROOT / script), run_name="imported"), engine.sample
-    engine.sample = ends_at_once(sample) if is_empty else sample
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            assert module["main"](module["Config"](run_name=name, **SHORT | options)) == 0
-    finally:
-        engine.sample = sample
-    return printed.getvalue()
+def end_at_once(rank: int, is_on: bool) -> None:
+    """From here on every completion of this process ends at once, or no longer."""
+    engine.sample = ends_at_once(sample) if is_on else sample
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 @pytest.mark.parametrize(
-    ("row", "options", "metric", "advice"),
+    ("row", "flags", "metric", "advice"),
     [
-        ("row-28-equal-rewards", {}, "reward/frac_equal_groups", "rewards of each prompt are all equal"),
-        ("row-29-empty", {}, "len/empty", "nearly every completion is empty"),
+        ("row-28-equal-rewards", "", "reward/frac_equal_groups", "rewards of each prompt are all equal"),
+        ("row-29-empty", "", "len/empty", "nearly every completion is empty"),
         (
             "row-30-truncated",
-            dict(max_new_tokens=1, drop_truncated=True),
+            "--max-new-tokens 1 --drop-truncated",
             "len/truncated",
             "raise --max-new-tokens",
         ),
@@ -62,15 +52,21 @@ def train(rank: int, script: str, runs: Path, name: str, options: dict, is_empty
     ids=lambda value: value if isinstance(value, str) and value.startswith("row") else "",
 )
 def test_a_step_without_signal_is_finite_and_gives_advice(
-    two_ranks, runs, tmp_path, script, row, options, metric, advice
+    two_ranks, runs, tmp_path, script, row, flags, metric, advice
 ):
     """Ranks stay in step and say what to do; where all advantages or weights are 0 (GRPO), no weight moves."""
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
     if script == "train_ppo.py":
-        options = {k: v for k, v in options.items() if k != "drop_truncated"}
-    options = dict(options, reward=(f"{tmp_path}/mine.py:score",))
+        flags = flags.replace("--drop-truncated", "")
     name = f"{row}-{script}"
-    printed, _ = two_ranks.run(train, script, runs, name, options, row == "row-29-empty")
+    reward = ("--reward", f"{tmp_path}/mine.py:score")
+    two_ranks.run(end_at_once, row == "row-29-empty")
+    try:
+        printed = run_in_pool(
+            two_ranks, script, *SHORT.split(), *flags.split(), *reward, "--run-name", name, runs=runs
+        )
+    finally:
+        two_ranks.run(end_at_once, False)
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     for line in lines:

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from test_attention import FAMILIES, shared_layout
-from test_engine import make_model, mixed_requests
-from test_paged import make_cache, poison
-from test_scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
 from minirl.generation.engine import Engine
 from minirl.model import paged_attention, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
+from support.caches import make_cache, poison
+from support.engines import make_model, mixed_requests
+from support.layouts import FAMILIES, shared_layout
+from support.scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     read = cached.read
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(
-        q, pool.keys[0].float(), pool.values[0].float(), read.plan, read.mask
+        q, pool.keys[0].float(), pool.values[0].float(), read.index, read.mask
     )
     poison(cache, rows)
     inputs = (x.cuda() for x in (q.to(dtype), pool.keys[0], pool.values[0], read.blocks, read.lengths))
@@ -79,17 +79,17 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
 
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [512, 8192])
-def test_late_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
-    """On the device, with weights that are certain enough for rounding not to turn a token; also when drained."""
+def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
+    """On the device, with weights that are certain enough for rounding not to turn a token; also when aborted."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
     where = dict(
         max_running_requests=50, cache_tokens=cache_tokens, dtype=torch.float32, device=torch.device("cuda")
     )
-    plain = Engine(model, **where, late=False, graphs=False).generate(requests)
+    plain = Engine(model, **where, async_decoding=False, cuda_graphs=False).generate(requests)
     engine = Engine(model, **where)
-    assert engine.late
-    assert engine.use_graphs
+    assert engine.async_decoding
+    assert engine.cuda_graphs
     engine.submit(requests)
     rollouts = [rollout for _ in range(7) for rollout in engine.step()]
     rollouts += engine.generate(engine.abort())
@@ -101,7 +101,7 @@ def test_late_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
         assert (by_id[rollout.rollout_id].sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-4
 
 
-def test_a_late_decode_step_waits_for_nothing():
+def test_an_asynchronous_decode_step_waits_for_nothing():
     """Torch refuses every wait for the device while a step of known rows is launched: only `read` may wait."""
     model = make_model("full", torch.bfloat16).cuda()
     where = dict(

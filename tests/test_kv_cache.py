@@ -284,7 +284,7 @@ def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
     """Each row reads its own history at every position that it sees, through the block table and through the slots."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
     for layer, (cached, index) in layout.caches.items():
-        read, plan, window = cached.read, cached.read.plan, cached.pool.window
+        read, plan, window = cached.read, cached.read.index, cached.pool.window
         rows, n = plan.blocks.shape
         score, out = plan.score.view(rows, 2, n), plan.out.view(n, -1, 2)
         assert plan.unused.shape[:2] == out.shape[:2]
@@ -405,10 +405,10 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
         ]  # a sequence at a border has no block yet for its next token
         if not rows:
             continue
-        before = list(cache._planned)
+        before = list(cache._last_index)
         caches = cache.decode_layout(rows).caches
         for layer, (pool, _) in cache.pool_of_layer.items():
-            plan = caches[layer][0].read.plan
+            plan = caches[layer][0].read.index
             tables = [list(s.tables[pool].blocks) for s in rows]
             shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(rows)))
             for name, value in vars(index_decode(tables, **shape)).items():

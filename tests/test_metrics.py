@@ -15,7 +15,7 @@ import minirl.ranks.process_group
 import minirl.report.logger
 import minirl.report.metrics
 from minirl.data.task import Row
-from minirl.report.logger import Logger, console_line, troubles
+from minirl.report.logger import Logger, console_line, duration, troubles
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -384,7 +384,7 @@ def test_the_logger_tells_each_trouble_once(one_process, capsys, tmp_path):
 @pytest.mark.parametrize(("step", "num_steps"), [(1, 150), (99999, 100000)])
 def test_a_console_line_fits_the_console(metrics, step, num_steps):
     """One line of at most 120 characters that begins with the step, whatever the numbers."""
-    line = console_line(step, num_steps, metrics)
+    line = console_line(step, num_steps, metrics, elapsed_s=86399.4, left_s=1e6)
     assert line.startswith("step ")
     assert f"{step}/{num_steps}" in line
     assert "\n" not in line
@@ -393,10 +393,9 @@ def test_a_console_line_fits_the_console(metrics, step, num_steps):
 
 def test_console_lines_say_what_was_measured():
     """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made."""
-    line = console_line(7, 150, ORDINARY)
+    line = console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
     for part in (
-        "step   7/150",
-        "reward 0.512",
+        "step   7/150 0:09 (3:36 left) reward 0.512",
         "kl 0.012",
         "ev 0.61",
         "clip 12%",
@@ -405,8 +404,30 @@ def test_console_lines_say_what_was_measured():
     ):
         assert part in line
     optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
-    without = console_line(7, 150, {k: v for k, v in ORDINARY.items() if k not in optional})
+    few = {k: v for k, v in ORDINARY.items() if k not in optional}
+    without = console_line(7, 150, few, elapsed_s=0, left_s=0)
     assert not any(part in without for part in ("kl ", "eval ", "ev "))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (9.4, "0:09"), (59.6, "1:00"), (216, "3:36"), (3599.6, "1:00:00"), (3723, "1:02:03")],
+)
+def test_durations_are_minutes_or_hours(seconds, text):
+    """Rounded to the second, also over the end of a minute or an hour."""
+    assert duration(seconds) == text
+
+
+def test_the_time_left_is_by_the_steps_of_this_start(one_process, tmp_path, monkeypatch, capsys):
+    """After a resume at step 10, two steps in 20 s leave 80 s for the other eight."""
+    clock = iter([100.0, 110.0, 120.0])
+    monkeypatch.setattr(minirl.report.logger.time, "monotonic", lambda: next(clock))
+    logger = Logger(tmp_path, {}, wandb_mode="off", after_step=10)
+    logger.log(11, {}, num_steps=20)
+    logger.log(12, {}, num_steps=20)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "step 11/20 0:10 (1:30 left)" in first
+    assert "step 12/20 0:20 (1:20 left)" in second
 
 
 def test_metrics_and_arguments_are_json(one_process, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from test_attention import layout_of, shuffled_members
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from minirl.generation.engine import Engine, Request
@@ -14,6 +13,7 @@ from minirl.model.transformer import Transformer, rotate
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score
+from support.layouts import layout_of, shuffled_members
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
@@ -144,7 +144,8 @@ def assert_equal_gradients(model, got, oracle, expected):
     for key, param in named_parameters(model).items():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            bound += 1e-3  # the softmax does not see a constant shift of the keys but for rope: a small sum of large terms
+            # The softmax does not see a constant shift of the keys but for rope: a small sum of large terms.
+            bound += 1e-3
         assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 
 
@@ -372,7 +373,7 @@ def shared_stream(model, families, seed=0):
 @pytest.mark.parametrize("name", [*FEATURES, "qwen3_mixed_windows", "mistral_window_one_block"])
 @torch.no_grad()
 def test_hidden_states_of_shared_prompts_equal_those_of_each_sequences_own(name, dtype, checkpoints):
-    """Bit for bit where products are batch-invariant: prompts of 1 to 300 tokens, one to five members, unshared ones."""
+    """Bit for bit where products are batch-invariant: prompts of 1 to 300 tokens, up to five members, unshared ones."""
     model, is_exact = load_exact(checkpoints(name)[1], dtype)
     for seed in range(2):
         tokens, shared, alone = shared_stream(model, FAMILIES, seed)

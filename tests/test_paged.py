@@ -5,12 +5,11 @@ import os
 
 import pytest
 import torch
-from test_engine import cached_model, make_engine, make_prompt, make_request, run
 
 from minirl.generation import kv_cache
-from minirl.generation.kv_cache import CachedSequence, KVCache
 from minirl.model import paged_attention, portable_attention
-from minirl.model.portable_attention import BLOCK
+from support.caches import make_cache, poison
+from support.engines import cached_model, make_engine, make_prompt, make_request, run
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
@@ -42,36 +41,6 @@ def mended_interpreter(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)
 
 
-def make_cache(
-    window: int | None, groups: int, dim: int, dtype: torch.dtype
-) -> tuple[KVCache, list[CachedSequence]]:
-    """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
-    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    cache = KVCache((window,), num_tokens=24 * BLOCK, max_sequences=12, dtype=dtype, device=CPU, **shape)
-    parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
-    rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, 5))]
-    for row in rows:
-        assert cache.extend(row)
-    for _ in range(70):
-        assert cache.extend(rows[2])
-    generator = torch.Generator().manual_seed(0)
-    for x in (cache.pools[0].keys, cache.pools[0].values):
-        x.copy_(torch.randn(x.shape, generator=generator))
-    if window == 100:
-        assert any(table.first for row in rows for table in row.tables), "no row has left a block behind"
-    return cache, rows
-
-
-def poison(cache: KVCache, rows: list[CachedSequence]) -> None:
-    """What no row may see is not a number: free blocks, and the rest of each last block."""
-    pool, blocks = cache.pools[0], cache.free_lists[0]
-    pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
-    for row in rows:
-        end = (row.length - 1) % BLOCK + 1
-        pool.keys[:, row.tables[0].blocks[-1], :, :, end:] = torch.nan
-        pool.values[:, row.tables[0].blocks[-1], :, end:] = torch.nan
-
-
 @pytest.mark.parametrize(("groups", "dim"), [(1, 16), (7, 64), (3, 80)])
 @pytest.mark.parametrize("window", [None, 1, 100, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
@@ -81,7 +50,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, to
     pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(q, keys.float(), values.float(), read.plan, read.mask)
+    expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)
     poison(cache, rows)
     wide = torch.full(
         (len(rows), 9), 10**6, dtype=torch.int32
@@ -106,7 +75,8 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
     expected = run(make_engine(model), requests)
     monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
     got = {
-        r.rollout_id: r for r in run(make_engine(model, late=True, graphs=True, cache_tokens=640), requests)
+        r.rollout_id: r
+        for r in run(make_engine(model, async_decoding=True, cuda_graphs=True, cache_tokens=640), requests)
     }
     assert len(got) == len(requests)
     for rollout in expected:

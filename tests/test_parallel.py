@@ -14,9 +14,8 @@ import train_ppo
 from minirl.errors import GuardError
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
-from minirl.model.families import config_from_dict, read_config, scalar_config
-from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.model.families import read_config, scalar_config
+from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
@@ -27,29 +26,9 @@ from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_table
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
+from support.models import RAW_CONFIG, make_folder
 
 CPU = torch.device("cpu")
-# Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
-RAW_CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 33,
-    "hidden_size": 32,
-    "intermediate_size": 51,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-}
-
-
-def make_folder(folder: Path, raw: dict[str, Any]) -> Path:
-    torch.manual_seed(0)
-    model = Transformer(config_from_dict(raw)).double()
-    for param in named_parameters(model).values():
-        torch.nn.init.normal_(param, std=0.3)
-    save_folder(folder, named_parameters(model), config=raw, tokenizer_from=None)
-    return folder
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -129,7 +108,7 @@ def grpo_gradients(
     rewards = table.rewards.view(-1, 3, 1)
     reward_weights = torch.ones(1, dtype=torch.float64)
     advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, batch)
-    weights = train_grpo.rollout_weights(config, table, 64)
+    weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
         advantages=advantages.to(dtype),
         loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
@@ -238,7 +217,7 @@ def ppo_backward(
         batch,
         kl_coef=0.05,
     )
-    weights = train_ppo.rollout_weights(config, table, 64)
+    weights = train_ppo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
         advantages=batch.scatter(advantages.to(dtype)),
         returns=batch.scatter(returns.to(dtype)),

@@ -227,7 +227,7 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens(group_siz
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_prompts_longer_than_completions_are_still_computed_seldom(num_ranks):
-    """PromptStream of 1000 with completions of 1 to 50: a sixth of the tokens, and ranks a few % apart."""
+    """Prompts of 1000 with completions of 1 to 50: a sixth of the tokens, and ranks a few % apart."""
     rng = random.Random(0)
     prompts = [PromptPrefix(i // 8, 1000) for i in range(512)]
     lengths = [1000 + rng.randint(1, 50) for _ in prompts]
@@ -241,7 +241,7 @@ def test_prompts_longer_than_completions_are_still_computed_seldom(num_ranks):
 @pytest.mark.parametrize("max_tokens", [1010, 1011, 1019, 1100])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_tokens):
-    """PromptStream of 1000 and 5 to 10 more tokens: room for one rollout of a group, or for a few."""
+    """Prompts of 1000 and 5 to 10 more tokens: room for one rollout of a group, or for a few."""
     prompts = [PromptPrefix(i // 24, 1000) for i in range(72)]
     lengths = [1005 + i % 6 for i in range(72)]
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)

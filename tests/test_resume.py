@@ -1,37 +1,30 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
-import contextlib
 import hashlib
-import io
 import json
-import os
-import runpy
 import shutil
 from pathlib import Path
 
 import pytest
-from test_scripts import untimed
+
+from support.rank_pool import RankPool
+from support.scripts import run_in_pool, untimed
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
-COMMON = dict(
-    num_steps=NUM_STEPS, save_every=1, keep_checkpoints=0, eval_every=2, prompts_per_step=3, eval_rows=6
-)
-COMMON |= dict(num_epochs=2, num_minibatches=2, group_size=3)
+COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
+COMMON += " --eval-rows 6 --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
-    "grpo": ("train_grpo.py", dict(dynamic_sampling=True, max_refills=1, kl_coef=0.01)),
-    "ppo": ("train_ppo.py", dict(kl_reward_coef=0.05, kl_target=0.1, value_warmup_steps=1)),
+    "grpo": ("train_grpo.py", "--dynamic-sampling --max-refills 1 --kl-coef 0.01"),
+    "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
 POOLS = {1: "one_rank", 2: "two_ranks"}
 
 
-def train(rank: int, script: str, runs: Path, name: str, options: dict) -> str:
-    """The script's main in this process, whose group goes on; what it prints."""
-    os.environ["MINIRL_RUNS"] = str(runs)
-    module = runpy.run_path(str(ROOT / script), run_name="imported")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert module["main"](module["Config"](run_name=name, **options)) == 0
-    return printed.getvalue()
+def train(pool: RankPool, case: str, runs: Path, name: str) -> str:
+    """Train on all ranks of a pool; what rank 0 prints."""
+    script, flags = CASES[case]
+    return run_in_pool(pool, script, *COMMON.split(), *flags.split(), "--run-name", name, runs=runs)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -71,9 +64,9 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
     """
-    pool, (script, options) = request.getfixturevalue(POOLS[num_ranks]), CASES[case]
+    pool = request.getfixturevalue(POOLS[num_ranks])
     name = f"{case}{num_ranks}"
-    pool.run(train, script, runs, name, COMMON | options)
+    train(pool, case, runs, name)
     expected = digests(runs / name)
     assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
     assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (
@@ -81,8 +74,8 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
     )
     for last_step in range(NUM_STEPS + 1):
         copy = interrupted_copy(runs / name, f"{name}-after-{last_step}", last_step)
-        outputs = pool.run(train, script, runs, copy.name, COMMON | options)
-        assert ("already finished" in outputs[0]) == (last_step == NUM_STEPS)
+        output = train(pool, case, runs, copy.name)
+        assert ("already finished" in output) == (last_step == NUM_STEPS)
         got = digests(copy)
         assert got == expected, (
             f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
@@ -92,10 +85,9 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
 
 def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks):
     """From two ranks to one and back: the same prompts and, given equal weights, the same samples."""
-    script, options = CASES["grpo"]
-    two_ranks.run(train, script, runs, "ranks", COMMON | options)
+    train(two_ranks, "grpo", runs, "ranks")
     copy = interrupted_copy(runs / "ranks", "ranks-changed", 1)
-    one_rank.run(train, script, runs, copy.name, COMMON | options)
+    train(one_rank, "grpo", runs, copy.name)
     rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "ranks", copy)]
     completions = [
         [(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts

@@ -3,11 +3,11 @@
 import functools
 import json
 import math
+import time
 
 import numpy
 import pytest
 import torch
-from test_data import TEMPLATE, TOKENS, ids, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.prompts import PromptStream
@@ -20,6 +20,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker_process import load_reward
 from minirl.rollouts import Rollout, RolloutId
+from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROWS = [
     Row("one?", {"answer": 1, "level": "easy"}, "f.jsonl:1"),
@@ -126,7 +127,6 @@ def test_numbers_of_every_kind_become_floats(value):
 @pytest.mark.parametrize(
     "bad",
     [
-        None,
         math.nan,
         math.inf,
         -math.inf,
@@ -170,7 +170,7 @@ def test_another_number_of_values_is_refused_by_name(value, said):
 def test_a_long_completion_is_shortened_in_the_error():
     """The error stays readable when the completion has thousands of characters."""
     with pytest.raises(RewardError, match="made_up") as error:
-        rewards_of(returning([None]), ROWS[:1], ["x" * 10_000])
+        rewards_of(returning([math.nan]), ROWS[:1], ["x" * 10_000])
     assert len(str(error.value)) < 400
 
 
@@ -184,12 +184,82 @@ def test_load_reward_returns_the_named_function(tmp_path):
     assert rewards_of(load_reward(f"{folder}/mine.py:score")) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("spec", ["mine.py", "mine.py:", "mine:score", ":score", "", "mine.txt:score"])
+@pytest.mark.parametrize("spec", ["mine.py", "mine.py:", "mine:", ":score", "", "folder/mine.txt:score"])
 def test_load_reward_refuses_what_is_not_file_and_function(spec):
     """The error repeats the flag, the value and the shape it should have."""
-    with pytest.raises(ValueError, match=r"--reward .*expected file\.py:function") as error:
+    with pytest.raises(
+        ValueError, match=r"--reward .*expected file\.py:function or module:function"
+    ) as error:
         load_reward(spec)
     assert f"--reward {spec}:" in str(error.value)
+
+
+def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatch):
+    """From the working directory and from what is installed; its own imports by their full names work."""
+    package = tmp_path / "mine_in_parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "bonus.py").write_text("BONUS = 3\n")
+    (package / "scores.py").write_text(
+        "from mine_in_parts.bonus import BONUS\ndef score(completions):\n    return [BONUS] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert rewards_of(load_reward("mine_in_parts.scores:score")) == [3.0, 3.0]
+    installed = load_reward("minirl.data.gsm8k:strict_score")
+    assert installed(completions=["#### 4", "#### 5"], answer=[4.0, 4.0]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_such_package.rewards:score", "there is no module 'no_such_package' here; is it installed"),
+        ("minirl.no_such_module:score", "there is no module 'minirl.no_such_module' here"),
+        ("minirl.data.gsm8k:score", "minirl.data.gsm8k has no function score"),
+    ],
+)
+def test_a_module_or_function_that_is_not_there_is_refused_by_name(spec, said):
+    """Before anything starts, with the flag."""
+    with pytest.raises(InputError, match=f"--reward {spec}: {said}"):
+        load_reward(spec)
+
+
+def test_none_says_that_a_reward_does_not_apply():
+    """In TRL's shape: None in the list is no error, from a function of this process and from a worker."""
+    assert rewards_of(returning([1.0, None])) == [1.0, None]
+    assert rewards_of(returning([None, None])) == [None, None]
+
+
+ASYNC_REWARD = """
+import asyncio, time
+
+async def score_one(completion):
+    await asyncio.sleep(0.2)
+    return None if completion == "b" else float(len(completion))
+
+async def score(completions):
+    return await asyncio.gather(*map(score_one, completions))
+
+async def fails(completions):
+    await asyncio.sleep(0)
+    raise KeyError("answer")
+"""
+
+
+def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tmp_path):
+    """Ten completions that each wait for 0.2 s take much less than 2 s; errors and None are as elsewhere."""
+    (tmp_path / "mine.py").write_text(ASYNC_REWARD)
+    score = load_reward(f"{tmp_path}/mine.py:score")
+    score(completions=["a"])  # the first call imports asyncio
+    start = time.perf_counter()
+    assert score(completions=["aaa", "b"] * 5) == [3.0, None] * 5
+    assert time.perf_counter() - start < 1.5
+    with pytest.raises(RewardError, match=r"reward fails (.|\n)*KeyError: 'answer'"):
+        rewards_of(load_reward(f"{tmp_path}/mine.py:fails"))
+
+    async def here(completions):
+        return [1.0] * len(completions)
+
+    assert rewards_of(here) == [1.0, 1.0]
 
 
 def test_load_reward_refuses_a_missing_file_and_a_missing_function(tmp_path):
@@ -280,7 +350,7 @@ def make_prompts(folder, rows):
 
 def make_rollout(prompts, ordinal, sample, completion):
     """A rollout of the `ordinal`-th prompt whose completion is this text, specials written out, in the policy's ids."""
-    prompt, sampled = prompts.tokens[prompts.index(ordinal)], ids(completion)
+    prompt, sampled = prompts.prompt_ids[prompts.index(ordinal)], ids(completion)
     tokens = torch.tensor([*prompt, *sampled])
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))

@@ -137,9 +137,9 @@ def test_inverse_cdf_does_not_write_to_its_input():
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
     """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
     rows, head = mixed_rows(torch.float32), torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4))
-    tokens, logprobs = sample(head=head, **rows, tile=tile)
+    tokens, logprobs = sample(head=head, **rows, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan
-    got_tokens, got_logprobs = sample(head=head, **rows, tile=tile)
+    got_tokens, got_logprobs = sample(head=head, **rows, vocab_chunk=tile)
     assert got_logprobs[:2].isnan().all()
     assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
     assert torch.equal(got_tokens[2:], tokens[2:])
@@ -248,7 +248,7 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
         keys=keys_of(rows),
         positions=torch.arange(rows),
         temperature=torch.full((rows,), temperature),
-        tile=tile,
+        vocab_chunk=tile,
     )
     assert set(tokens.tolist()) == {0, 1, 2, 3}
     torch.testing.assert_close(got, expected[tokens], atol=1e-6, rtol=0)

@@ -208,7 +208,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat = torch.full((rows,), temperature)
-        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, tile=tile)
+        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
         for chunk in (1000, 37):
             scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile)
@@ -328,7 +328,7 @@ def gradients(model: Transformer, batch: Batch, **kwargs: int) -> dict[str, Tens
 def test_model_gradients_equal_autograd_through_full_logits(tied):
     """Every parameter, embedding and head (tied or not) included, gets the gradient of the unchunked twin."""
     model, batch = make_model(tied=tied), make_batch()
-    got = gradients(model, batch, chunk=7)
+    got = gradients(model, batch, token_chunk=7)
     model.zero_grad(set_to_none=True)
     logprobs, entropies = reference(model, batch, 0.7)
     weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(5), dtype=logprobs.dtype)
@@ -344,9 +344,9 @@ def test_neither_scores_nor_gradients_depend_on_the_chunk():
     count = int(batch.loss_mask.sum())
     expected_scores, expected = score_batch(model, batch, 0.7), gradients(model, batch)
     for chunk in (1, 2, 3, 5, count - 2, count - 1, count, count + 1):
-        for x, y in zip(score_batch(model, batch, 0.7, chunk=chunk), expected_scores, strict=True):
+        for x, y in zip(score_batch(model, batch, 0.7, token_chunk=chunk), expected_scores, strict=True):
             torch.testing.assert_close(x, y, atol=1e-12, rtol=0)
-        for name, grad in gradients(model, batch, chunk=chunk).items():
+        for name, grad in gradients(model, batch, token_chunk=chunk).items():
             torch.testing.assert_close(grad, expected[name], atol=1e-10, rtol=1e-9)
 
 

@@ -10,8 +10,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,11 +23,19 @@ from minirl.model.weights import named_parameters, save_folder
 from minirl.objective.losses import bradley_terry_loss
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from minirl.training.scoring import scalar_outputs
+from support.scripts import (
+    FAST_LEARNING,
+    ROOT,
+    SCRIPTS,
+    read_metrics,
+    run_in_pool,
+    run_script,
+    start_script,
+    untimed,
+    wait_for,
+)
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train_grpo.py", "train_ppo.py")
 GRPO, PPO = (runpy.run_path(str(ROOT / script), run_name="imported") for script in SCRIPTS)
-FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4")
 KEYWORD_REWARD = (
     "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
 )
@@ -39,54 +45,6 @@ KEYWORD_REWARD = (
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder of runs for the module, so that the embedded model is made once."""
     return tmp_path_factory.mktemp("runs")
-
-
-def script_command(script: Path, *flags: str, ranks: int) -> list[str]:
-    """The script under torchrun, or plain Python for one rank."""
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    return [sys.executable, *torchrun, str(script), *flags]
-
-
-def script_environment(runs: Path) -> dict[str, str]:
-    return {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
-    """Run a script to its end and return its output; fails with its errors."""
-    command, environment = script_command(script, *flags, ranks=ranks), script_environment(runs)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subprocess.Popen:
-    """Start a script in a session of its own, so that all its processes can be killed."""
-    return subprocess.Popen(
-        script_command(script, *flags, ranks=ranks),
-        env=script_environment(runs),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def wait_for(condition: Callable[[], bool], failure: str, timeout_s: float = 300) -> None:
-    """Wait until the condition holds."""
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, failure
-        time.sleep(0.05)
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must give again."""
-    return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
 
 
 def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
@@ -108,6 +66,7 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
     assert rollout.tokens.tolist() == expected
 
 
+@pytest.mark.slow
 def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
     output = run_script(
@@ -131,15 +90,24 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_runs_of_one_seed_are_bitwise_equal(runs, script):
+def test_two_runs_of_one_seed_are_bitwise_equal(two_ranks, runs, script):
     """Every number but the times, and every rollout, is the same again; another seed differs. Pitfall 61.
 
     With one update per step the ratio is exactly 1. Pitfall 38.
     """
     flags = ("--num-minibatches", "1", "--num-steps", "3", "--prompts-per-step", "5", "--group-size", "3")
     for name, seed in (("b1", "1"), ("b2", "1"), ("b3", "2")):
-        run_script(
-            ROOT / script, "--run-name", script + name, "--seed", seed, "--eval-every", "2", *flags, runs=runs
+        run_in_pool(
+            two_ranks,
+            script,
+            "--run-name",
+            script + name,
+            "--seed",
+            seed,
+            "--eval-every",
+            "2",
+            *flags,
+            runs=runs,
         )
 
     def numbers(name: str) -> list[dict]:
@@ -155,16 +123,14 @@ def test_two_runs_of_one_seed_are_bitwise_equal(runs, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_old_logprobs_are_those_before_the_first_update(runs, script):
+def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy."""
     flags = ("--num-steps", "2", "--prompts-per-step", "8", "--group-size", "4", "--eval-rows", "4")
     flags += ("--num-epochs", "2", "--num-minibatches", "2", "--temperature", "0.7")
     lines = {}
     for kind in ("sampled", "scored"):
         name = f"{script}-{kind}"
-        output = run_script(
-            ROOT / script, "--run-name", name, "--old-logprobs", kind, *flags, runs=runs, ranks=1
-        )
+        output = run_in_pool(one_rank, script, "--run-name", name, "--old-logprobs", kind, *flags, runs=runs)
         lines[kind] = [untimed(line) for line in read_metrics(runs / name)]
     if "bitwise: False" in output:
         pytest.skip("this machine's products depend on the number of rows")
@@ -172,7 +138,7 @@ def test_old_logprobs_are_those_before_the_first_update(runs, script):
     assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
 
 
-def test_world_size_need_not_divide_anything(runs):
+def test_world_size_need_not_divide_anything(two_ranks, runs):
     """One prompt of three completions on two ranks, epochs, minibatches, KL, tiny microbatches, every norm.
 
     Pitfall 4: all logprobs are at the sampling temperature. Pitfall 46: the schedule counts optimizer steps.
@@ -181,7 +147,7 @@ def test_world_size_need_not_divide_anything(runs):
     flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-coef", "0.1", "--kl-estimator", "k2")
     flags += ("--max-tokens-per-microbatch", "40", "--loss-norm", "constant", "--advantage-norm", "none")
     flags += ("--lr-schedule", "linear", "--lr", "1e-6", "--temperature", "0.7")
-    run_script(ROOT / "train_grpo.py", "--run-name", "c", *flags, runs=runs)
+    run_in_pool(two_ranks, "train_grpo.py", "--run-name", "c", *flags, runs=runs)
     first, last = read_metrics(runs / "c")
     warm_up, decay = (0.2, 0.4, 0.6, 0.8, 1, 1), (6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)
     assert first["optim/lr"] == pytest.approx(1e-6 * sum(warm_up) / 6)
@@ -192,7 +158,7 @@ def test_world_size_need_not_divide_anything(runs):
     assert last["policy/logp_gap_max"] <= 1e-5
 
 
-def test_every_ppo_option_runs_where_nothing_divides(runs):
+def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     """23 rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
     flags = ("--num-steps", "3", "--prompts-per-step", "23", "--eval-rows", "3", "--value-warmup-steps", "1")
     flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-reward-coef", "0.1", "--kl-target", "1")
@@ -216,7 +182,7 @@ def test_every_ppo_option_runs_where_nothing_divides(runs):
         "50",
     )
     flags += ("--temperature", "0.7")
-    run_script(ROOT / "train_ppo.py", "--run-name", "d", *flags, runs=runs)
+    run_in_pool(two_ranks, "train_ppo.py", "--run-name", "d", *flags, runs=runs)
     first, second, third = read_metrics(runs / "d")
     assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
     assert first["value/grad_norm"] > 0
@@ -227,7 +193,7 @@ def test_every_ppo_option_runs_where_nothing_divides(runs):
 
 
 @pytest.mark.parametrize("name", [name for name in GRPO["ALGORITHMS"] if name != "default"])
-def test_every_preset_runs_and_sets_what_it_says(runs, name):
+def test_every_preset_runs_and_sets_what_it_says(two_ranks, runs, name):
     """Two steps on two ranks; the run's flags are the preset's, but for the one that was given."""
     flags = (
         "--algorithm",
@@ -241,7 +207,7 @@ def test_every_preset_runs_and_sets_what_it_says(runs, name):
         "--clip-low",
         "0.1",
     )
-    run_script(ROOT / "train_grpo.py", "--run-name", name, *flags, runs=runs)
+    run_in_pool(two_ranks, "train_grpo.py", "--run-name", name, *flags, runs=runs)
     args = json.loads((runs / name / "args.json").read_text())
     assert args["clip_low"] == 0.1
     assert {flag: args[flag] for flag in GRPO["ALGORITHMS"][name] if flag != "clip_low"} == {
@@ -254,7 +220,7 @@ def test_every_preset_runs_and_sets_what_it_says(runs, name):
         assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
 
 
-def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
+def test_dynamic_sampling_fills_the_step_with_groups_that_differ(two_ranks, runs):
     """No group of equal rewards is left, and more prompts were served than are trained on; without refills some are."""
     flags = (
         "--dynamic-sampling",
@@ -269,8 +235,8 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
     )
     for refills in (20, 0):
         name = f"refills-{refills}"
-        run_script(
-            ROOT / "train_grpo.py", "--run-name", name, "--max-refills", str(refills), *flags, runs=runs
+        run_in_pool(
+            two_ranks, "train_grpo.py", "--run-name", name, "--max-refills", str(refills), *flags, runs=runs
         )
     full, last = (read_metrics(runs / f"refills-{refills}")[-1] for refills in (20, 0))
     assert full["reward/frac_equal_groups"] == 0 < last["reward/frac_equal_groups"]
@@ -278,7 +244,9 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ(runs):
     assert full["count/rollouts"] == last["count/rollouts"] == 24
 
 
-def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(runs, tmp_path):
+def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(
+    two_ranks, runs, tmp_path
+):
     """Logged by name; pitfall 27: completions that were cut off have no loss but are in their group's mean."""
     functions = "def few(completion_ids):\n    return [-float(len(ids)) for ids in completion_ids]\n"
     functions += (
@@ -288,7 +256,7 @@ def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_th
     flags = ("--reward", f"{tmp_path}/two.py:right", f"{tmp_path}/two.py:few", "--reward-weights", "1", "0.1")
     flags += ("--num-steps", "1", "--eval-rows", "4", "--max-new-tokens", "6", "--drop-truncated")
     for name, more in (("sum", ("--advantage-norm", "none")), ("separate", ("--separate-rewards",))):
-        run_script(ROOT / "train_grpo.py", "--run-name", name, *flags, *more, runs=runs)
+        run_in_pool(two_ranks, "train_grpo.py", "--run-name", name, *flags, *more, runs=runs)
         (line,) = read_metrics(runs / name)
         assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
         assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
@@ -394,6 +362,7 @@ def train_reward_model(folder: Path) -> None:
     save_folder(folder, named_parameters(model), config=raw, tokenizer_from=folder.parent / "tokenizer")
 
 
+@pytest.mark.slow
 def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tmp_path):
     """Reward model with another tokenizer, also the initial value model; the larger the coefficient the less moves."""
     train_reward_model(tmp_path / "rm")
@@ -440,6 +409,7 @@ def test_no_run_writes_into_another_or_outside(runs, name, message):
     assert not (runs.parent / "taken").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["stories", "gsm8k"])
 def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
     """Two steps of the real checkpoint on the story prompts and on GSM8K; its export speaks as transformers has it."""

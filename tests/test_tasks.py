@@ -131,9 +131,9 @@ def test_messages_are_a_prompt(write):
 def test_jsonl_task_has_both_files_and_no_reward(write):
     """The task is named after its file; without eval data nothing is held out; the reward is the user's to give."""
     train, held_out = write([GOOD] * 3, "stories.jsonl"), write([GOOD], "held_out.jsonl")
-    task = load_jsonl_task(train, held_out, prompt_field="prompt")
+    task = load_jsonl_task(train, [held_out], prompt_field="prompt")
     assert (task.name, len(task.train_rows), len(task.eval_rows), task.rewards) == ("stories", 3, 1, {})
-    assert load_jsonl_task(train, None, prompt_field="prompt").eval_rows == []
+    assert load_jsonl_task(train, [], prompt_field="prompt").eval_rows == []
 
 
 STRICT_AND_FLEXIBLE = [
@@ -219,7 +219,7 @@ def test_gsm8k_rows_have_question_instruction_and_number(write):
     """The reference's number is parsed once, at load. Pitfall 56."""
     path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
     assert read_gsm8k(path) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
-    task = load_gsm8k(path, None)
+    task = load_gsm8k(path, [])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
     assert task.eval_rows == []
 
@@ -301,8 +301,8 @@ def returned(functions):
 
 def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     """The default needs no flags; --data alone asks for a reward, of which there may be several, in order."""
-    assert load_task("auto", data=None, eval_data=None).name == "sorting"
-    task = load_task("auto", data=write([GOOD]), eval_data=None, reward=(mine("four"), mine("three")))
+    assert load_task("auto", data=None, eval_data=()).name == "sorting"
+    task = load_task("auto", data=write([GOOD]), eval_data=(), reward=(mine("four"), mine("three")))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
     assert task.extra_scores == {}
 
@@ -310,11 +310,11 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
 def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
     """One's own function is what is trained on; the task's reward and scores are then only watched."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
-    task = load_task("gsm8k", data=path, eval_data=path, reward=(mine("three"),))
+    task = load_task("gsm8k", data=path, eval_data=(path,), reward=(mine("three"),))
     assert returned(task.rewards) == [("three", [3.0])]
     assert dict(task.extra_scores) == {"strict": strict_score, "flexible": flexible_score}
     assert len(task.eval_rows) == 1
-    sorting = load_task("sorting", data=None, eval_data=None, reward=(mine("three"),))
+    sorting = load_task("sorting", data=None, eval_data=(), reward=(mine("three"),))
     assert returned(sorting.rewards) == [("three", [3.0])]
     assert dict(sorting.extra_scores) == {"exact": score}
 
@@ -322,10 +322,10 @@ def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, 
 def test_a_reward_model_takes_the_place_of_the_tasks_own_reward(write, mine):
     """It is enough for --data, and the caller adds it to the rewards that are given beside it."""
     path = write([GOOD])
-    assert load_task("auto", data=path, eval_data=None, reward_model="dir").rewards == {}
-    sorting = load_task("auto", data=None, eval_data=None, reward_model="dir")
+    assert load_task("auto", data=path, eval_data=(), reward_model="dir").rewards == {}
+    sorting = load_task("auto", data=None, eval_data=(), reward_model="dir")
     assert (sorting.rewards, sorting.extra_scores) == ({}, {"exact": score})
-    task = load_task("auto", data=path, eval_data=None, reward=(mine("three"),), reward_model="dir")
+    task = load_task("auto", data=path, eval_data=(), reward=(mine("three"),), reward_model="dir")
     assert returned(task.rewards) == [("three", [3.0])]
 
 
@@ -334,14 +334,14 @@ def test_two_rewards_of_one_name_are_refused(mine, tmp_path):
     (tmp_path / "other.py").write_text("def three(completions):\n    return [0.0 for _ in completions]\n")
     for other in (mine("three"), f"{tmp_path}/other.py:three"):
         with pytest.raises(ValueError, match=r"--reward .*mine\.py:three .*: two functions of one name"):
-            load_task("auto", data=None, eval_data=None, reward=(mine("three"), other))
+            load_task("auto", data=None, eval_data=(), reward=(mine("three"), other))
 
 
 def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
     """The task's own score is still logged, under the name that is then taken."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
     with pytest.raises(ValueError, match=r"--reward .*strict"):
-        load_task("gsm8k", data=path, eval_data=None, reward=(mine("strict"),))
+        load_task("gsm8k", data=path, eval_data=(), reward=(mine("strict"),))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
             "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k",
         ),
         ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
-        ({"name": "auto", "data": None, "eval_data": "a.jsonl"}, "leave out --data and --eval-data"),
+        ({"name": "auto", "data": None, "eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
         ({"name": "auto", "data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
         ({"name": "sort", "data": "a.jsonl", "reward": ("mine.py:score",)}, "--task sort: .*sorting"),
     ],
@@ -362,7 +362,7 @@ def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
-        load_task(**{"eval_data": None, **arguments})
+        load_task(**{"eval_data": (), **arguments})
 
 
 def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answer(tmp_path):
@@ -372,3 +372,27 @@ def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answe
     right = [VOCABULARY[c] for c in ("1", "1", "2", "<eos>")]
     assert score([tokenizer.decode(right)], ["112"]) == [1.0]
     assert score([tokenizer.decode([*right[:2], len(VOCABULARY), *right[2:]])], ["112"]) == [0.0]
+
+
+def test_several_held_out_files_are_kept_apart(write, tmp_path):
+    """By their paths; two of one name would give one metric, and are refused."""
+    first = write([GOOD] * 2, "easy.jsonl")
+    second = write([GOOD] * 3, "hard.jsonl")
+    task = load_task("jsonl", data=first, eval_data=(first, second), reward_model="dir")
+    assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
+    assert len(task.eval_rows) == 5
+    (tmp_path / "other").mkdir()
+    again = write([GOOD], "other/easy.jsonl")
+    with pytest.raises(InputError, match="--eval-data .* two files of one name"):
+        load_task("jsonl", data=first, eval_data=(first, again), reward_model="dir")
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_with_the_name_of_a_rewards_argument_is_refused(tmp_path, name):
+    """Else the reward would read the column in place of what was sampled; as the prompt's field it does no harm."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "a", name: "b"}) + "\n")
+    with pytest.raises(InputError, match=f"data.jsonl:1: field '{name}' has the name of an argument"):
+        read_rows(str(path), "prompt")
+    path.write_text(json.dumps({name: "b"}) + "\n")
+    assert read_rows(str(path), name)[0].prompt == "b"

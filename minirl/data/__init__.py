@@ -1,1 +1,1 @@
-"""What is asked: examples from files or the embedded task, prompts in order, the tokenizer."""
+"""Tasks from files or the embedded task, the stream of prompts in their order, and the tokenizer."""

@@ -1,7 +1,8 @@
-"""GSM8K grade-school maths (arXiv:2110.14168) from its JSONL files with `question` and `answer`.
+"""GSM8K, grade-school maths (arXiv:2110.14168), from its JSONL files with the fields `question` and `answer`.
 
-The reward is strict: the number after the last "####" must equal the reference's. The flexible score takes the last
-number of the completion; it is logged only, since the two differ widely before a model has learnt the format.
+The reward is the strict score: the number after the last "####" must equal that of the reference. The
+flexible score takes the last number of the completion. It is only logged: before a model has learnt the
+format, the two differ widely.
 """
 
 import re
@@ -16,43 +17,52 @@ INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 
-def load_gsm8k(data: str, eval_data: str | None) -> Task:
-    """The task from `train.jsonl` and, for evaluation, `test.jsonl`."""
+def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
+    """Load the task from `train.jsonl` and, for evaluation, `test.jsonl`."""
     return Task(
-        "gsm8k",
-        read_gsm8k(data),
-        read_gsm8k(eval_data) if eval_data else [],
-        {"strict": strict_score},
+        name="gsm8k",
+        train_rows=read_gsm8k(data),
+        eval_sets={path: read_gsm8k(path) for path in eval_data},
+        rewards={"strict": strict_score},
         max_new_tokens=512,
         extra_scores={"flexible": flexible_score},
     )
 
 
 def read_gsm8k(path: str) -> list[Row]:
-    """Rows with the question as prompt and the reference number as `answer`. InputError names file, line and field."""
+    """Read rows with the question as prompt and the reference number as column `answer`.
+
+    Raises InputError naming file, line and field of the first bad row.
+    """
     rows = []
     for place, fields in read_objects(path):
         for name in ("question", "answer"):
-            if not isinstance(fields.get(name), str) or not fields[name].strip():
-                raise InputError(f"{place}: field {name!r} is {fields.get(name)!r}; expected text")
+            value = fields.get(name)
+            if not isinstance(value, str) or not value.strip():
+                raise InputError(f"{place}: field {name!r} is {value!r}; expected text")
         answer = strict_answer(fields["answer"])
         if answer is None:
             raise InputError(f"{place}: field 'answer' has no number after '####'")
-        rows.append(Row(fields["question"] + INSTRUCTION, {"answer": answer}, place))
+        prompt = fields["question"] + INSTRUCTION
+        rows.append(Row(prompt, {"answer": answer}, place))
     return rows
 
 
 def strict_answer(text: str) -> float | None:
-    """The number after the last "####", if the text ends there."""
+    """Return the number after the last "####", or None unless the text ends with it."""
     _, marker, last = text.rpartition("####")
-    found = re.fullmatch(_NUMBER, last.strip().removesuffix(".").rstrip()) if marker else None
-    return _to_number(found.group()) if found else None
+    if not marker:
+        return None
+    # A full stop after the number is accepted.
+    candidate = last.strip().removesuffix(".").rstrip()
+    match = re.fullmatch(_NUMBER, candidate)
+    return _to_number(match.group()) if match else None
 
 
 def flexible_answer(text: str) -> float | None:
-    """The last number of the text."""
-    found = re.findall(_NUMBER, text)
-    return _to_number(found[-1]) if found else None
+    """Return the last number of the text, or None if it has no number."""
+    numbers = re.findall(_NUMBER, text)
+    return _to_number(numbers[-1]) if numbers else None
 
 
 def _to_number(text: str) -> float:
@@ -60,14 +70,19 @@ def _to_number(text: str) -> float:
 
 
 def strict_score(completions: Sequence[Any], answer: Sequence[float]) -> list[float]:
-    """1 where the strict answer is right, else 0."""
-    return [float(strict_answer(_text(c)) == a) for c, a in zip(completions, answer, strict=True)]
+    """Return 1 where the strict answer is right, else 0."""
+    return _scores([strict_answer(_text(completion)) for completion in completions], answer)
 
 
 def flexible_score(completions: Sequence[Any], answer: Sequence[float]) -> list[float]:
-    """1 where the flexible answer is right, else 0."""
-    return [float(flexible_answer(_text(c)) == a) for c, a in zip(completions, answer, strict=True)]
+    """Return 1 where the flexible answer is right, else 0."""
+    return _scores([flexible_answer(_text(completion)) for completion in completions], answer)
+
+
+def _scores(answers: Sequence[float | None], references: Sequence[float]) -> list[float]:
+    return [float(answer == reference) for answer, reference in zip(answers, references, strict=True)]
 
 
 def _text(completion: Any) -> str:
+    """Return the text of a completion, which is a list of one message where the prompt is a chat."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

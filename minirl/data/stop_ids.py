@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 
-def find_stop_ids(folder: Path, eos: int | None) -> frozenset[int]:
-    """Every id that the tokenizer, config.json or generation_config.json lists as end of sequence."""
-    ids = {eos}
+def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
+    """Return `eos_id` of the tokenizer and the stop ids of config.json and generation_config.json."""
+    stop_ids = {eos_id}
     for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            listed = json.loads((folder / name).read_text()).get("eos_token_id")
-            ids |= set(listed) if isinstance(listed, list) else {listed}
-    return frozenset(i for i in ids if i is not None)
+        path = folder / name
+        if path.is_file():
+            # One id, a list of ids, or null.
+            listed = json.loads(path.read_text()).get("eos_token_id")
+            stop_ids.update(listed if isinstance(listed, list) else [listed])
+    return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)

@@ -1,33 +1,45 @@
-"""What to ask and how to judge. Tasks know text, never tensors.
+"""A task: prompts and the functions that reward completions. Tasks hold text, never tensors.
 
-One module per task, each with a `load...` function that returns a `Task`. A new task is a new module, or, without
-touching the package, a JSONL file and a reward function (`jsonl`).
+Each task is a module with a `load...` function that returns a `Task`. A new task is a new module, or, without
+changing the package, a JSONL file and a reward function (`jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-RewardFunction = Callable[..., Sequence[float]]  # called as `rewards` says
+# Called as `rewards.functions` describes.
+RewardFunction = Callable[..., Any]
+# Each has "role" and "content".
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: text or chat messages, with the columns that the reward may ask for and the place it came from."""
+    """One example of the data."""
 
     prompt: str | Messages
+    # Further fields, which reward functions may take as arguments.
     columns: Mapping[str, Any]
+    # The origin, "file:line", for error messages and logs.
     place: str
 
 
 @dataclass(frozen=True)
 class Task:
-    """Rows to train on, held-out rows (perhaps none), rewards by name, and scores that are only logged."""
+    """Rows to train on, held-out rows and reward functions by name."""
 
     name: str
     train_rows: Sequence[Row]
-    eval_rows: Sequence[Row]
+    # Held-out rows by the file that they come from; {} if there are none.
+    eval_sets: Mapping[str, Sequence[Row]]
     rewards: Mapping[str, RewardFunction]
-    max_new_tokens: int  # enough for an answer, unless the user says otherwise
+    # The default of --max-new-tokens: enough for an answer.
+    max_new_tokens: int
+    # Functions that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
+
+    @property
+    def eval_rows(self) -> list[Row]:
+        """All held-out rows."""
+        return [row for rows in self.eval_sets.values() for row in rows]

@@ -1,1 +1,1 @@
-"""Files that are whole or absent, safetensors, and what must not be written into them."""
+"""Files that are complete or absent, safetensors files, and the removal of secrets from what is written."""

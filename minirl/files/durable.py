@@ -1,7 +1,7 @@
-"""Files and folders that are whole or absent, whenever the process dies.
+"""Write files and folders that are complete or absent, whenever the process is killed.
 
-A file's bytes reach the disk before its name counts; a folder is filled under a temporary name (a leading dot) and
-renamed. Digests are SHA-256 of what was written, so that a later reader can tell damage from data.
+A file's content reaches the disk before it gets its name; a folder is filled under a temporary name (with a
+leading dot) and then renamed. Digests are SHA-256 of what was written, so that a later reader detects damage.
 """
 
 import hashlib
@@ -13,15 +13,16 @@ from typing import TypedDict
 
 
 class Digest(TypedDict):
-    """What a file must be."""
+    """Size and hash of a file's content."""
 
     num_bytes: int
     sha256: str
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
-    """Write a file through to the disk."""
-    sha256, num_bytes = hashlib.sha256(), 0
+    """Write a file and wait until its content is on the disk."""
+    sha256 = hashlib.sha256()
+    num_bytes = 0
     with path.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
@@ -33,41 +34,48 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Write a text file of which readers see the old content or the new one."""
-    half_made = path.with_name(f".half-{path.name}")
-    write_file(half_made, [content.encode()])
-    os.replace(half_made, path)
+    """Write a text file so that readers see either the old content or the new one, never a part."""
+    temporary = path.with_name(f".half-{path.name}")
+    write_file(temporary, [content.encode()])
+    os.replace(temporary, path)
 
 
 def damage(path: Path, digest: Digest) -> str | None:
-    """How the file differs from its digest, or None."""
+    """Return how a file differs from its digest, or None if it does not."""
     if not path.is_file():
         return "is missing"
-    if (size := path.stat().st_size) != digest["num_bytes"]:
-        return f"has {size} bytes instead of {digest['num_bytes']}"
+    num_bytes = path.stat().st_size
+    if num_bytes != digest["num_bytes"]:
+        return f"has {num_bytes} bytes instead of {digest['num_bytes']}"
     with path.open("rb") as file:
-        is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest["sha256"]
-    return None if is_same else "has other content than was written (SHA-256)"
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != digest["sha256"]:
+        return "has other content than was written (SHA-256)"
+    return None
 
 
-def publish(half_made: Path, folder: Path) -> None:
-    """Give a folder that is whole its name. Raises OSError when there is a folder of that name that is not empty."""
-    for inner in (*(path for path in half_made.rglob("*") if path.is_dir()), half_made):
-        sync(inner)
-    os.rename(half_made, folder)
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a complete folder its final name. Raises OSError if that name is taken by a folder with files."""
+    # The files are on the disk already (`write_file`); the lists of files in the folders are not.
+    for inner in temporary.rglob("*"):
+        if inner.is_dir():
+            sync(inner)
+    sync(temporary)
+    os.rename(temporary, folder)
     sync(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder: first its name, so that no half of it is ever taken for the whole."""
-    doomed = folder.with_name(f".old-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete one."""
+    renamed = folder.with_name(f".old-{folder.name}")
+    # What an earlier call left behind when it was killed.
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content, or a folder's names."""
+    """Wait until the content of a file, or the list of files of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,16 +1,23 @@
-"""Values without secrets, for files that people share."""
+"""Remove secrets from values that are written to files, which people share."""
 
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+# Environment variables whose values are secret.
+_SECRET_NAMES = re.compile("TOKEN|KEY|SECRET|PASSWORD")
+# Shorter values of such variables ("1", "none") are hardly secrets, and would be found inside other words.
+_MIN_SECRET_LENGTH = 8
+# Tokens of known services by their prefix, and "user:password" in front of the "@" of a URL.
+_SECRET_TEXTS = re.compile(r"\b(hf_|sk-|ghp_|wandb_v1_)[\w-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+
 
 def redacted(value: Any) -> Any:
-    """The flags (or any JSON value) for a file, without secrets.
+    """Return the value (flags, or any JSON value) with "***" in place of each secret.
 
-    Those are values of environment variables that are called TOKEN, KEY, SECRET or PASSWORD, what looks like a token of
-    a known service, and passwords in addresses.
+    Secrets are the values of environment variables whose names contain TOKEN, KEY, SECRET or PASSWORD, texts
+    that look like a token of a known service, and user names with passwords in URLs.
     """
     if isinstance(value, Mapping):
         return {name: redacted(item) for name, item in value.items()}
@@ -19,6 +26,7 @@ def redacted(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     for name, secret in os.environ.items():
-        if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(secret) >= 8:
+        is_secret = _SECRET_NAMES.search(name.upper()) is not None
+        if is_secret and len(secret) >= _MIN_SECRET_LENGTH:
             value = value.replace(secret, "***")
-    return re.sub(r"\b(hf_|sk-|ghp_|wandb_v1_)[\w-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)", "***", value)
+    return _SECRET_TEXTS.sub("***", value)

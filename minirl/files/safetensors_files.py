@@ -1,4 +1,7 @@
-"""Safetensors files: written one tensor at a time (the library's writer wants all of them in memory), read lazily."""
+"""Safetensors files: read lazily, and written one tensor at a time.
+
+The library's own writer needs all tensors in memory at once.
+"""
 
 import itertools
 import json
@@ -18,7 +21,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 def open_tensors(path: Path) -> Any:
-    """`safe_open` of a file. Raises InputError naming one that is missing or cut off."""
+    """Open a file with `safe_open`. Raises InputError naming the file if it is missing or damaged."""
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -26,22 +29,30 @@ def open_tensors(path: Path) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
-    """Write a file of these tensors through to the disk. Peak memory is one of them."""
+    """Write a file of these tensors and wait until it is on the disk.
+
+    Needs host memory for one tensor at a time.
+    """
+    # The format: size of the header (8 bytes, little-endian), header (JSON, padded with spaces to a multiple
+    # of 8 bytes), data.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    offset = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [offset, end],
         }
+        offset = end
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    start_of_file = len(encoded).to_bytes(8, "little") + encoded
-    return durable.write_file(path, itertools.chain([start_of_file], _raw_bytes(tensors.values())))
+    num_padding = -len(encoded) % 8
+    encoded += b" " * num_padding
+    size = len(encoded).to_bytes(8, "little")
+    return durable.write_file(path, itertools.chain([size + encoded], _raw_bytes(tensors.values())))
 
 
 def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     for tensor in tensors:
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        yield flat.view(torch.uint8).numpy().data

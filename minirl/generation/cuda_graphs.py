@@ -1,9 +1,14 @@
-"""Decode steps replayed as CUDA graphs: one launch from the host instead of some hundreds.
+"""Replay decode steps as CUDA graphs: one launch from the host instead of some hundreds.
 
-A graph has fixed addresses and serves one number of rows: a step has as many as `padding.graph_batch_size` says, and its inputs are
-copied to the graph's own. Block tables are as wide as they can get, since neither cache kernel reads past a row's keys.
-Graphs hold the addresses of the cache, so they go with it: each phase captures the buckets it meets again, which costs
-about two steps without a graph each; training then has their memory. On the CPU the same buffers feed a plain call.
+A graph is captured with fixed addresses and a fixed batch size. So the engine pads each decode step to one of
+a few batch sizes (`padding.graph_batch_size`), and the step's inputs are copied into buffers that belong to
+the graph. The buffers of block tables have the largest width a table can have; neither CUDA decode kernel
+reads beyond a request's keys.
+
+A graph also holds the addresses of the key/value cache, so it is dropped with the cache at the end of a
+generation phase, and training can use its memory. Each phase captures the batch sizes it meets again; a
+capture costs about two steps without a graph. On the CPU nothing is captured: the same buffers are passed to
+the eager step, for tests.
 """
 
 from typing import Any
@@ -16,54 +21,75 @@ from minirl.model.transformer import Transformer
 
 
 class DecodeGraphs:
-    """A graph for each number of rows, made when it is first met; all for one cache."""
+    """CUDA graphs of the decode step for one cache, one per batch size, each captured at its first use."""
 
     def __init__(self, model: Transformer, *, max_blocks: int):
-        """max_blocks: the most columns that a block table will have."""
-        self.model, self.max_blocks = model, max_blocks
+        """max_blocks: the largest number of columns of a block table."""
+        self.model = model
+        self.max_blocks = max_blocks
         self._graphs: dict[int, _Graph] = {}
-        self._memory: Any = None  # a handle: graphs run one after another, so they may share what they use
+        # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
+        self._memory: Any = None
 
     def decode(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """As the function; on CUDA the results are overwritten by the next step of as many rows."""
-        rows = len(step.tokens)
-        if rows not in self._graphs:
+        """As `decode_step.decode`. On CUDA the next step of the same batch size overwrites the results."""
+        batch_size = len(step.tokens)
+        graph = self._graphs.get(batch_size)
+        if graph is None:
             if step.tokens.is_cuda and self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
-            self._graphs[rows] = _Graph(self.model, step, self.max_blocks, self._memory)
-        return self._graphs[rows].decode(step)
+            graph = _Graph(self.model, step, self.max_blocks, self._memory)
+            self._graphs[batch_size] = graph
+        return graph.decode(step)
 
 
 class _Graph:
-    """The buffers of steps of one number of rows and, on CUDA, the graph that reads them."""
+    """Input buffers for decode steps of one batch size and, on CUDA, the graph that reads them."""
 
     def __init__(self, model: Transformer, step: DecodeStep, max_blocks: int, memory: Any):
         self.model = model
-        self.buffers = [x.new_zeros((len(x), max_blocks) if x.ndim == 2 else len(x)) for x in step.inputs]
-        self._fill(step)
-        self.captured = self._capture(step.with_inputs(self.buffers), memory) if step.tokens.is_cuda else None
+        self.buffers: list[Tensor] = []
+        for tensor in step.inputs:
+            shape = list(tensor.shape)
+            is_block_table = tensor.ndim == 2
+            if is_block_table:
+                shape[1] = max_blocks
+            self.buffers.append(tensor.new_zeros(shape))
+        self._fill_buffers(step)
+        self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
+        if step.tokens.is_cuda:
+            self._captured = self._capture(step.with_inputs(self.buffers), memory)
 
     def decode(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        self._fill(step)
-        if self.captured is None:
+        self._fill_buffers(step)
+        if self._captured is None:
             return decode(self.model, step.with_inputs(self.buffers))
-        graph, results = self.captured
+        graph, results = self._captured
         graph.replay()
         return results
 
-    def _fill(self, step: DecodeStep) -> None:
-        for buffer, x in zip(self.buffers, step.inputs, strict=True):
-            (buffer[:, : x.shape[1]] if x.ndim == 2 else buffer).copy_(x)
+    def _fill_buffers(self, step: DecodeStep) -> None:
+        for buffer, tensor in zip(self.buffers, step.inputs, strict=True):
+            is_block_table = tensor.ndim == 2
+            if is_block_table:
+                # It may be narrower than its buffer; the other columns keep old block numbers, never read.
+                num_blocks = tensor.shape[1]
+                buffer[:, :num_blocks].copy_(tensor)
+            else:
+                buffer.copy_(tensor)
 
     def _capture(self, step: DecodeStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:
-        """Run once, so that kernels are compiled, then capture; both store the keys that the replay stores again."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        """Run the step once so that its kernels are compiled, then capture it. Returns graph and results.
+
+        The replay that follows stores the same keys and values in the same places of the cache once more.
+        """
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             decode(self.model, step)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog) may use CUDA meanwhile.
+        # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             results = decode(self.model, step)
         return graph, results

@@ -1,4 +1,4 @@
-"""One decode step without a graph: the newest tokens of all running requests through the model, and the next ones."""
+"""One decode step, run eagerly: the newest token of each running request goes in, the next is sampled."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,11 @@ from minirl.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The newest tokens int64 [B] of rows, their layout, and for the next ones keys int64 [B], temperature fp32 [B]."""
+    """The inputs of one decode step.
+
+    tokens int64 [B]: the newest token of each request; layout: their positions and where the cache holds
+    their keys; keys int64 [B] (of the sampling noise) and temperature fp32 [B]: for the tokens to be sampled.
+    """
 
     tokens: Tensor
     layout: DecodeLayout
@@ -19,35 +23,47 @@ class DecodeStep:
     temperature: Tensor
 
     @property
-    def pools(self) -> list[Cached]:
-        """The layout's pools, each once."""
-        return list({id(cached): cached for cached, _ in self.layout.caches.values()}.values())
+    def cached_pools(self) -> list[Cached]:
+        """Each cache pool of the layout once; layers with the same window share one."""
+        distinct: dict[int, Cached] = {}
+        for cached, _ in self.layout.caches.values():
+            distinct[id(cached)] = cached
+        return list(distinct.values())
 
     @property
     def inputs(self) -> list[Tensor]:
-        """All tensors that differ from step to step, but for the portable kernel's plan."""
+        """All tensors that change from step to step, except the portable kernel's index and mask."""
         tensors = [self.tokens, self.layout.positions, self.keys, self.temperature]
-        for cached in self.pools:
+        for cached in self.cached_pools:
             assert cached.read is not None, "not a decode layout"
-            tensors += [cached.write.block, cached.write.offset, cached.read.blocks, cached.read.lengths]
+            tensors += [cached.write.block, cached.write.offset]
+            tensors += [cached.read.blocks, cached.read.lengths]
         return tensors
 
     def with_inputs(self, tensors: list[Tensor]) -> "DecodeStep":
-        """The same step on other tensors, in the order of `inputs`."""
-        tokens, positions, keys, temperature, *rest = tensors
-        moved = {}
-        for i, cached in enumerate(self.pools):
-            block, offset, blocks, lengths = rest[4 * i : 4 * i + 4]
+        """The same step with other tensors, given in the order of `inputs`."""
+        tokens, positions, keys, temperature, *pool_tensors = tensors
+        replaced: dict[int, Cached] = {}
+        for i, cached in enumerate(self.cached_pools):
             assert cached.read is not None, "not a decode layout"
+            block, offset, blocks, lengths = pool_tensors[4 * i : 4 * i + 4]
+            write = PoolWrite(None, block, offset)
             read = replace(cached.read, blocks=blocks, lengths=lengths)
-            moved[id(cached)] = replace(cached, write=PoolWrite(None, block, offset), read=read)
-        caches = {layer: (moved[id(cached)], index) for layer, (cached, index) in self.layout.caches.items()}
+            replaced[id(cached)] = replace(cached, write=write, read=read)
+        caches = {}
+        for layer, (cached, layer_in_pool) in self.layout.caches.items():
+            caches[layer] = (replaced[id(cached)], layer_in_pool)
         return DecodeStep(tokens, DecodeLayout(positions, caches), keys, temperature)
 
 
 def decode(model: Transformer, step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """The next tokens int64 [B] and their logprobs fp32 [B]. On CUDA nothing in it waits for the device."""
-    positions = step.layout.positions
-    hidden = model(step.tokens, positions, step.layout)
-    head = model.lm_head.weight
-    return sample(hidden, head, keys=step.keys, positions=positions + 1, temperature=step.temperature)
+    """Sample the next tokens int64 [B], with logprobs fp32 [B]. On CUDA it never waits for the device."""
+    hidden = model(step.tokens, step.layout.positions, step.layout)
+    return sample(
+        hidden,
+        model.lm_head.weight,
+        keys=step.keys,
+        # The sampled token comes one position after the token put in.
+        positions=step.layout.positions + 1,
+        temperature=step.temperature,
+    )

@@ -1,17 +1,26 @@
-"""Continuous batching over the training module itself: submit, step, drain.
+"""The generation engine: continuous batching over the training module itself.
 
-Requests are admitted as rows and cache blocks come free; a group's prompt is prefilled once and forked; when the cache
-is full the youngest row gives its blocks back and is recomputed later. The engine knows token ids, never text, and has
-no collectives: ranks decode on their own. A rollout depends on its request and the weights alone, not on what else is
-in the batch. The cache lives from the first `submit` of a phase to its end, so new weights never meet an old cache.
+`submit` queues requests and `step` advances all running ones by one token. A waiting request is admitted as
+soon as there is a free place in the batch and there are enough free cache blocks. Requests that share a
+prompt prefill it once and fork it. When the cache is full, the youngest running request is preempted: it
+gives its blocks back and is recomputed later.
 
-A late engine launches a step before it has read the tokens of the one before, which stay on the device, so that the
-device never waits for the host. Limits are known beforehand; a stop token costs one row more, which is thrown away.
+The engine handles token ids only, never text. Nothing in it is collective: each rank decodes on its own. A
+rollout depends only on its request and the weights, not on the other requests in the batch. The cache lives
+from the first `submit` of a generation phase to the end of that phase, so new weights never read old keys and
+values.
+
+With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
+which stay on the device as the next step's input. So the device never waits for the host. Which requests end
+by their token limit is known in advance. A request that ends with a stop token is decoded one token too far,
+which is thrown away.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +29,7 @@ from minirl.errors import InputError
 from minirl.generation.cuda_graphs import DecodeGraphs
 from minirl.generation.decode_step import DecodeStep, decode
 from minirl.generation.engine_stats import EngineStats
-from minirl.generation.kv_cache import CachedSequence, KVCache
+from minirl.generation.kv_cache import CachedSequence, KVCache, ceil_div
 from minirl.generation.running_request import PendingTokens, RunningRequest
 from minirl.generation.sampling import sample
 from minirl.model import padding
@@ -30,8 +39,22 @@ from minirl.ranks import watchdog
 from minirl.rollouts import Request, Rollout, RolloutId
 
 
+@dataclass
+class _AdmittedGroup:
+    """Admitted requests with the same tokens so far, and the cached sequence of their common prefill."""
+
+    requests: list[Request]
+    cached: CachedSequence
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to prefill: the prompt, and those sampled before a preemption or an abort."""
+        request = self.requests[0]
+        return [*request.prompt_ids, *(sampled.token for sampled in request.sampled)]
+
+
 class Engine:
-    """Decodes up to `max_running_requests` requests at a time in a cache of `cache_tokens` tokens per layer."""
+    """Decodes up to `max_running_requests` requests at once in a cache of `cache_tokens` tokens per layer."""
 
     def __init__(
         self,
@@ -45,86 +68,123 @@ class Engine:
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
     ):
-        """`dtype` is the weights' (the cache takes the same); a longer prompt than `max_prefill_tokens` goes alone.
+        """dtype: that of the weights, which the cache takes too.
 
-        async_decoding: read tokens one step late. graphs: pad decode steps and replay them (`graphs`). By default both on CUDA.
+        max_prefill_tokens: of one forward pass; a longer prompt is prefilled alone.
+        async_decoding: read tokens one step late. By default on CUDA only.
+        cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         """
-        self.model, self.config, self.dtype, self.device = model, model.config, dtype, device
-        self.max_running_requests, self.cache_tokens, self.max_prefill_tokens = (
-            max_running_requests,
-            cache_tokens,
-            max_prefill_tokens,
-        )
-        self.async_decoding = device.type == "cuda" if async_decoding is None else async_decoding
-        self.cuda_graphs = device.type == "cuda" if cuda_graphs is None else cuda_graphs
+        self.model = model
+        self.config = model.config
+        self.dtype = dtype
+        self.device = device
+        self.max_running_requests = max_running_requests
+        self.cache_tokens = cache_tokens
+        self.max_prefill_tokens = max_prefill_tokens
+        is_cuda = device.type == "cuda"
+        self.async_decoding = is_cuda if async_decoding is None else async_decoding
+        self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.stats = EngineStats()
         self.weight_version = 0
+
         self._waiting: deque[Request] = deque()
-        self._rows: list[RunningRequest] = []  # oldest first
-        self._launches: list[PendingTokens] = []  # not yet read
-        self._tokens = torch.empty(
-            0, dtype=torch.int64, device=device
-        )  # the rows' last, at `RunningRequest.place`
+        # Oldest first.
+        self._running: list[RunningRequest] = []
+        # Launched, but not yet read by the host; oldest first.
+        self._pending: list[PendingTokens] = []
+        # On the device, the newest token of each running request, at its `RunningRequest.token_index`.
+        self._newest_tokens = torch.empty(0, dtype=torch.int64, device=device)
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self._idle: list[
-            CachedSequence
-        ] = []  # the sequence of padding rows, so that they store in no other's block
+        # The cached sequence of the padding in decode steps (none without CUDA graphs). Padding stores keys
+        # and values like any request, so it needs a block of its own.
+        self._padding_sequences: list[CachedSequence] = []
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        """Queue requests. Those of a group, side by side, share one prefill. Not collective.
+        """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
 
-        Raises InputError for a request that the model's positions or the whole cache could not hold.
+        weight_version: recorded with each token that is sampled from now on.
+        Raises InputError for a request that is longer than the model's positions or the whole cache.
         """
         for request in requests:
-            longest = len(request.prompt_ids) + request.max_new_tokens
             if not request.prompt_ids or request.max_new_tokens < 1:
                 raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
-            if longest > self.config.max_position_embeddings:
-                limit = self.config.max_position_embeddings
+            max_length = len(request.prompt_ids) + request.max_new_tokens
+            max_positions = self.config.max_position_embeddings
+            if max_length > max_positions:
                 raise InputError(
-                    f"prompt + max_new_tokens = {longest} tokens exceed the model's {limit} positions"
+                    f"prompt + max_new_tokens = {max_length} tokens "
+                    f"exceed the model's {max_positions} positions"
                 )
-            if longest > self.cache_tokens:
-                raise InputError(f"a request of {longest} tokens exceeds the cache; raise --cache-tokens")
+            if max_length > self.cache_tokens:
+                raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
         if requests and self._cache is None:
-            self._begin()
+            self._begin_phase()
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
     def step(self) -> list[Rollout]:
-        """Admit and prefill what fits, decode one token of every row; returns the rollouts that were seen to finish."""
+        """Admit and prefill waiting requests, then decode one token of every running request.
+
+        Returns the rollouts that were found finished. Not collective.
+        """
         watchdog.heartbeat()
         with torch.no_grad():
             self._prefill(self._admit())
-            finished = [] if self.async_decoding and self._has_room() else self._read()
-            rows = self._make_room()
-            if rows:
-                self._decode(rows)
-            finished += self._read(but=1 if rows and self.async_decoding else 0)
-        if not self._rows and not self._waiting:
-            self._end()
+            finished: list[Rollout] = []
+            # An asynchronous step can be launched with tokens still unread, unless a request may be
+            # preempted: to be recomputed it must have all its tokens on the host.
+            can_stay_unread = self.async_decoding and self._can_extend_all()
+            if not can_stay_unread:
+                finished += self._read_pending()
+            requests = self._extend_or_preempt()
+            if requests:
+                self._decode(requests)
+            # With asynchronous decoding the step just launched is read one call later. Until then the device
+            # runs it, while the host handles the finished requests and prepares the next step.
+            num_unread = 1 if requests and self.async_decoding else 0
+            finished += self._read_pending(num_unread=num_unread)
+        if not self._running and not self._waiting:
+            self._end_phase()
         return finished
 
     def abort(self) -> list[Request]:
-        """Stop; returns the unfinished requests with what was read of them, to be submitted again."""
-        self._discard_unread(self._rows)
-        unfinished = [row.unfinished() for row in self._rows] + list(self._waiting)
+        """Stop the phase and drop the cache. Not collective.
+
+        Returns the unfinished requests with the tokens read so far, to be submitted again.
+        """
+        self._count_discarded(self._running)
+        unfinished = [running.unfinished() for running in self._running]
+        unfinished += self._waiting
         self._waiting.clear()
-        self._end()
+        self._end_phase()
         return unfinished
 
-    def generate(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
-        """Run these requests to their end; rollouts in the order of the requests."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        weight_version: int = 0,
+        on_finished: Callable[[int], Any] | None = None,
+    ) -> list[Rollout]:
+        """Run these requests to their end. Rollouts are in the order of the requests. Not collective.
+
+        on_finished: called after each decode step with the number of rollouts that it has finished.
+        """
         self.submit(requests, weight_version=weight_version)
-        done: dict[RolloutId, Rollout] = {}
-        while self._rows or self._waiting:
-            done |= {rollout.rollout_id: rollout for rollout in self.step()}
-        return [done[request.rollout_id] for request in requests]
+        finished: dict[RolloutId, Rollout] = {}
+        while self._running or self._waiting:
+            rollouts = self.step()
+            for rollout in rollouts:
+                finished[rollout.rollout_id] = rollout
+            if on_finished is not None:
+                on_finished(len(rollouts))
+        return [finished[request.rollout_id] for request in requests]
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
-        stats, self.stats = self.stats, EngineStats()
+        stats = self.stats
+        self.stats = EngineStats()
         return stats
 
     @property
@@ -132,165 +192,236 @@ class Engine:
         assert self._cache is not None, "nothing was submitted"
         return self._cache
 
-    def _begin(self) -> None:
-        idle = int(self.cuda_graphs)
-        self._cache = cache = KVCache(
+    def _begin_phase(self) -> None:
+        """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
+        num_padding_sequences = 1 if self.cuda_graphs else 0
+        # FLASH_BLOCK is the largest block size.
+        num_padding_tokens = num_padding_sequences * FLASH_BLOCK
+        self._cache = KVCache(
             self.config.layer_windows,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
-            num_tokens=self.cache_tokens + idle * FLASH_BLOCK,
-            max_sequences=self.max_running_requests + idle,
+            num_tokens=self.cache_tokens + num_padding_tokens,
+            max_sequences=self.max_running_requests + num_padding_sequences,
             dtype=self.dtype,
             device=self.device,
         )
         if self.cuda_graphs:
-            self._graphs = DecodeGraphs(
-                self.model, max_blocks=-(-self.config.max_position_embeddings // cache.block_size)
-            )
-            sequence = cache.add(1)
-            assert sequence is not None
-            self._idle = [sequence]
+            max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
+            self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
+            padding_sequence = self._cache.add(1)
+            assert padding_sequence is not None
+            self._padding_sequences = [padding_sequence]
 
-    def _end(self) -> None:
-        for launch in self._launches:
-            launch.wait()  # what the device still runs is about to go
-        self._rows, self._launches, self._tokens = [], [], self._tokens.new_empty(0)
-        self._cache, self._graphs, self._idle = None, None, []
+    def _end_phase(self) -> None:
+        """Drop the cache and the CUDA graphs, which read it."""
+        # The device may still be running a step that uses their memory.
+        for pending in self._pending:
+            pending.wait()
+        self._running = []
+        self._pending = []
+        self._newest_tokens = self._newest_tokens.new_empty(0)
+        self._cache = None
+        self._graphs = None
+        self._padding_sequences = []
 
-    def _admit(self) -> list[tuple[CachedSequence, list[Request]]]:
-        """Groups of waiting requests with one prompt, each with its reserved place in the cache."""
-        groups: list[tuple[CachedSequence, list[Request]]] = []
-        num_rows, num_tokens = len(self._rows), 0
-        reserved = 0  # blocks that the forks to come will take
-        while self._waiting and num_rows < self.max_running_requests:
-            group = self._next_group(self.max_running_requests - num_rows)
-            length = len(group[0].prompt_ids) + len(group[0].sampled)
-            if groups and num_tokens + length > self.max_prefill_tokens:
+    def _admit(self) -> list[_AdmittedGroup]:
+        """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
+
+        Each group has the blocks of its prompt already. Only blocks for the tokens at hand are reserved, none
+        for the tokens to be sampled: lengths are not known in advance, and `_extend_or_preempt` copes with a
+        full cache.
+        """
+        groups: list[_AdmittedGroup] = []
+        num_running = len(self._running)
+        num_prefill_tokens = 0
+        # Forks are made after the prefill, when the prompt's keys exist. Until then their blocks count as
+        # free in the cache, so those that are promised are counted here.
+        num_fork_blocks = 0
+        while self._waiting and num_running < self.max_running_requests:
+            requests = self._next_group(self.max_running_requests - num_running)
+            length = len(requests[0].prompt_ids) + len(requests[0].sampled)
+            if groups and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
-            room = self._live_cache.spare_blocks(length) - reserved
-            if room < 0:
+            num_spare = self._live_cache.spare_blocks(length) - num_fork_blocks
+            if num_spare < 0:
                 break
-            forks = length % self._live_cache.block_size != 0  # else a fork shares all its blocks
-            group = group[: 1 + room] if forks else group
+            if length % self._live_cache.block_size != 0:
+                # Each fork copies the last, partial block. Requests for which there is none go on waiting.
+                requests = requests[: 1 + num_spare]
+                num_fork_blocks += len(requests) - 1
             cached = self._live_cache.add(length)
-            assert cached is not None
-            reserved += (len(group) - 1) * forks
-            groups.append((cached, group))
-            num_rows, num_tokens = num_rows + len(group), num_tokens + length
-            for _ in group:
+            assert cached is not None, "there were spare blocks"
+            groups.append(_AdmittedGroup(requests, cached))
+            num_running += len(requests)
+            num_prefill_tokens += length
+            for _ in requests:
                 self._waiting.popleft()
         return groups
 
-    def _next_group(self, limit: int) -> list[Request]:
-        """The first waiting request and those right behind it that have the same prompt and nothing sampled."""
-        group = [self._waiting[0]]
-        for request in itertools.islice(self._waiting, 1, limit if not group[0].sampled else 1):
-            if request.prompt_ids != group[0].prompt_ids or request.sampled:
+    def _next_group(self, max_requests: int) -> list[Request]:
+        """The first waiting request, and those right behind it that can share its prefill.
+
+        These have the same prompt and, as the first one, no sampled tokens.
+        """
+        first = self._waiting[0]
+        group = [first]
+        if first.sampled:
+            return group
+        for request in itertools.islice(self._waiting, 1, max_requests):
+            if request.prompt_ids != first.prompt_ids or request.sampled:
                 break
             group.append(request)
         return group
 
-    def _prefill(self, groups: list[tuple[CachedSequence, list[Request]]]) -> None:
-        """Run the groups' prompts end to end, fork, and sample each member's first token."""
+    def _prefill(self, groups: list[_AdmittedGroup]) -> None:
+        """Run the groups' tokens packed end to end, fork them, and sample the next token of each request."""
         if not groups:
             return
-        layout = self._live_cache.prefill_layout([cached for cached, _ in groups])
-        prompts = [(*group[0].prompt_ids, *(s.token for s in group[0].sampled)) for _, group in groups]
-        tokens = upload(torch.tensor([token for prompt in prompts for token in prompt]), self.device)
+        layout = self._live_cache.prefill_layout([group.cached for group in groups])
+        packed_tokens = [token for group in groups for token in group.tokens]
+        tokens = upload(torch.tensor(packed_tokens), self.device)
         hidden = self.model(tokens, layout.positions, layout)
         self.stats.prefill_tokens += len(tokens)
-        rows, last = [], []
-        for i, (cached, group) in enumerate(groups):
-            for member, request in enumerate(group):
-                own = cached if member == 0 else self._live_cache.fork(cached)
-                assert own is not None, "admission left no room for a fork"
-                rows.append(RunningRequest(request, own, list(request.sampled)))
-                last.append(i)
-        ends = torch.tensor(layout.lengths).cumsum(0) - 1
-        before = self._tokens if self._rows else self._tokens[:0]
-        for place, row in enumerate(rows, len(before)):
-            row.place = place
-        positions = upload(torch.tensor([row.cached.length for row in rows]), self.device)
-        hidden, head = hidden[upload(ends[last], self.device)], self.model.lm_head.weight
-        keys, temperature = self._keys_and_temperature(rows)
-        tokens, logprobs = sample(hidden, head, keys=keys, positions=positions, temperature=temperature)
-        self._tokens = torch.cat([before, tokens])
-        self._launch(rows, tokens, logprobs)
-        self._rows += rows
 
-    def _growing(self) -> list[RunningRequest]:
-        """The rows that are not known to be at their end."""
-        return [row for row in self._rows if row.num_launched < row.request.max_new_tokens]
+        # The first request of a group takes the prefilled sequence, the others take forks. Every one of them
+        # samples from the hidden state of the group's last token.
+        admitted: list[RunningRequest] = []
+        group_indices: list[int] = []
+        for i, group in enumerate(groups):
+            for member, request in enumerate(group.requests):
+                cached = group.cached if member == 0 else self._live_cache.fork(group.cached)
+                assert cached is not None, "admission reserved no block for a fork"
+                admitted.append(RunningRequest(request, cached, list(request.sampled)))
+                group_indices.append(i)
+        last_of_group = torch.tensor(layout.lengths).cumsum(0) - 1
+        hidden_index = upload(last_of_group[group_indices], self.device)
+        positions = torch.tensor([running.cached.length for running in admitted])
+        keys, temperature = self._keys_and_temperature(admitted)
+        tokens, logprobs = sample(
+            hidden[hidden_index],
+            self.model.lm_head.weight,
+            keys=keys,
+            positions=upload(positions, self.device),
+            temperature=temperature,
+        )
 
-    def _has_room(self) -> bool:
-        """Whether the next tokens fit without throwing out a row, which one must have read."""
-        return not self._rows or self._live_cache.has_room([row.cached for row in self._growing()])
+        # Append the new tokens to those of the running requests, whose `token_index` stays valid.
+        old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
+        self._newest_tokens = torch.cat([old_tokens, tokens])
+        for token_index, running in enumerate(admitted, start=len(old_tokens)):
+            running.token_index = token_index
+        self._running += admitted
+        self._start_reading(admitted, tokens, logprobs)
 
-    def _make_room(self) -> list[RunningRequest]:
-        """The rows to decode, with room for one more token in each, taken from the youngest where need be."""
-        rows, i = self._growing(), 0
-        while i < len(rows):
-            if self._live_cache.extend(rows[i].cached):
+    def _below_limit(self) -> list[RunningRequest]:
+        """The running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
+        return [running for running in self._running if running.num_launched < running.request.max_new_tokens]
+
+    def _can_extend_all(self) -> bool:
+        """Whether the next step is sure not to preempt a request."""
+        if not self._running:
+            return True
+        return self._live_cache.can_extend([running.cached for running in self._below_limit()])
+
+    def _extend_or_preempt(self) -> list[RunningRequest]:
+        """The requests to decode, each with cache space for one more token.
+
+        If a block is missing, the youngest request is preempted: it goes back to the front of the queue with
+        the tokens sampled so far, and will be prefilled again with them. The youngest has the least to
+        recompute as a rule, and since the oldest is preempted last, it always advances, so the engine makes
+        progress: `submit` refused any request that exceeds the cache on its own.
+        """
+        requests = self._below_limit()
+        i = 0
+        while i < len(requests):
+            if self._live_cache.extend(requests[i].cached):
                 i += 1
                 continue
-            assert not self._launches, "a row is thrown out whose tokens were not read"
-            youngest = rows.pop()
-            self._rows.remove(youngest)
+            # Unread tokens would be lost, but `step` has read them all, as `_can_extend_all` was false.
+            assert not self._pending, "a request is preempted whose tokens were not read"
+            # This may be request i itself. Otherwise its blocks are free now, and request i is tried again.
+            youngest = requests.pop()
+            self._running.remove(youngest)
             self._live_cache.free(youngest.cached)
             self._waiting.appendleft(youngest.unfinished())
             self.stats.preemptions += 1
-        return rows
+        return requests
 
-    def _decode(self, rows: list[RunningRequest]) -> None:
-        idle = (
-            padding.graph_batch_size(len(rows), self.max_running_requests) - len(rows) if self._graphs else 0
-        )
-        layout = self._live_cache.decode_layout([row.cached for row in rows] + self._idle * idle)
-        tokens = self._tokens[upload(torch.tensor([row.place for row in rows] + [0] * idle), self.device)]
-        step = DecodeStep(tokens, layout, *self._keys_and_temperature(rows, idle))
-        tokens, logprobs = self._graphs.decode(step) if self._graphs else decode(self.model, step)
-        self._tokens = tokens[: len(rows)]
-        for place, row in enumerate(rows):
-            row.place = place
-        self._launch(rows, self._tokens, logprobs[: len(rows)])
-        self.stats.decode_tokens += len(rows)
-        self.stats.padding_tokens += padding.num_padded(len(rows) + idle, self.device) - len(rows)
+    def _decode(self, requests: list[RunningRequest]) -> None:
+        """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any."""
+        num_requests = len(requests)
+        num_padding = 0
+        if self._graphs is not None:
+            batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
+            num_padding = batch_size - num_requests
+        sequences = [request.cached for request in requests]
+        sequences += self._padding_sequences * num_padding
+        layout = self._live_cache.decode_layout(sequences)
+        # Padding decodes any token, with any key, always at the same position of its own sequence. Its
+        # results are cut off below.
+        token_indices = [request.token_index for request in requests] + [0] * num_padding
+        tokens = self._newest_tokens[upload(torch.tensor(token_indices), self.device)]
+        keys, temperature = self._keys_and_temperature(requests, num_padding)
+        step = DecodeStep(tokens, layout, keys, temperature)
+        if self._graphs is not None:
+            tokens, logprobs = self._graphs.decode(step)
+        else:
+            tokens, logprobs = decode(self.model, step)
+        self._newest_tokens = tokens[:num_requests]
+        for token_index, request in enumerate(requests):
+            request.token_index = token_index
+        self._start_reading(requests, self._newest_tokens, logprobs[:num_requests])
+        self.stats.decode_tokens += num_requests
+        num_computed = padding.num_padded(num_requests + num_padding, self.device)
+        self.stats.padding_tokens += num_computed - num_requests
         self.stats.decode_steps += 1
 
-    def _keys_and_temperature(self, rows: list[RunningRequest], idle: int = 0) -> tuple[Tensor, Tensor]:
-        keys = torch.tensor([row.request.key for row in rows] + [0] * idle)
-        temperature = torch.tensor([row.request.temperature for row in rows] + [0.0] * idle)
-        return upload(keys, self.device), upload(temperature, self.device)
+    def _keys_and_temperature(
+        self, requests: list[RunningRequest], num_padding: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Noise keys int64 and temperatures fp32 of the requests and then the padding, on the device."""
+        keys = [running.request.key for running in requests] + [0] * num_padding
+        temperature = [running.request.temperature for running in requests] + [0.0] * num_padding
+        return upload(torch.tensor(keys), self.device), upload(torch.tensor(temperature), self.device)
 
-    def _launch(self, rows: list[RunningRequest], tokens: Tensor, logprobs: Tensor) -> None:
-        self._launches.append(PendingTokens(rows, tokens, logprobs, weight_version=self.weight_version))
+    def _start_reading(self, requests: list[RunningRequest], tokens: Tensor, logprobs: Tensor) -> None:
+        """Start copying the requests' sampled tokens to the host."""
+        pending = PendingTokens(requests, tokens, logprobs, weight_version=self.weight_version)
+        self._pending.append(pending)
 
-    def _read(self, *, but: int = 0) -> list[Rollout]:
-        """Read what was launched, `but` for the last so many; returns the rollouts that finished."""
-        ready, self._launches = (
-            self._launches[: len(self._launches) - but],
-            self._launches[len(self._launches) - but :],
-        )
-        for launch in ready:
-            for row, sampled in launch.read():
-                row.sampled.append(
-                    sampled
-                )  # to no effect where the row's rollout was made from the tokens before
+    def _read_pending(self, *, num_unread: int = 0) -> list[Rollout]:
+        """Read the pending tokens except the `num_unread` newest launches; returns the finished rollouts."""
+        num_ready = len(self._pending) - num_unread
+        ready = self._pending[:num_ready]
+        self._pending = self._pending[num_ready:]
+        for pending in ready:
+            for request, sampled in pending.read():
+                # With asynchronous decoding the request may have ended with the token before. Then its
+                # rollout is made and the request has left `_running`, so this token is thrown away.
+                request.sampled.append(sampled)
         return self._take_finished()
 
-    def _discard_unread(self, rows: list[RunningRequest]) -> None:
-        unread = sum(row.num_launched - len(row.sampled) for row in rows)
-        self.stats.decode_tokens -= unread
-        self.stats.discarded_tokens += unread
-
     def _take_finished(self) -> list[Rollout]:
-        finished = [row for row in self._rows if row.finish_reason is not None]
+        """Remove the finished requests from the batch and the cache; returns their rollouts."""
+        finished = [running for running in self._running if running.finish_reason is not None]
         if finished:
-            self._discard_unread(finished)
-            self._rows = [row for row in self._rows if row.finish_reason is None]
-            for row in finished:
-                self._live_cache.free(row.cached)
-            if not self._waiting:  # else the requests that wait will fill the holes
-                self._live_cache.compact([row.cached for row in self._rows] + self._idle)
-        return [row.rollout() for row in finished]
+            self._count_discarded(finished)
+            self._running = [running for running in self._running if running.finish_reason is None]
+            # With asynchronous decoding the step under way may still write keys of these requests. Their
+            # blocks can be handed out all the same: whatever writes there next is launched later and runs
+            # later.
+            for request in finished:
+                self._live_cache.free(request.cached)
+            # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
+            if not self._waiting:
+                sequences = [running.cached for running in self._running]
+                self._live_cache.compact(sequences + self._padding_sequences)
+        return [request.rollout() for request in finished]
+
+    def _count_discarded(self, requests: list[RunningRequest]) -> None:
+        """Count the tokens of these requests that were launched and will not be read as discarded."""
+        num_discarded = sum(request.num_launched - len(request.sampled) for request in requests)
+        self.stats.decode_tokens -= num_discarded
+        self.stats.discarded_tokens += num_discarded

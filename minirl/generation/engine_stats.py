@@ -1,14 +1,16 @@
-"""What the engine counts of its own work."""
+"""Counters of the engine's work."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class EngineStats:
-    """Work done since `take_stats`, in tokens; `decode_steps` and `preemptions` are counts.
+    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps` and `preemptions`.
 
-    For nothing were computed: `padding_tokens`, in decode steps of few rows (`numerics.pad_rows`), and `discarded_tokens`, of
-    requests whose end was noticed when the next step was under way.
+    `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
+    `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
+    `discarded_tokens`, computed in an asynchronous decode step that was launched before the host knew that
+    the request had ended, or whose phase was aborted before they were read.
     """
 
     prefill_tokens: int = 0
@@ -20,10 +22,10 @@ class EngineStats:
 
     @property
     def wasted_tokens(self) -> int:
-        """Rows that decode steps computed for nothing."""
+        """Tokens that decode steps computed to no effect."""
         return self.padding_tokens + self.discarded_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """Rows that decode steps computed, those for nothing too."""
+        """All tokens that decode steps computed, including the wasted ones."""
         return self.decode_tokens + self.wasted_tokens

@@ -1,8 +1,9 @@
-"""The key/value cache: a pool of blocks, a block table per sequence, fork and free.
+"""The key/value cache: pools of fixed-size blocks, with a block table for each sequence.
 
-Layers that share a window share a pool and its tables; a windowed pool keeps only the blocks its window can see.
-A forked sequence shares its parent's full blocks by reference count and copies the last, partial one. All bookkeeping
-is on the host; blocks are handed out lowest number first, so that the live part of a pool stays dense.
+Layers that share a window share a pool and its block tables. In a windowed pool a sequence keeps only the
+blocks that its window can still see. A fork shares its parent's full blocks by reference count and copies the
+last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that those in
+use stay dense.
 """
 
 import heapq
@@ -26,9 +27,17 @@ from minirl.model.attention import (
 from minirl.model.portable_attention import BLOCK, DecodeIndex, block_table, index_decode, min_queries
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 @dataclass
 class BlockTable:
-    """A sequence's blocks in one pool: `blocks[i]` holds positions from (first + i) * block_size on."""
+    """The blocks of one sequence in one pool.
+
+    `blocks[i]` holds the positions from (first + i) * block_size up to the next multiple of block_size.
+    """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -36,44 +45,50 @@ class BlockTable:
 
 @dataclass
 class CachedSequence:
-    """`length` tokens are stored; `tables` has one entry per pool."""
+    """A sequence whose blocks have space for `length` tokens; `tables` has one block table per pool."""
 
     length: int
     tables: list[BlockTable]
 
 
-class _Blocks:
-    """The free list and reference counts of one pool."""
+class _FreeList:
+    """The free blocks of one pool, as a heap, and the reference count of every block."""
 
     def __init__(self, num_blocks: int):
         self.free = list(range(num_blocks))
         self.references = [0] * num_blocks
 
     def take(self) -> int:
+        """Take the lowest free block."""
         block = heapq.heappop(self.free)
         self.references[block] = 1
         return block
 
     def release(self, block: int) -> None:
+        """Drop one reference; the block is free again when it was the last."""
         self.references[block] -= 1
         if self.references[block] == 0:
             heapq.heappush(self.free, block)
 
     def compact(self) -> dict[int, int]:
-        """Rename the highest blocks in use to lower free ones; returns old: new."""
-        num_live = len(self.references) - len(self.free)
-        moved = [block for block in range(num_live, len(self.references)) if self.references[block]]
-        moves = {block: heapq.heappop(self.free) for block in moved}
+        """Renumber the n blocks in use to 0 .. n - 1; returns {old: new} for those that change."""
+        # Each block in use at n or above takes the number of a free one below n. There are equally many of
+        # both, and the heap hands out the lowest first.
+        num_blocks = len(self.references)
+        num_in_use = num_blocks - len(self.free)
+        too_high = [block for block in range(num_in_use, num_blocks) if self.references[block] > 0]
+        moves = {block: heapq.heappop(self.free) for block in too_high}
         for old, new in moves.items():
-            self.references[new], self.references[old] = self.references[old], 0
+            self.references[new] = self.references[old]
+            self.references[old] = 0
             heapq.heappush(self.free, old)
         return moves
 
 
 class KVCache:
-    """Cache for up to `num_tokens` tokens per layer (rounded up to blocks), shared by up to `max_sequences`.
+    """Cache for `num_tokens` tokens per layer (rounded up to blocks) and up to `max_sequences` sequences.
 
-    A windowed pool is no larger than that many windows.
+    A windowed pool is smaller where `max_sequences` windows need less.
     """
 
     def __init__(
@@ -88,181 +103,283 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
+        """layer_windows: the window of each layer; num_query_groups: query heads per key/value head."""
         self.kernel = decode_kernel_for(device, dtype)
         self.block_size = FLASH_BLOCK if self.kernel == "flash" else BLOCK
-        self.num_kv_heads, self.num_query_groups, self.device = num_kv_heads, num_query_groups, device
-        self.min_users = -(-min_queries(head_dim, dtype) // num_query_groups)
+        self.num_kv_heads = num_kv_heads
+        self.num_query_groups = num_query_groups
+        self.device = device
+        # The portable kernel multiplies each block with the queries of at least so many sequences.
+        self.min_users = ceil_div(min_queries(head_dim, dtype), num_query_groups)
+
         self.pools: list[CachePool] = []
-        self.free_lists: list[_Blocks] = []
+        self.free_lists: list[_FreeList] = []
+        # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
-        for window in sorted(set(layer_windows), key=lambda w: w or 0):
-            layers = [i for i, w in enumerate(layer_windows) if w == window]
-            self.pool_of_layer |= {layer: (len(self.pools), i) for i, layer in enumerate(layers)}
-            num_blocks = -(-num_tokens // self.block_size)
+        # The full pool first, then the windowed ones.
+        windows = sorted(set(layer_windows), key=lambda window: window or 0)
+        for window in windows:
+            layers = [layer for layer, w in enumerate(layer_windows) if w == window]
+            for layer_in_pool, layer in enumerate(layers):
+                self.pool_of_layer[layer] = (len(self.pools), layer_in_pool)
+            num_blocks = ceil_div(num_tokens, self.block_size)
             if window is not None:
-                num_blocks = min(num_blocks, max_sequences * ((window - 1) // self.block_size + 2))
-            key, value = (num_kv_heads, head_dim, self.block_size), (num_kv_heads, self.block_size, head_dim)
-            if self.kernel == "flash":
-                key = value = (self.block_size, num_kv_heads, head_dim)
-            shapes = ((len(layers), num_blocks, *block) for block in (key, value))
-            keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+                # The window - 1 keys before a token and the token itself touch at most this many blocks.
+                blocks_per_window = (window - 1) // self.block_size + 2
+                num_blocks = min(num_blocks, max_sequences * blocks_per_window)
+            key_block, value_block = self._block_shapes(head_dim)
+            key_shape = (len(layers), num_blocks, *key_block)
+            value_shape = (len(layers), num_blocks, *value_block)
+            keys = torch.empty(key_shape, dtype=dtype, device=device)
+            values = torch.empty(value_shape, dtype=dtype, device=device)
             self.pools.append(CachePool(keys, values, window, self.kernel))
-            self.free_lists.append(_Blocks(num_blocks))
-        self._planned: list[tuple[list[list[int]], DecodeIndex] | None] = [None] * len(self.pools)
+            self.free_lists.append(_FreeList(num_blocks))
+        # For each pool the block tables of the last decode step and the portable kernel's index for them.
+        self._last_index: list[tuple[list[list[int]], DecodeIndex] | None] = [None] * len(self.pools)
+
+    def _block_shapes(self, head_dim: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The shapes of one block of keys and of one block of values (see `CachePool`)."""
+        if self.kernel == "flash":
+            shape = (self.block_size, self.num_kv_heads, head_dim)
+            return shape, shape
+        key_block = (self.num_kv_heads, head_dim, self.block_size)
+        value_block = (self.num_kv_heads, self.block_size, head_dim)
+        return key_block, value_block
 
     def _first_block(self, pool: CachePool, position: int) -> int:
-        """The block of the first key that a token at `position` sees."""
-        return 0 if pool.window is None else max(0, position - pool.window + 1) // self.block_size
+        """The number within its sequence of the first block that a token at `position` sees."""
+        if pool.window is None:
+            return 0
+        first_position = max(0, position - pool.window + 1)
+        return first_position // self.block_size
 
     def spare_blocks(self, num_tokens: int) -> int:
-        """Blocks that would stay free, in the pool with the fewest, beside a new sequence of this length."""
-        end = (num_tokens - 1) // self.block_size + 1
-        return min(
-            len(blocks.free) - (end - self._first_block(pool, num_tokens))
-            for pool, blocks in zip(self.pools, self.free_lists, strict=True)
-        )
+        """Blocks that would stay free if a sequence of `num_tokens` were added; negative if it does not fit.
+
+        The smallest number over the pools.
+        """
+        end = ceil_div(num_tokens, self.block_size)
+        spare = []
+        for pool, free_list in zip(self.pools, self.free_lists, strict=True):
+            num_needed = end - self._first_block(pool, num_tokens)
+            spare.append(len(free_list.free) - num_needed)
+        return min(spare)
 
     @property
     def num_free_blocks(self) -> int:
         """Free blocks in the pool that has the fewest."""
-        return min(len(blocks.free) for blocks in self.free_lists)
+        return min(len(free_list.free) for free_list in self.free_lists)
 
     def add(self, num_tokens: int) -> CachedSequence | None:
-        """Reserve room for a sequence of `num_tokens`; None when there is not enough."""
+        """Reserve blocks for a sequence of `num_tokens`; None if there are too few.
+
+        A windowed pool gets only the blocks that the next token, at position `num_tokens`, sees.
+        """
         if self.spare_blocks(num_tokens) < 0:
             return None
+        end = ceil_div(num_tokens, self.block_size)
         tables = []
-        for pool, blocks in zip(self.pools, self.free_lists, strict=True):
+        for pool, free_list in zip(self.pools, self.free_lists, strict=True):
             first = self._first_block(pool, num_tokens)
-            last = (num_tokens - 1) // self.block_size
-            tables.append(BlockTable(first, [blocks.take() for _ in range(first, last + 1)]))
-            self._clear(pool, tables[-1].blocks[-1:])
+            blocks = [free_list.take() for _ in range(first, end)]
+            # Prefill fills all blocks but the last one.
+            self._clear(pool, blocks[-1:])
+            tables.append(BlockTable(first, blocks))
         return CachedSequence(num_tokens, tables)
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
-        """Zero blocks that are not about to be filled: the portable kernel multiplies what it masks."""
+        """Zero blocks that will be read before they are full.
+
+        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. Others do not read
+        them.
+        """
         if self.kernel == "portable":
-            pool.keys[:, blocks], pool.values[:, blocks] = 0, 0
+            pool.keys[:, blocks] = 0
+            pool.values[:, blocks] = 0
 
     def fork(self, parent: CachedSequence) -> CachedSequence | None:
-        """A second sequence with the same tokens; None when there is no room for its last block."""
-        if parent.length % self.block_size and self.num_free_blocks < 1:
+        """A second sequence with the same tokens; None if there is no free block for its partial one."""
+        has_partial_block = parent.length % self.block_size != 0
+        if has_partial_block and self.num_free_blocks < 1:
             return None
         tables = []
-        for pool, blocks, table in zip(self.pools, self.free_lists, parent.tables, strict=True):
-            shared = list(table.blocks)
-            if parent.length % self.block_size and shared:
-                partial = shared.pop()
-                shared_and_own = [*shared, blocks.take()]
-                pool.keys[:, shared_and_own[-1]] = pool.keys[:, partial]
-                pool.values[:, shared_and_own[-1]] = pool.values[:, partial]
-            else:
-                shared_and_own = shared
-            for block in shared:
-                blocks.references[block] += 1
-            tables.append(BlockTable(table.first, shared_and_own))
+        for pool, free_list, table in zip(self.pools, self.free_lists, parent.tables, strict=True):
+            blocks = list(table.blocks)
+            # Full blocks are never written again, so both sequences can read the same ones. Into the partial
+            # block each will write its own next tokens, so the fork gets a copy. With no partial block a fork
+            # takes no block.
+            partial = blocks.pop() if has_partial_block else None
+            for block in blocks:
+                free_list.references[block] += 1
+            if partial is not None:
+                copy = free_list.take()
+                pool.keys[:, copy] = pool.keys[:, partial]
+                pool.values[:, copy] = pool.values[:, partial]
+                blocks.append(copy)
+            tables.append(BlockTable(table.first, blocks))
         return CachedSequence(parent.length, tables)
 
-    def has_room(self, sequences: list[CachedSequence]) -> bool:
-        """Whether `extend` is sure to make room for one more token in each of these."""
-        return sum(s.length % self.block_size == 0 for s in sequences) <= self.num_free_blocks
+    def can_extend(self, sequences: list[CachedSequence]) -> bool:
+        """Whether `extend` is sure to succeed for each of these, one after another.
+
+        Conservative: the blocks that `extend` frees because they have left a window are not counted.
+        """
+        num_needed = sum(sequence.length % self.block_size == 0 for sequence in sequences)
+        return num_needed <= self.num_free_blocks
 
     def extend(self, sequence: CachedSequence) -> bool:
-        """Make room for one more token, and give back blocks that its window has left; False when there is none."""
+        """Free the blocks that have left a window, then add space for one more token.
+
+        Returns False, and leaves the length as it was, if there is no free block for the token.
+        """
         position = sequence.length
-        for pool, blocks, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
-            while table.blocks and table.first < self._first_block(pool, position):
-                blocks.release(table.blocks.pop(0))
+        for pool, free_list, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
+            first_visible = self._first_block(pool, position)
+            while table.blocks and table.first < first_visible:
+                free_list.release(table.blocks.pop(0))
                 table.first += 1
         needs_block = position % self.block_size == 0
-        if needs_block and self.num_free_blocks == 0:
-            return False
         if needs_block:
-            for pool, blocks, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
+            if self.num_free_blocks == 0:
+                return False
+            for pool, free_list, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
                 if not table.blocks:
+                    # The window sees nothing before the new token, so its block is the table's first.
                     table.first = position // self.block_size
-                table.blocks.append(blocks.take())
-                self._clear(pool, table.blocks[-1:])
+                block = free_list.take()
+                table.blocks.append(block)
+                self._clear(pool, [block])
         sequence.length += 1
         return True
 
     def free(self, sequence: CachedSequence) -> None:
         """Give back all blocks of a sequence."""
-        for blocks, table in zip(self.free_lists, sequence.tables, strict=True):
+        for free_list, table in zip(self.free_lists, sequence.tables, strict=True):
             for block in table.blocks:
-                blocks.release(block)
+                free_list.release(block)
             table.blocks.clear()
 
     def compact(self, sequences: list[CachedSequence]) -> None:
-        """Move blocks of these sequences, all that there are, into lower free ones: a decode step reads the live part.
+        """Move blocks so that no free block lies below one in use. Only for the portable kernel.
 
-        For the portable kernel only.
+        That kernel multiplies the pool up to the highest block in use, so the free ones below would cost
+        time. The other kernels read the blocks of each table. `sequences` must be all that the cache holds:
+        their block tables are rewritten.
         """
-        for i, (pool, blocks) in enumerate(zip(self.pools, self.free_lists, strict=True)):
-            held = {block for sequence in sequences for block in sequence.tables[i].blocks}
-            assert len(held) == len(blocks.references) - len(blocks.free), (
-                "a sequence was left out of compact()"
-            )
-            moves = blocks.compact() if self.kernel == "portable" else {}
-            if moves:
-                source, target = list(moves), list(moves.values())
-                pool.keys[:, target], pool.values[:, target] = pool.keys[:, source], pool.values[:, source]
-                for table in (sequence.tables[i] for sequence in sequences):
-                    table.blocks = [moves.get(block, block) for block in table.blocks]
-
-    def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
-        """Layout of these sequences' tokens end to end, stored as they pass."""
-        cached = []
-        for i, pool in enumerate(self.pools):
-            token, block, offset, start = [], [], [], 0
+        for i, (pool, free_list) in enumerate(zip(self.pools, self.free_lists, strict=True)):
+            held: set[int] = set()
+            for sequence in sequences:
+                held.update(sequence.tables[i].blocks)
+            num_in_use = len(free_list.references) - len(free_list.free)
+            assert len(held) == num_in_use, "a sequence was left out of compact()"
+            if self.kernel != "portable":
+                continue
+            moves = free_list.compact()
+            if not moves:
+                continue
+            # Sources were in use and targets were free, so no block is both read and written, and one indexed
+            # copy moves them all. A block that several sequences share moves once.
+            source = list(moves.keys())
+            target = list(moves.values())
+            pool.keys[:, target] = pool.keys[:, source]
+            pool.values[:, target] = pool.values[:, source]
             for sequence in sequences:
                 table = sequence.tables[i]
-                kept = torch.arange(table.first * self.block_size, sequence.length)
-                token.append(start + kept)
-                block.append(
-                    torch.tensor(table.blocks, dtype=torch.int64)[kept // self.block_size - table.first]
-                )
-                offset.append(kept % self.block_size)
-                start += sequence.length
-            write = PoolWrite(*(upload(torch.cat(x), self.device) for x in (token, block, offset)))
-            cached.append(Cached(pool, write))
-        return PackedLayout(tuple(s.length for s in sequences), self.device, self._by_layer(cached))
+                table.blocks = [moves.get(block, block) for block in table.blocks]
 
-    def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
-        """Layout of the last token of each sequence, for which `extend` has made room."""
-        lengths = torch.tensor([s.length for s in sequences])
-        offset = upload((lengths - 1) % self.block_size, self.device)
+    def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
+        """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         cached = []
         for i, pool in enumerate(self.pools):
-            tables = [s.tables[i] for s in sequences]
-            last = upload(torch.tensor([t.blocks[-1] for t in tables]), self.device)
-            cached.append(Cached(pool, PoolWrite(None, last, offset), self._read(i, tables, lengths)))
-        return DecodeLayout(upload(lengths - 1, self.device), self._by_layer(cached))
+            cached.append(Cached(pool, self._prefill_write(i, sequences)))
+        lengths = tuple(sequence.length for sequence in sequences)
+        return PackedLayout(lengths, self.device, self._by_layer(cached))
+
+    def _prefill_write(self, pool_index: int, sequences: list[CachedSequence]) -> PoolWrite:
+        """Where the tokens of these sequences, packed end to end, are stored in a pool."""
+        tokens: list[Tensor] = []
+        blocks: list[Tensor] = []
+        offsets: list[Tensor] = []
+        start = 0  # of the sequence among the packed tokens
+        for sequence in sequences:
+            table = sequence.tables[pool_index]
+            # Tokens before the table's first block have left the window: they are computed, but not stored.
+            positions = torch.arange(table.first * self.block_size, sequence.length)
+            index_in_table = positions // self.block_size - table.first
+            table_blocks = torch.tensor(table.blocks, dtype=torch.int64)
+            tokens.append(start + positions)
+            blocks.append(table_blocks[index_in_table])
+            offsets.append(positions % self.block_size)
+            start += sequence.length
+        return PoolWrite(
+            token=upload(torch.cat(tokens), self.device),
+            block=upload(torch.cat(blocks), self.device),
+            offset=upload(torch.cat(offsets), self.device),
+        )
+
+    def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
+        """Layout of the last token of each sequence, for which `extend` has added the space."""
+        lengths = torch.tensor([sequence.length for sequence in sequences])
+        positions = lengths - 1
+        offset = upload(positions % self.block_size, self.device)
+        cached = []
+        for i, pool in enumerate(self.pools):
+            tables = [sequence.tables[i] for sequence in sequences]
+            last_block = torch.tensor([table.blocks[-1] for table in tables])
+            # None: the tokens to store are all but the padding.
+            write = PoolWrite(None, upload(last_block, self.device), offset)
+            read = self._decode_read(i, tables, lengths)
+            cached.append(Cached(pool, write, read))
+        return DecodeLayout(upload(positions, self.device), self._by_layer(cached))
 
     def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
-        return {layer: (cached[pool], index) for layer, (pool, index) in self.pool_of_layer.items()}
+        """For each layer its pool, given one per pool, and the layer's index within it."""
+        by_layer = {}
+        for layer, (pool_index, layer_in_pool) in self.pool_of_layer.items():
+            by_layer[layer] = (cached[pool_index], layer_in_pool)
+        return by_layer
 
-    def _read(self, pool: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
-        first = torch.tensor([t.first for t in tables]) * self.block_size
-        blocks, num_keys = [list(t.blocks) for t in tables], upload((lengths - first).int(), self.device)
+    def _decode_read(self, pool_index: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
+        """What a decode step of B sequences reads from a pool; lengths int64 [B] are theirs."""
+        # A table starts at `first_position` of its sequence, which is not 0 once blocks have left the window.
+        first_position = torch.tensor([table.first for table in tables]) * self.block_size
+        num_keys = (lengths - first_position).int()
+        num_keys = upload(num_keys, self.device)
+        blocks = [list(table.blocks) for table in tables]
         if self.kernel != "portable":
-            return DecodeRead(upload(block_table(blocks), self.device), num_keys)
-        plan, window = self._plan(pool, blocks), self.pools[pool].window
-        key = first[:, None] + torch.arange(plan.blocks.shape[1] * self.block_size)
-        hidden = key >= lengths[:, None]
-        if window is not None:
-            hidden |= key < lengths[:, None] - window
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
-        return DecodeRead(plan.blocks, num_keys, plan, mask.to(self.device))
+            padded_tables = block_table(blocks)
+            return DecodeRead(upload(padded_tables, self.device), num_keys)
 
-    def _plan(self, pool: int, tables: list[list[int]]) -> DecodeIndex:
-        """The plan of the step before where nothing has changed, as in most steps."""
-        last = self._planned[pool]
-        if last is None or last[0] != tables:
-            heads = dict(num_kv=self.num_kv_heads, groups=self.num_query_groups)
-            num_padded = padding.num_padded(len(tables), self.device)
-            plan = index_decode(tables, **heads, min_users=self.min_users, num_padded=num_padded).to(
-                self.device
-            )
-            self._planned[pool] = last = (tables, plan)
-        return last[1]
+        index = self._decode_index(pool_index, blocks)
+        # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
+        # of the last block, and what lies before the window, which may start within the first block.
+        num_blocks = index.blocks.shape[1]
+        key_index = torch.arange(num_blocks * self.block_size)
+        key_position = first_position[:, None] + key_index
+        is_masked = key_position >= lengths[:, None]
+        window = self.pools[pool_index].window
+        if window is not None:
+            is_masked |= key_position < lengths[:, None] - window
+        mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
+        mask = mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
+        return DecodeRead(index.blocks, num_keys, index, mask.to(self.device))
+
+    def _decode_index(self, pool_index: int, blocks: list[list[int]]) -> DecodeIndex:
+        """The portable kernel's index for block tables with these blocks.
+
+        Most steps change no block table, so the last step's index is kept and used again.
+        """
+        last = self._last_index[pool_index]
+        if last is not None:
+            last_blocks, last_index = last
+            if last_blocks == blocks:
+                return last_index
+        index = index_decode(
+            blocks,
+            num_kv=self.num_kv_heads,
+            groups=self.num_query_groups,
+            min_users=self.min_users,
+            num_padded=padding.num_padded(len(blocks), self.device),
+        ).to(self.device)
+        self._last_index[pool_index] = (blocks, index)
+        return index

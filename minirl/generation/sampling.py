@@ -1,51 +1,65 @@
-"""The next token and its exact logprob, with noise that is a function of the request and the position.
+"""Sample the next token, with its exact logprob. The noise is a function of the request and the position.
 
-A request's key is 64 bits from (seed, purpose, prompt, sample). The uniform of a token is a hash of the key and the
-token's position, so the same request draws the same noise in any batch, on any rank, in any order. The token is the
-inverse of the cumulative distribution at that uniform, in fp64: an fp32 cumulative sum leaves most tokens of a large
-vocabulary unreachable. Logprobs are natural logs at the sampling temperature; the same tiles of logits and the same
-`log_softmax` score them.
+A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample). The uniform number that
+chooses a token is a hash of the key and the token's position, so a request draws the same noise in any batch,
+on any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32,
+rounding of the cumulative sum makes most tokens of a large vocabulary unreachable. Logprobs are natural logs
+at the sampling temperature. Training scores them with the same chunks of the vocabulary and the same
+`log_softmax`, so that both get the same bits.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.logprobs import chunk_logits, log_softmax, vocab_chunk_size
 
 PURPOSES = {"train": 1, "eval": 2, "toy": 3}
-CDF_BLOCK = 512  # tokens per first-level sum
+CDF_BLOCK = 512  # tokens per block of the two-level search in `inverse_cdf`
 _MASK = (1 << 64) - 1
+
+# Constants of splitmix64 (Steele et al., OOPSLA 2014).
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 def _mix_int(x: int) -> int:
-    """The splitmix64 finaliser (Steele et al., OOPSLA 2014) on a Python int of 64 bits."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    """Hash an unsigned 64-bit number with the splitmix64 finaliser."""
+    x = (x + _INCREMENT) & _MASK
+    x = x ^ (x >> 30)
+    x = (x * _MULTIPLIER_1) & _MASK
+    x = x ^ (x >> 27)
+    x = (x * _MULTIPLIER_2) & _MASK
     return x ^ (x >> 31)
 
 
 def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
+    """The signed number with the same 64 bits."""
+    is_negative = x >> 63
+    return x - (1 << 64) if is_negative else x
 
 
 def _mix(x: Tensor) -> Tensor:
-    """`_mix_int` on int64 tensors, whose products wrap around."""
+    """`_mix_int` for the bits of an int64 tensor, whose sums and products wrap around at 64 bits."""
+    x = x + _signed(_INCREMENT)
+    x = x ^ _shift_right(x, 30)
+    x = x * _signed(_MULTIPLIER_1)
+    x = x ^ _shift_right(x, 27)
+    x = x * _signed(_MULTIPLIER_2)
+    return x ^ _shift_right(x, 31)
 
-    def shifted(x: Tensor, bits: int) -> Tensor:  # int64 shifts carry the sign in: mask it off
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
 
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ shifted(x, 31)
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift as an unsigned number: an int64 shift fills in sign bits from the left, which are masked off."""
+    kept_bits = (1 << (64 - bits)) - 1
+    return (x >> bits) & kept_bits
 
 
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int) -> int:
-    """The key of one request, a signed 64-bit int. `prompt_ordinal` counts prompts over the whole run.
-
-    Mixed in a chain: a sum or xor of mixed parts would collide.
-    """
+    """The key of one request, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run."""
+    # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
+    # the results would let different requests collide.
     key = _mix_int(seed & _MASK)
     for part in (PURPOSES[purpose], prompt_ordinal, sample):
         key = _mix_int(key ^ (part & _MASK))
@@ -53,57 +67,87 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int) ->
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp64 uniforms in [0, 1) [B] for int64 `keys` [B] at token `positions` [B]."""
+    """fp64 uniforms [B] in [0, 1), from int64 `keys` [B] and token `positions` [B]."""
     bits = _mix(_mix(keys) + positions)
-    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    # A double holds 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
+    upper_bits = _shift_right(bits, 11)
+    return upper_bits.double() * 2.0**-53
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token [B] at which the cumulative distribution of `logprobs` [B, V] passes `uniform` [B] (fp64)."""
-    rows, vocab = logprobs.shape
-    if vocab <= CDF_BLOCK:
+    """The token [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` fp64 [B]."""
+    batch_size, vocab_size = logprobs.shape
+    if vocab_size <= CDF_BLOCK:
         cdf = logprobs.double().exp().cumsum(-1)
-        return _first_above(cdf, uniform[:, None] * cdf[:, -1:])[:, 0]
-    padded = torch.nn.functional.pad(logprobs, (0, -vocab % CDF_BLOCK), value=-torch.inf)
-    probs = padded.double().exp_().view(rows, -1, CDF_BLOCK)
-    block_ends = probs.sum(-1).cumsum(-1)  # [B, V / CDF_BLOCK]
+        target = uniform[:, None] * cdf[:, -1:]
+        return _first_above(cdf, target)[:, 0]
+
+    # Two levels: first find the block of CDF_BLOCK tokens in which the target lies, then the token within
+    # that one block. A cumulative sum over the whole vocabulary would be a second fp64 tensor [B, V]. The
+    # uniform is scaled by the sum of all probabilities, which rounding makes differ from 1.
+    num_missing = -vocab_size % CDF_BLOCK
+    padded = F.pad(logprobs, (0, num_missing), value=-torch.inf)
+    probs = padded.double().exp_().view(batch_size, -1, CDF_BLOCK)
+    block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
     target = uniform[:, None] * block_ends[:, -1:]
     block = _first_above(block_ends, target)
-    before = torch.nn.functional.pad(block_ends, (1, 0)).gather(1, block)
-    cdf = probs[torch.arange(rows, device=block.device), block[:, 0]].cumsum(-1)
-    # The two levels round differently: never pass the block's last token that has any probability.
-    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
-    token = block * CDF_BLOCK + torch.minimum(_first_above(cdf, target - before), last)
-    return token[:, 0].clamp_(max=vocab - 1)
+    block_starts = F.pad(block_ends, (1, 0))
+    target_in_block = target - block_starts.gather(1, block)
+    request = torch.arange(batch_size, device=block.device)
+    cdf = probs[request, block[:, 0]].cumsum(-1)
+    # The two levels round differently, so the target may lie beyond the end of its block. Then take the last
+    # token of the block that has any probability: the first place where the block's cdf reaches its end.
+    block_total = cdf[:, -1:].contiguous()
+    last_possible = torch.searchsorted(cdf, block_total)
+    first_above = _first_above(cdf, target_in_block)
+    index_in_block = torch.minimum(first_above, last_possible)
+    token = block * CDF_BLOCK + index_in_block
+    return token[:, 0].clamp_(max=vocab_size - 1)
 
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
-    """The first place [B, 1] where `cdf` [B, W] exceeds `target` [B, 1], at most the last.
+    """The first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index.
 
-    There is one where target is a uniform times the cdf's end, since a uniform is at most 1 - 2^-53, unless all is NaN:
-    then the token's logprob tells.
+    If the target is a uniform times the cdf's end, some index exceeds it, since a uniform is at most
+    1 - 2^-53. The exception is a cdf of NaN: then the sampled token's logprob is NaN, which shows the error.
     """
-    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    index = torch.searchsorted(cdf, target, right=True)
+    return index.clamp_(max=cdf.shape[1] - 1)
 
 
 def sample(
-    hidden: Tensor, head: Tensor, *, keys: Tensor, positions: Tensor, temperature: Tensor, tile: int = 0
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    keys: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    vocab_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens int64 [B] and their logprobs fp32 [B] from hidden [B, D] and the head's weight [V, D].
+    """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
-    keys int64 [B]; positions int64 [B]: of the tokens to be sampled; temperature fp32 [B], 0 for the likeliest token
-    (whose logprob is then at temperature 1); tile: as `vocab_chunk_size`.
+    keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
+    likeliest token and records its logprob at temperature 1; vocab_chunk: tokens of the vocabulary per
+    product with the head, `vocab_chunk_size` if 0.
     """
-    greedy = temperature == 0
-    divisor = torch.where(greedy, 1.0, temperature)[:, None]
-    tiles = [
-        chunk_logits(hidden, part, divisor) for part in head.split(tile or vocab_chunk_size(head.device))
-    ]
-    logits, totals = tiles[0], None
-    if len(tiles) > 1:
-        logits, totals = torch.cat(tiles, -1), torch.stack([part.logsumexp(-1) for part in tiles], -1)
-    logprobs = log_softmax(logits, totals)
-    tokens = inverse_cdf(logprobs, uniforms(keys, positions))
-    if greedy.is_cuda or greedy.any():  # to look at them on CUDA is to wait for the device
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    is_greedy = temperature == 0
+    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
+    if vocab_chunk == 0:
+        vocab_chunk = vocab_chunk_size(head.device)
+    head_chunks = head.split(vocab_chunk)
+    logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
+    if len(logit_chunks) == 1:
+        logits = logit_chunks[0]
+        logprobs = log_softmax(logits, None)
+    else:
+        logits = torch.cat(logit_chunks, -1)
+        chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
+        logprobs = log_softmax(logits, chunk_totals)
+    uniform = uniforms(keys, positions)
+    tokens = inverse_cdf(logprobs, uniform)
+    # On CUDA, to ask whether any request is greedy would wait for the device: always compute the argmax.
+    if is_greedy.is_cuda or is_greedy.any():
+        likeliest = logits.argmax(-1)
+        tokens = torch.where(is_greedy, likeliest, tokens)
+    token_logprobs = logprobs.gather(1, tokens[:, None])
+    return tokens, token_logprobs[:, 0]

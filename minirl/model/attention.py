@@ -1,12 +1,19 @@
-"""Attention over packed streams: the only room that knows masks and padding.
+"""Attention layouts and kernel dispatch.
 
-A layout says what the tokens of a stream are. `PackedLayout`: whole sequences end to end (training, scoring, prefill),
-a prompt that several have in common computed once. `DecodeLayout`: one new token for each of B cached sequences.
-`attend` takes either, so the model has one forward.
+A layout says which sequences the tokens of a stream belong to. `PackedLayout`: whole sequences end to end
+(training, scoring, prefill); tokens that several sequences begin with are computed once. `DecodeLayout`: one
+new token for each of B cached sequences. `attend` takes either, so the model has one forward.
 
-Kernels with one meaning: flash-attn or torch's varlen kernel where they run (CUDA, 16 bit), else `portable`. Decoding
-from the cache: flash-attn, `paged` (CUDA without it), `portable`.
-Positions count from 0 in each sequence; all attention is causal; `window` w means a token sees itself and w - 1 before.
+All kernels compute the same attention. Packed: flash-attn or torch's varlen kernel (CUDA, 16 bit), else
+`portable_attention`. Decoding from the cache: flash-attn, `paged_attention` (CUDA without flash-attn), else
+`portable_attention`.
+
+Positions count from 0 in each sequence. All attention is causal; with window w a token sees itself and the
+w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` makes it for
+packed streams, `generation.kv_cache` for decoding. The other kernels take lengths and a window. Padding is in
+`padding`.
+
+In shapes: H query heads, K key heads, C channels of a head; T' tokens that the model computes; S blocks.
 """
 
 import functools
@@ -20,40 +27,46 @@ from torch import Tensor
 
 from minirl.model import paged_attention, portable_attention
 
-FLASH_BLOCK = 256  # tokens of a cache block for flash-attn
+# Tokens of a cache block for flash-attn.
+FLASH_BLOCK = 256
 
 
 @functools.cache
 def flash_attn_installed() -> bool:
-    """Whether the `flash` extra is there."""
+    """Whether the package of the `flash` extra is installed."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
-    """The attention kernel for tensors like these: "flash", "varlen" (torch's own) or "portable"."""
+    """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "portable"
     return "flash" if flash_attn_installed() else "varlen"
 
 
 def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel that decodes from a cache like this: "flash", "paged" (`paged`'s) or "portable"."""
+    """Return the kernel for decoding from a cache: "flash", "paged" or "portable"."""
     if kernel_for(device, dtype) == "flash":
         return "flash"
-    return "paged" if device.type == "cuda" and dtype != torch.float64 else "portable"
+    if device.type == "cuda" and dtype != torch.float64:
+        return "paged"
+    return "portable"
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without waiting for the device: from pinned memory on CUDA."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """Copy a host tensor to `device`; to CUDA from pinned memory, so that the host does not wait."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 @dataclass(frozen=True)
 class CachePool:
-    """The keys and values of the layers that share one window, in blocks.
+    """The cached keys and values, in S blocks, of the layers that share one window.
 
-    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C] for the portable kernel, whose products read them
-    as they lie, and the paged one; both [layers, S, FLASH_BLOCK, K, C] for flash-attn. kernel: `decode_kernel_for`.
+    For the portable and the paged kernel: keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C],
+    which the portable kernel can multiply as they lie. For flash-attn: both [layers, S, FLASH_BLOCK, K, C].
+    kernel: what `decode_kernel_for` returns.
     """
 
     keys: Tensor
@@ -61,19 +74,26 @@ class CachePool:
     window: int | None
     kernel: str
 
-    def write(self, layer: int, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> None:
-        """Store k, v [n, K, C] of n tokens at (block, offset) [n], in the pool's `layer`-th layer."""
+    def write(self, layer_in_pool: int, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> None:
+        """Store k and v [n, K, C] of n tokens at (block, offset), both int64 [n]."""
+        keys = self.keys[layer_in_pool]
+        values = self.values[layer_in_pool]
         if self.kernel == "flash":
-            self.keys[layer][block, offset] = k
-            self.values[layer][block, offset] = v
+            keys[block, offset] = k
+            values[block, offset] = v
         else:
-            self.keys[layer][block, :, :, offset] = k
-            self.values[layer][block, :, offset] = v
+            # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
+            keys[block, :, :, offset] = k
+            values[block, :, offset] = v
 
 
 @dataclass(frozen=True)
 class PoolWrite:
-    """Where tokens of a stream go in a pool: `token` [n] of the stream (None: all) is stored at (`block`, `offset`)."""
+    """Where n tokens of a stream are stored in a pool; all int64 [n].
+
+    Token `token[i]` of the stream goes to offset `offset[i]` of block `block[i]`. If `token` is None, these
+    are the stream's first n tokens, which are all but the padding.
+    """
 
     token: Tensor | None
     block: Tensor
@@ -81,40 +101,44 @@ class PoolWrite:
 
 
 @dataclass(frozen=True)
-class Cached:
-    """One pool as seen by a layout: what to store there and, when decoding, what to read."""
-
-    pool: CachePool
-    write: PoolWrite
-    read: "DecodeRead | None" = None
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep what is to be kept of k, v [T', K, C], in the pool's `layer`-th layer."""
-        block, offset = self.write.block, self.write.offset
-        kept = slice(0, len(block)) if self.write.token is None else self.write.token
-        self.pool.write(layer, k[kept], v[kept], block, offset)
-
-
-@dataclass(frozen=True)
 class DecodeRead:
-    """What B rows read: their block table [B, n] and the number of keys from the first block on, lengths [B], int32.
+    """What B requests read from a pool in a decode step.
 
-    For the portable kernel also the plan and the additive mask of those keys [B, 1, 1, n x BLOCK].
+    blocks int32 [B, n]: the block table.
+    lengths int32 [B]: how many keys a request has in the blocks of its table, its new token included.
+    index, and mask fp32 [B, 1, 1, n x BLOCK] of the keys in these blocks: for the portable kernel only.
     """
 
     blocks: Tensor
     lengths: Tensor
-    plan: portable_attention.DecodeIndex | None = None
+    index: portable_attention.DecodeIndex | None = None
     mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """N whole sequences end to end, T = sum(lengths): the stream. The model computes T' <= T rows for it.
+class Cached:
+    """A pool together with what one layout stores there and, when decoding, what it reads."""
 
-    `shared`, if given, has for each sequence (i, n): it begins with the same n tokens as sequence i, which is before it
-    (or itself, with n = 0). Those tokens are computed once, as rows of sequence i.
-    `caches` maps a layer to its pool, and its place there, when keys are to be kept (then nothing is shared).
+    pool: CachePool
+    write: PoolWrite
+    read: DecodeRead | None = None
+
+    def store(self, layer_in_pool: int, k: Tensor, v: Tensor) -> None:
+        """Write the selected tokens' k and v, of [T', K, C], into the pool."""
+        block = self.write.block
+        selected = slice(0, len(block)) if self.write.token is None else self.write.token
+        self.pool.write(layer_in_pool, k[selected], v[selected], block, self.write.offset)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """N whole sequences end to end: a stream of T = sum(lengths) tokens. The model computes T' <= T of them.
+
+    shared: a pair (i, n) for each sequence. It begins with the same n tokens as sequence i, which comes
+    before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
+    earlier one has its own number and n = 0. Empty if no sequence shares anything.
+    caches: for each layer its pool and the layer's index in the pool, if keys and values are to be stored.
+    Then nothing is shared.
     """
 
     lengths: tuple[int, ...]
@@ -124,70 +148,97 @@ class PackedLayout:
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
-        """Starts of the sequences in the stream and the end of the last, int32 [N + 1]."""
+        """Where each sequence starts in the stream, and where the last one ends; int32 [N + 1]."""
         return upload(_cumulative(self.lengths), self.device)
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
-        """As `cu_seqlens`, of the model's rows."""
+        """The same among the T' tokens that the model computes; int32 [N + 1]."""
         return upload(_cumulative(self.num_own), self.device)
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
-        """The model's row of each token of the stream, int64 [T]."""
-        rows: list[Tensor] = []
-        end = 0
+        """Where each token of the stream is among the model's hidden states, int64 [T].
+
+        Lengths (3, 5) of which the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
+        """
+        indices: list[Tensor] = []
+        num_hidden = 0
         for i, length in enumerate(self.lengths):
-            parent, n = self.shared[i] if self.shared else (i, 0)
-            own = torch.arange(end, end := end + length - n)
-            rows.append(torch.cat([rows[parent][:n], own]) if n else own)
-        return upload(torch.cat([torch.arange(0), *rows]), self.device)
+            parent, num_shared = self.shared[i] if self.shared else (i, 0)
+            num_own = length - num_shared
+            index = torch.arange(num_hidden, num_hidden + num_own)
+            if num_shared:
+                index = torch.cat([indices[parent][:num_shared], index])
+            indices.append(index)
+            num_hidden += num_own
+        return upload(_concatenate(indices), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
-        """The token of the stream that each of the model's rows is, int64 [T']."""
-        spans, end = [], 0
-        for length, n in zip(self.lengths, self.num_shared, strict=True):
-            spans.append(torch.arange(end + n, end := end + length))
-        return upload(torch.cat([torch.arange(0), *spans]), self.device)
+        """The tokens of the stream that the model computes, int64 [T']."""
+        spans = []
+        start = 0
+        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
+            spans.append(torch.arange(start + num_shared, start + length))
+            start += length
+        return upload(_concatenate(spans), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Position in its sequence of each of the model's rows, int64 [T']."""
-        spans = map(torch.arange, self.num_shared, self.lengths)
-        return upload(torch.cat([torch.arange(0), *spans]), self.device)
+        """The position of each computed token in its sequence, int64 [T']."""
+        spans = []
+        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
+            spans.append(torch.arange(num_shared, length))
+        return upload(_concatenate(spans), self.device)
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
-        """How many tokens each sequence has from another."""
-        return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
+        """How many tokens of each sequence are computed as part of another one."""
+        if not self.shared:
+            return (0,) * len(self.lengths)
+        return tuple(n for _, n in self.shared)
 
     @functools.cached_property
     def num_own(self) -> tuple[int, ...]:
-        """How many rows of the model each sequence has."""
+        """How many tokens of each sequence are computed as its own."""
         return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
 
-    def plan(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
-        """The portable kernel's plan for layers with this window and number of key heads, made once."""
-        if (window, num_kv) not in self._plans:
-            plan = portable_attention.index_packed(
+    def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
+        """Return the portable kernel's index for layers with this window and number of key heads.
+
+        It is made at the first call.
+        """
+        if (window, num_kv) not in self._portable_indices:
+            index = portable_attention.index_packed(
                 self.lengths, self.num_shared, self.hidden_index, window=window, num_kv=num_kv
             )
-            self._plans[window, num_kv] = plan
-        return self._plans[window, num_kv]
+            self._portable_indices[window, num_kv] = index
+        return self._portable_indices[window, num_kv]
 
     @functools.cached_property
-    def _plans(self) -> dict[tuple[int | None, int], portable_attention.PackedIndex]:
+    def _portable_indices(self) -> dict[tuple[int | None, int], portable_attention.PackedIndex]:
         return {}
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(torch.int32)
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return F.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate int64 tensors, of which there may be none."""
+    if not parts:
+        return torch.arange(0)
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
 class DecodeLayout:
-    """One new token for each of B cached sequences; `positions` int64 [B] are the new tokens' own."""
+    """One new token for each of B cached sequences, and its position int64 [B].
+
+    caches: for each layer its pool and the layer's index in the pool.
+    """
 
     positions: Tensor
     caches: dict[int, tuple[Cached, int]]
@@ -197,65 +248,98 @@ Layout = PackedLayout | DecodeLayout
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
-    """Causal attention of q [T', H, C] over k, v [T', K, C] (and, when decoding, over the cache) -> [T', H, C].
+    """Causal attention of q [T', H, C] over k and v [T', K, C] and, when decoding, the cache -> [T', H, C].
 
-    Stores k and v in the layout's cache for `layer`, where it has one. Rows beyond the layout's (the padding of
-    `numerics.pad_rows`) are neither stored nor seen.
+    Stores k and v in the layout's cache for `layer` if there is one. The padding of `padding.pad_rows`, which
+    follows the layout's tokens, is neither stored nor seen.
     """
-    cached, index = layout.caches.get(layer, (None, 0))
+    cached, layer_in_pool = layout.caches.get(layer, (None, 0))
     if cached is not None:
-        cached.store(index, k, v)
+        cached.store(layer_in_pool, k, v)
     if isinstance(layout, PackedLayout):
-        kernel = kernel_for(q.device, q.dtype)
-        if kernel == "portable":
-            return portable_attention.attend_packed(q, k, v, layout.plan(window, k.shape[1]))
-        return _attend_varlen(q, k, v, layout, window, kernel)
+        return _attend_packed(q, k, v, layout, window)
     assert cached is not None, f"layer {layer} has no cache to decode from"
-    assert cached.read is not None, f"layer {layer} has no block table to decode from"
-    pool, read = cached.pool, cached.read
+    return _attend_cached(q, cached, layer_in_pool)
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None) -> Tensor:
+    kernel = kernel_for(q.device, q.dtype)
+    if kernel != "portable":
+        return _attend_varlen(q, k, v, layout, window, kernel)
+    index = layout.portable_index(window, num_kv=k.shape[1])
+    return portable_attention.attend_packed(q, k, v, index)
+
+
+def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
+    pool = cached.pool
+    read = cached.read
+    assert read is not None, "the layout has no block table to decode from"
+    keys = pool.keys[layer_in_pool]
+    values = pool.values[layer_in_pool]
     if pool.kernel == "flash":
-        return _decode_flash(q, pool, index, read)
-    keys, values = pool.keys[index], pool.values[index]
+        return _decode_flash(q, keys, values, read, pool.window)
     if pool.kernel == "paged":
         return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=pool.window)
-    assert read.plan is not None, "the cache was laid out for another kernel"
-    assert read.mask is not None, "the cache was laid out for another kernel"
-    return portable_attention.decode(q, keys, values, read.plan, read.mask)
+    assert read.index is not None, "the layout was made for another kernel"
+    assert read.mask is not None, "the layout was made for another kernel"
+    return portable_attention.decode(q, keys, values, read.index, read.mask)
 
 
 def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
 ) -> Tensor:
-    longest = max(layout.lengths, default=0)
-    if longest == 0:
+    """Packed attention by flash-attn's or torch's kernel for sequences of varying lengths."""
+    max_keys = max(layout.lengths, default=0)
+    if max_keys == 0:
+        # Zeros that depend on k and v too, so that each has a gradient.
         return q + 0 * (k.sum() + v.sum())
-    cu_k, cu_q, max_q = layout.cu_seqlens, layout.cu_queries, max(layout.num_own)
-    if layout.shared:  # queries are the last of their sequence's keys, which the kernels take for granted
-        k, v = k.index_select(0, layout.hidden_index), v.index_select(0, layout.hidden_index)
-    left = -1 if window is None else window - 1
+    max_queries = max(layout.num_own)
+    if layout.shared:
+        # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernels take
+        # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
+        k = k.index_select(0, layout.hidden_index)
+        v = v.index_select(0, layout.hidden_index)
+    # How many keys to the left and right of its own a query sees; -1: all.
+    window_size = (-1 if window is None else window - 1, 0)
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, longest, causal=True, window_size=(left, 0))
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            layout.cu_queries,
+            layout.cu_seqlens,
+            max_queries,
+            max_keys,
+            causal=True,
+            window_size=window_size,
+        )
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = q.shape[1] // k.shape[1]  # torch 2.11 has no flag for shared key heads, so they are repeated
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, longest, window_size=(left, 0))
+    # torch 2.11 has no option for key heads that several query heads share, so they are repeated.
+    groups = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
+    out = varlen_attn(
+        q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, window_size=window_size
+    )
     assert isinstance(out, Tensor)
     return out
 
 
-def _decode_flash(q: Tensor, pool: CachePool, layer: int, read: DecodeRead) -> Tensor:
+def _decode_flash(q: Tensor, keys: Tensor, values: Tensor, read: DecodeRead, window: int | None) -> Tensor:
     from flash_attn import flash_attn_with_kvcache
 
-    left = -1 if pool.window is None else pool.window - 1
-    return flash_attn_with_kvcache(
+    left = -1 if window is None else window - 1
+    # flash-attn takes queries as [B, new tokens, H, C], with one new token.
+    out = flash_attn_with_kvcache(
         q[:, None],
-        pool.keys[layer],
-        pool.values[layer],
+        keys,
+        values,
         cache_seqlens=read.lengths,
         block_table=read.blocks,
         causal=True,
         window_size=(left, 0),
-    )[:, 0]
+    )
+    return out[:, 0]

@@ -1,4 +1,4 @@
-"""The shape and features of a decoder, named as in config.json."""
+"""The shape and features of a decoder, with the names of config.json."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from minirl.model import batch_invariance
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of low rope frequencies (`rope_type: llama3`)."""
+    """How Llama 3 stretches the low rope frequencies (`rope_type: llama3`)."""
 
     factor: float
     low_freq_factor: float
@@ -19,7 +19,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and features of a decoder, named as in config.json; made by `weights.read_config`."""
+    """Shape and features of a decoder, read from config.json by `families.read_config`."""
 
     vocab_size: int
     hidden_size: int
@@ -32,20 +32,24 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    layer_windows: tuple[int | None, ...]  # tokens each layer sees, itself included; None: all
+    # How many tokens each layer sees, the token itself included. None: all.
+    layer_windows: tuple[int | None, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
-    scalar_head: bool = False  # one number per state instead of logits: a value or reward model
+    # A value or reward model, with one number for each hidden state in place of logits.
+    scalar_head: bool = False
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether this machine gives a token the same bits in any batch, by `batch_invariance.is_batch_invariant`."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        layers = [(hidden, heads), (hidden, kv), (heads, hidden), (hidden, inner), (inner, hidden)]
-        probe = batch_invariance.is_batch_invariant
-        return probe(layers, dtype, device) and probe(
-            [(hidden, self.vocab_size)], dtype, device, is_head=True
-        )
+        """Whether a token has the same bits in any batch on this machine. Measured on all products."""
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        head = [(hidden, self.vocab_size)]
+        if not batch_invariance.is_batch_invariant(layers, dtype, device):
+            return False
+        return batch_invariance.is_batch_invariant(head, dtype, device, is_head=True)

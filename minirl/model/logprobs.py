@@ -1,4 +1,7 @@
-"""Logits of a part of the vocabulary and their log-softmax: the one way for sampling and for scoring."""
+"""Logits of vocabulary chunks and their log-softmax.
+
+Sampling and scoring share these functions, so that both get the same bits.
+"""
 
 import torch
 from torch import Tensor
@@ -7,18 +10,27 @@ from minirl.model import batch_invariance
 
 
 def vocab_chunk_size(device: torch.device) -> int:
-    """Tokens of the vocabulary per product with the head: what fits the CPU's caches, few launches on CUDA."""
+    """Return the tokens of a vocabulary chunk, whose logits are one product with the head.
+
+    On the CPU a chunk fits the caches; on CUDA it is large, for few kernel launches.
+    """
     return 2048 if device.type == "cpu" else 32768
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
-    """Logits [T, W] at `temperature` [T, 1] or [1, 1], in fp32, of hidden [T, D] and a tile [W, D] of the head."""
+    """Return fp32 logits [T, W] of hidden [T, D] and a vocabulary chunk of the head's weight [W, D].
+
+    They are divided by `temperature` [T, 1] or [1, 1].
+    """
     return batch_invariance.head_logits(hidden, head).div_(temperature)
 
 
-def log_softmax(logits: Tensor, totals: Tensor | None) -> Tensor:
-    """Log-probabilities [T, W] from logits [T, W] and the logsumexp of each tile of the vocabulary [T, tiles].
+def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
+    """Return logprobs [T, W] of logits [T, W].
 
-    No totals where the W tokens are all there are.
+    chunk_totals [T, chunks]: the logsumexp of each vocabulary chunk; None if the W tokens are the whole
+    vocabulary.
     """
-    return torch.log_softmax(logits, -1) if totals is None else logits - totals.logsumexp(-1, keepdim=True)
+    if chunk_totals is None:
+        return torch.log_softmax(logits, -1)
+    return logits - chunk_totals.logsumexp(-1, keepdim=True)

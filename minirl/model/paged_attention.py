@@ -1,9 +1,10 @@
-"""Decode attention over block tables, as a Triton kernel: what CUDA uses where flash-attn is not installed.
+"""Decode attention over block tables as a Triton kernel, used on CUDA where flash-attn is not installed.
 
-It reads the pools as the portable kernel lays them out: a key block [C, BLOCK] is the right factor of its product as
-it lies, and one layout serves both. Scores, softmax and sums are fp32. A program reads the keys of one row and key
-head, or a share of them where rows are few. What a block holds beyond a row's keys has no effect, even NaN: nothing
-needs clearing. What is launched depends on the arguments' shapes alone, so that a CUDA graph can replay it.
+It reads the pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the
+right factor of its product without a transpose. Scores, softmax and sums are fp32. A program reads the keys
+of one request at one key head, or a part of them if requests are few. Whatever a block holds beyond a
+request's keys has no effect, even NaN, so blocks need no clearing. The launch depends on the shapes of the
+arguments alone, so that a CUDA graph can replay it.
 """
 
 import functools
@@ -14,105 +15,154 @@ from torch import Tensor
 
 from minirl.model.portable_attention import BLOCK
 
-TILE = 64  # keys of one product: two programs of head dimension 128 fit a multiprocessor's shared memory
-PROGRAMS = 512  # enough to fill the device; with fewer rows x key heads the keys are split
+# Keys of one product. At head dimension 128, the shared memory of a multiprocessor holds two programs.
+TILE = 64
+# Programs that fill the device. With fewer requests x key heads than this, their keys are split.
+MIN_PROGRAMS = 512
 
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor, *, window: int | None
 ) -> Tensor:
-    """Attention of the newest tokens q [B', H, C] over a pool's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C].
+    """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
 
-    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `DecodeRead`. Rows of q beyond theirs give anything.
+    keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
+    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.DecodeRead`.
+    Results beyond the first B are arbitrary.
     """
-    (rows, num_heads, dim), num_kv = q.shape, keys.shape[1]
-    groups, num_splits = num_heads // num_kv, 1
-    while rows * num_kv * num_splits < PROGRAMS and num_splits < blocks.shape[1]:
+    num_padded, num_heads, dim = q.shape
+    num_kv = keys.shape[1]
+    max_blocks = blocks.shape[1]
+    groups = num_heads // num_kv
+    num_splits = 1
+    while num_padded * num_kv * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
-    q, blocks = q.contiguous(), blocks.contiguous()
-    narrow = num_splits == 1  # nothing is left to add up
-    parts = q.new_empty(rows, num_kv, num_splits, groups, dim, dtype=q.dtype if narrow else torch.float32)
-    weights = q.new_empty(rows, num_kv, num_splits, groups, dtype=torch.float32)
-    _kernel()[len(lengths), num_kv, num_splits](
-        q,
+    # Each split gives the mean of its values and the logarithm of its weight among the splits. With one split
+    # the mean is the result.
+    mean_dtype = q.dtype if num_splits == 1 else torch.float32
+    means = q.new_empty(num_padded, num_kv, num_splits, groups, dim, dtype=mean_dtype)
+    log_weights = q.new_empty(num_padded, num_kv, num_splits, groups, dtype=torch.float32)
+    grid = (len(lengths), num_kv, num_splits)
+    _kernel()[grid](
+        q.contiguous(),
         keys,
         values,
-        blocks,
+        blocks.contiguous(),
         lengths,
-        parts,
-        weights,
-        blocks.shape[1],
+        means,
+        log_weights,
+        max_blocks,
         window or 0,
         dim**-0.5,
         NUM_KV=num_kv,
         GROUPS=groups,
         DIM=dim,
-        WIDE_GROUPS=max(
-            16, 1 << (groups - 1).bit_length()
-        ),  # a product has 16 rows or more, and powers of two
-        WIDE_DIM=max(16, 1 << (dim - 1).bit_length()),
+        PADDED_GROUPS=_padded_size(groups),
+        PADDED_DIM=_padded_size(dim),
         BLOCK=BLOCK,
         TILE=TILE,
         num_warps=4,
         num_stages=3,
     )
-    if narrow:
-        return parts.view(rows, num_heads, dim)
-    mean = (parts * weights.softmax(2)[..., None]).sum(2)
-    return mean.to(q.dtype).view(rows, num_heads, dim)
+    if num_splits == 1:
+        return means.view(num_padded, num_heads, dim)
+    weights = log_weights.softmax(2)[..., None]
+    mean = (means * weights).sum(2)
+    return mean.to(q.dtype).view(num_padded, num_heads, dim)
+
+
+def _padded_size(size: int) -> int:
+    """Return the next power of two, at least 16: the sizes that `tl.dot` takes."""
+    next_power_of_two = 1 << (size - 1).bit_length()
+    return max(16, next_power_of_two)
 
 
 @functools.cache
 def _kernel() -> Any:
+    """Compile the kernel when it is first used; triton is not installed everywhere."""
     import triton
     import triton.language as tl
 
     @triton.jit
     def attend_blocks(  # type: ignore[no-untyped-def]
-        q, keys, values, blocks, lengths, parts, weights, num_blocks, window, scale,
-        NUM_KV: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE_GROUPS: tl.constexpr,
-        WIDE_DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ):  # fmt: skip
-        row, head, split, num_splits = (
-            tl.program_id(0),
-            tl.program_id(1),
-            tl.program_id(2),
-            tl.num_programs(2),
-        )
-        group, dim, key = tl.arange(0, WIDE_GROUPS), tl.arange(0, WIDE_DIM), tl.arange(0, TILE)
-        is_dim, is_query = dim < DIM, (group < GROUPS)[:, None] & (dim < DIM)
-        query = tl.load(
-            q + ((row * NUM_KV + head) * GROUPS + group[:, None]) * DIM + dim, mask=is_query, other=0.0
-        )
-        end = tl.load(lengths + row)
+        q,
+        keys,
+        values,
+        blocks,
+        lengths,
+        means,
+        log_weights,
+        max_blocks,
+        window,
+        scale,
+        NUM_KV: tl.constexpr,
+        GROUPS: tl.constexpr,
+        DIM: tl.constexpr,
+        PADDED_GROUPS: tl.constexpr,
+        PADDED_DIM: tl.constexpr,
+        BLOCK: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        request = tl.program_id(0)
+        head = tl.program_id(1)
+        split = tl.program_id(2)
+        num_splits = tl.num_programs(2)
+        group = tl.arange(0, PADDED_GROUPS)
+        dim = tl.arange(0, PADDED_DIM)
+        key = tl.arange(0, TILE)
+        is_dim = dim < DIM
+        is_query = (group < GROUPS)[:, None] & is_dim
+        query_row = (request * NUM_KV + head) * GROUPS + group
+        query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
+
+        # The request sees keys begin..end - 1 of its table; each split takes equally many of their tiles.
+        end = tl.load(lengths + request)
         begin = tl.maximum(end - window, 0) if window > 0 else 0
-        first = begin // TILE
-        share = tl.cdiv(tl.cdiv(end, TILE) - first, num_splits)
-        most = tl.full([WIDE_GROUPS], -float("inf"), tl.float32)
-        total = tl.zeros([WIDE_GROUPS], tl.float32)
-        mean = tl.zeros([WIDE_GROUPS, WIDE_DIM], tl.float32)
-        for tile in range(first + split * share, tl.minimum(first + (split + 1) * share, tl.cdiv(end, TILE))):
-            block = tl.load(blocks + row * num_blocks + tile * TILE // BLOCK).to(tl.int64)
-            # The hint makes the loads of keys 16 bytes wide: without it they are compiled to 2 bytes each.
-            start, place = (
-                (block * NUM_KV + head) * DIM * BLOCK,
-                tl.multiple_of(tile * TILE % BLOCK, TILE) + key,
+        first_tile = begin // TILE
+        end_tile = tl.cdiv(end, TILE)
+        tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+        split_start = first_tile + split * tiles_per_split
+        split_end = tl.minimum(first_tile + (split + 1) * tiles_per_split, end_tile)
+
+        # Online softmax (https://arxiv.org/abs/1805.02867): the greatest score so far, the sum of
+        # exp(score - greatest), and the sum of the values with these weights. When the greatest score rises,
+        # both sums are scaled down.
+        greatest = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
+        total = tl.zeros([PADDED_GROUPS], tl.float32)
+        mean = tl.zeros([PADDED_GROUPS, PADDED_DIM], tl.float32)
+        for tile in range(split_start, split_end):
+            first_key = tile * TILE
+            block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
+            block_start = (block * NUM_KV + head) * DIM * BLOCK
+            # The hint makes the loads of keys 16 bytes wide. Without it they are compiled to 2 bytes each.
+            offset = tl.multiple_of(first_key % BLOCK, TILE) + key
+            is_seen = (first_key + key < end) & (first_key + key >= begin)
+            # Keys are not masked by `is_seen`, which would break the wide loads. Their scores are.
+            k = tl.load(
+                keys + block_start + dim[:, None] * BLOCK + offset,
+                mask=is_dim[:, None],
+                other=0.0,
             )
-            seen = (tile * TILE + key < end) & (tile * TILE + key >= begin)
-            # Not masked by `seen`, which would break wide loads along the keys: the scores are.
-            k = tl.load(keys + start + dim[:, None] * BLOCK + place, mask=is_dim[:, None], other=0.0)
-            v = tl.load(values + start + place[:, None] * DIM + dim, mask=seen[:, None] & is_dim, other=0.0)
+            v = tl.load(
+                values + block_start + offset[:, None] * DIM + dim,
+                mask=is_seen[:, None] & is_dim,
+                other=0.0,
+            )
             scores = tl.dot(query, k, input_precision="ieee") * scale
-            scores = tl.where(seen, scores, -float("inf"))
-            new_most = tl.maximum(most, tl.max(scores, 1))  # finite: every tile has a key that is seen
-            probs, shrink = tl.exp(scores - new_most[:, None]), tl.exp(most - new_most)
+            scores = tl.where(is_seen, scores, -float("inf"))
+            # Finite, because every tile has a key that is seen.
+            new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+            probs = tl.exp(scores - new_greatest[:, None])
+            shrink = tl.exp(greatest - new_greatest)
             total = total * shrink + tl.sum(probs, 1)
             mean = mean * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-            most = new_most
-        place = ((row * NUM_KV + head) * num_splits + split) * GROUPS + group
-        # A split without keys has weight exp(-inf).
-        mean = mean / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(parts + place[:, None] * DIM + dim, mean, mask=is_query)
-        tl.store(weights + place, most + tl.log(tl.where(total > 0, total, 1.0)), mask=group < GROUPS)
+            greatest = new_greatest
+
+        output_row = ((request * NUM_KV + head) * num_splits + split) * GROUPS + group
+        # A split without keys has total 0, mean 0 and weight exp(-inf).
+        divisor = tl.where(total > 0, total, 1.0)
+        mean = mean / divisor[:, None]
+        tl.store(means + output_row[:, None] * DIM + dim, mean, mask=is_query)
+        tl.store(log_weights + output_row, greatest + tl.log(divisor), mask=group < GROUPS)
 
     return attend_blocks

@@ -1,15 +1,24 @@
-"""The portable attention kernel: two products and a softmax over blocks of BLOCK keys, bitwise repeatable.
+"""The portable attention kernel: plain PyTorch operations whose results are bitwise repeatable.
 
-Every product has the same shape whoever asks and the blocks are added in order in fp32, so a row's result has the same
-bits in training, prefill and decode (`numerics`). Which rows go into which product is planned once for all layers:
-`index_packed` for streams of whole sequences, `index_decode` for one new token per cached sequence.
+Attention is a product of queries with keys, a softmax, and a product of the probabilities with values.
+Keys and values are cut into key blocks of BLOCK tokens. Each product with values sums over exactly one key
+block, and the results of the key blocks are added in their order in fp32. A masked key has probability 0 and
+adds nothing, so it does not matter how many key blocks are multiplied. A token's output therefore has the
+same bits in training, prefill and decoding (see `batch_invariance`).
+
+An index says which queries are multiplied with which keys. It holds for all layers with the same window:
+`index_packed` makes it for `attend_packed` (a stream of whole sequences), `index_decode` for `decode` (one
+new token for each cached sequence).
+
+In shapes: H query heads; K key heads; g = H / K query heads that share a key head; C channels of a head;
+T' tokens that the model computes (see `attention.PackedLayout`).
 """
 
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +26,58 @@ from torch import Tensor
 
 from minirl.model import batch_invariance, padding
 
-BLOCK = 128  # keys of one product, and tokens of a cache block
-QUERIES = (16, 32, 64)  # queries of one product where sequences are packed; the least that holds a tile's
+# Tokens of a key block; also the tokens of a block of the cache.
+BLOCK = 128
+# Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
+QUERY_BLOCK_SIZES = (16, 32, 64)
 
 
 @functools.cache
 def min_queries(head_dim: int, dtype: torch.dtype) -> int:
-    """The least number of queries that decoding may multiply with a block of keys and of values, on this machine's CPU.
+    """Return the least number of queries that `decode` may multiply with a key block on this machine's CPU.
 
-    A probe: from there on a row has the bits of `attend_packed`'s products. MIN_ROWS where nothing less will do.
+    It is measured: from this number of rows on, a row of a product has the same bits as in the larger
+    products of `attend_packed`. MIN_ROWS if 8 rows are still too few.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = ((3, 64, head_dim), (3, BLOCK, head_dim), (3, 64, BLOCK), (3, BLOCK, head_dim))
-    q, k, p, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    scores, out, stored = q @ k.transpose(1, 2), p @ v, k.transpose(1, 2).contiguous()
-    for rows in (1, 2, 4, 8):
-        few = [slice(i, i + rows) for i in range(0, 64, rows)]
-        same_scores = all(torch.equal(torch.bmm(q[:, i].contiguous(), stored), scores[:, i]) for i in few)
-        if same_scores and all(torch.equal(torch.bmm(p[:, i].contiguous(), v), out[:, i]) for i in few):
-            return rows
+
+    def randn(num_rows: int, num_columns: int) -> Tensor:
+        return torch.randn((3, num_rows, num_columns), generator=generator).to(dtype)
+
+    q = randn(64, head_dim)
+    k = randn(BLOCK, head_dim)
+    probs = randn(64, BLOCK)
+    v = randn(BLOCK, head_dim)
+    scores = q @ k.transpose(1, 2)
+    out = probs @ v
+    # The cache stores a key block as [C, BLOCK], while a packed stream multiplies a transposed view.
+    cached_k = k.transpose(1, 2).contiguous()
+    for num_rows in (1, 2, 4, 8):
+        same_scores = _is_product_by_rows(q, cached_k, scores, num_rows)
+        if same_scores and _is_product_by_rows(probs, v, out, num_rows):
+            return num_rows
     return padding.MIN_ROWS
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """n tiles of R queries that see the same number of key blocks.
+def _is_product_by_rows(x: Tensor, y: Tensor, expected: Tensor, num_rows: int) -> bool:
+    """Whether `expected` has the bits of x @ y when x is multiplied `num_rows` rows at a time."""
+    for start in range(0, x.shape[1], num_rows):
+        rows = slice(start, start + num_rows)
+        product = torch.bmm(x[:, rows].contiguous(), y)
+        if not torch.equal(product, expected[:, rows]):
+            return False
+    return True
 
-    queries [n x K x R] and keys [n x K x blocks x BLOCK]: rows of the model's q [T' x K, g x C] and k, v [T' x K, C];
-    where a sequence has no such token, another of its own. mask [n, 1, R, 1, blocks x BLOCK], additive.
+
+@dataclass(frozen=True)
+class _QueryBlocks:
+    """n query blocks of R queries each that see the same number of key blocks: one batched product.
+
+    queries int64 [n x K x R]: the block's queries, as rows of q [T' x K, g x C].
+    keys int64 [n x K x key blocks x BLOCK]: the keys that they see, as rows of k and of v [T' x K, C].
+    mask fp32 [n, 1, R, 1, key blocks x BLOCK]: 0 where a query sees a key, else -inf; added to the scores.
+
+    Where a sequence has no such query or key, the index names another one of the same sequence.
     """
 
     queries: Tensor
@@ -54,85 +87,192 @@ class _Tiles:
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """The products of a stream: its tiles, and where among their queries each row of q is, [T' x K]."""
+    """Which queries and keys of a stream `attend_packed` multiplies with each other.
 
-    tiles: list[_Tiles]
-    place: Tensor
+    output_index int64 [T' x K]: where each row of q [T' x K, g x C] is among the queries of all query blocks.
+    """
+
+    query_blocks: list[_QueryBlocks]
+    output_index: Tensor
+
+
+class _QuerySpan(NamedTuple):
+    """A query block of one sequence. Positions count from the start of the sequence."""
+
+    stream_start: int  # where the sequence starts in the stream
+    first_query: int  # position
+    end: int  # position after the last query, and after the newest key that it sees
+    first_key: int  # position where the oldest key block starts that the first query sees
 
 
 def index_packed(
-    lengths: Sequence[int], num_shared: Sequence[int], row: Tensor, *, window: int | None, num_kv: int
+    lengths: Sequence[int],
+    num_shared: Sequence[int],
+    hidden_index: Tensor,
+    *,
+    window: int | None,
+    num_kv: int,
 ) -> PackedIndex:
-    """Plan attention over sequences of these lengths, end to end; the first `num_shared` tokens of each ask nothing.
+    """Index attention over a stream of sequences of these lengths.
 
-    row int64 [T]: the model's row of each token of the stream.
+    num_shared: how many tokens at the start of each sequence have no queries of their own, because the model
+    computes them as part of an earlier sequence.
+    hidden_index int64 [T]: where each token of the stream is among the model's hidden states.
+
+    Example: one sequence of 200 tokens, K = 1, no window. Its query blocks are
+
+        queries                    R    key blocks           outputs
+        0..63                      64   0    (keys 0..127)   0..63
+        64..127                    64   0                    64..127
+        128..191                   64   0, 1 (keys 0..255)   128..191
+        192..199 (199 repeated)    16   0, 1                 192..207
+
+    The first two have the same shape and are one `_QueryBlocks` with n = 2. Keys 200..255 do not exist: the
+    index names key 0 instead, and the mask hides it. `output_index` is 0..199, which leaves out the outputs
+    of the repeated query.
     """
-    found: dict[
-        tuple[int, int], list[tuple[int, int, int, int]]
-    ] = {}  # tiles by their numbers of blocks and queries
-    stream = 0
-    for length, shared in zip(lengths, num_shared, strict=True):
-        for start in range(shared, length, QUERIES[-1]):
-            end = min(start + QUERIES[-1], length)
-            first = 0 if window is None else max(0, start - window + 1) // BLOCK
-            size = -(-end // BLOCK) - first, next(n for n in QUERIES if n >= end - start)
-            found.setdefault(size, []).append((stream, start, end, first * BLOCK))
-        stream += length
-    device, row = row.device, row.cpu()
-    tiles, place, offset = [], torch.empty(sum(lengths) - sum(num_shared), num_kv, dtype=torch.int64), 0
-    for (num_blocks, num_queries), members in found.items():
-        stream, start, end, first = (x[:, None] for x in torch.tensor(members).T)
-        ahead, key = start + torch.arange(num_queries), first + torch.arange(num_blocks * BLOCK)  # [n, ...]
-        is_query, query = (
-            ahead < end,
-            ahead.minimum(end - 1),
-        )  # the last once more: a row of -inf would give NaN
-        hidden = key[:, None] > query[:, :, None]
+    device = hidden_index.device
+    hidden_index = hidden_index.cpu()
+    query_blocks: list[_QueryBlocks] = []
+    num_hidden = sum(lengths) - sum(num_shared)
+    output_index = torch.empty(num_hidden, num_kv, dtype=torch.int64)
+    num_outputs = 0
+    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_shared, window).items():
+        # One number for each query block: each of the four is [n, 1].
+        stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
+        query = first_query + torch.arange(num_queries)  # [n, R]
+        is_query = query < end
+        # Beyond the end, repeat the last query: the softmax of a query that sees no key would be NaN.
+        query = query.minimum(end - 1)
+
+        key = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
+        is_masked = key[:, None] > query[:, :, None]  # [n, R, keys]
         if window is not None:
-            hidden |= key[:, None] <= query[:, :, None] - window
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, :, None]
-        queries, keys = row[stream + query], row[stream + key.where(key < end, 0)]
-        slot = offset + torch.arange(queries.numel() * num_kv).view(len(members), num_kv, -1).transpose(1, 2)
-        place[queries[is_query]] = slot[is_query]
-        offset += slot.numel()
-        queries, keys = (
-            (x[:, None] * num_kv + torch.arange(num_kv)[:, None]).flatten() for x in (queries, keys)
+            is_masked |= key[:, None] <= query[:, :, None] - window
+        mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
+        # Beyond the end, name the sequence's first key. Another sequence's key could hold NaN, and masked
+        # keys are still multiplied.
+        key = key.where(key < end, 0)
+
+        hidden_queries = hidden_index[stream_start + query]
+        hidden_keys = hidden_index[stream_start + key]
+        # The outputs of the product are in the order [n, K, R].
+        output = num_outputs + torch.arange(len(spans) * num_kv * num_queries)
+        output = output.view(len(spans), num_kv, num_queries).transpose(1, 2)  # [n, R, K]
+        output_index[hidden_queries[is_query]] = output[is_query]
+        num_outputs += output.numel()
+
+        blocks = _QueryBlocks(
+            queries=_rows_of_heads(hidden_queries, num_kv).to(device),
+            keys=_rows_of_heads(hidden_keys, num_kv).to(device),
+            mask=mask[:, None, :, None].to(device),
         )
-        tiles.append(_Tiles(queries.to(device), keys.to(device), mask.to(device)))
-    return PackedIndex(tiles, place.flatten().to(device))
+        query_blocks.append(blocks)
+    return PackedIndex(query_blocks, output_index.flatten().to(device))
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, plan: PackedIndex) -> Tensor:
-    """Causal attention of q [T', H, C] over k, v [T', K, C] -> [T', H, C]; rows beyond the plan's give 0."""
-    (num_heads, dim), num_kv = q.shape[1:], k.shape[1]
-    num_rows = len(plan.place) // num_kv
-    if num_rows == 0:
+def _query_spans(
+    lengths: Sequence[int], num_shared: Sequence[int], window: int | None
+) -> dict[tuple[int, int], list[_QuerySpan]]:
+    """Cut sequences into query blocks, by their shape: the number of key blocks, and R."""
+    spans: dict[tuple[int, int], list[_QuerySpan]] = {}
+    max_queries = QUERY_BLOCK_SIZES[-1]
+    stream_start = 0
+    for length, shared in zip(lengths, num_shared, strict=True):
+        for first_query in range(shared, length, max_queries):
+            end = min(first_query + max_queries, length)
+            num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
+            oldest_key = 0 if window is None else max(0, first_query - window + 1)
+            first_block = oldest_key // BLOCK
+            end_block = -(-end // BLOCK)  # rounded up
+            span = _QuerySpan(stream_start, first_query, end, first_block * BLOCK)
+            shape = (end_block - first_block, num_queries)
+            spans.setdefault(shape, []).append(span)
+        stream_start += length
+    return spans
+
+
+def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
+    """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] at each key head: [n x K x m].
+
+    Row t x K + h belongs to head h of token t.
+    """
+    head = torch.arange(num_kv)[:, None]
+    rows = hidden_index[:, None] * num_kv + head  # [n, K, m]
+    return rows.flatten()
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
+    """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C].
+
+    All three may have more rows than the index has (see `padding.pad_rows`); the result is 0 there.
+    """
+    num_padded, num_heads, dim = q.shape
+    num_kv = k.shape[1]
+    num_hidden = len(index.output_index) // num_kv
+    if num_hidden == 0:
+        # Zeros that depend on all three, so that each has a gradient.
         return 0 * q + 0 * (k.sum() + v.sum())
     groups = num_heads // num_kv
-    q, k, v = q.reshape(-1, groups * dim), k.reshape(-1, dim), v.reshape(-1, dim)
+    q = q.reshape(-1, groups * dim)
+    k = k.reshape(-1, dim)
+    v = v.reshape(-1, dim)
     outputs = []
-    for tiles in plan.tiles:
-        n, _, num_queries, _, num_keys = tiles.mask.shape
-        qs = q.index_select(0, tiles.queries).view(n * num_kv, num_queries * groups, dim)
-        ks, vs = (x.index_select(0, tiles.keys).view(n * num_kv, num_keys, dim) for x in (k, v))
-        scores = torch.bmm(qs, ks.transpose(1, 2)).view(n, num_kv, num_queries, groups, num_keys)
-        probs = _softmax(scores, tiles.mask, dim).view(n * num_kv, -1, num_keys)
-        products = map(torch.bmm, probs.split(BLOCK, 2), vs.split(BLOCK, 1))
-        outputs.append(_sum_in_order(products).to(q.dtype).view(-1, groups * dim))
-    out = torch.cat(outputs).index_select(0, plan.place).view(num_rows, num_heads, dim)
-    return out if num_rows == len(q) // num_kv else F.pad(out, (0, 0, 0, 0, 0, len(q) // num_kv - num_rows))
+    for blocks in index.query_blocks:
+        n, _, num_queries, _, num_keys = blocks.mask.shape
+        block_q = q.index_select(0, blocks.queries).view(n * num_kv, num_queries * groups, dim)
+        block_k = k.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
+        block_v = v.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
+        scores = torch.bmm(block_q, block_k.transpose(1, 2))
+        scores = scores.view(n, num_kv, num_queries, groups, num_keys)
+        probs = _softmax(scores, blocks.mask, dim).view(n * num_kv, num_queries * groups, num_keys)
+        # One product for each key block.
+        products = map(torch.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
+        block_out = _sum_in_order(products).to(q.dtype)
+        outputs.append(block_out.view(-1, groups * dim))
+    out = torch.cat(outputs).index_select(0, index.output_index).view(num_hidden, num_heads, dim)
+    if num_hidden < num_padded:
+        out = F.pad(out, (0, 0, 0, 0, 0, num_padded - num_hidden))
+    return out
 
 
 @dataclass(frozen=True)
 class DecodeIndex:
-    """Which blocks each of B rows reads, in order: `blocks` [B, n], the block table, 0 where a row has fewer.
+    """Which blocks of a cache pool each of B requests reads in a decode step, in all layers of the pool.
 
-    The rest is for the portable kernel, which multiplies whole blocks with the queries of all their users: first the
-    `num_live` lowest blocks of the pool with `num_users` users each, then the `shared` ones, which have more, with
-    `num_sharing` (a group shares its prompt's). One user's queries at one block and key head are a slot of g rows.
-    Indices of rows: query [slots] into q as [B x K, g x C]; score [B x K x g x n] into the products with the keys; prob
-    [slots x g] back into score's order; out [n x B' x H] into the products with the values; slots without a user read
-    row 0. unused [n, B', 1, 1]: places of `out` that are no block. B' is B with the padding of `padding.pad_rows`.
+    blocks int32 [B, n]: the block table. Entry (b, j) is the j-th block of request b, 0 beyond its last one.
+
+    The portable kernel uses the other fields. It multiplies each block once, with the queries of all requests
+    that read it, its users. Each user has a slot at each key head, for the g query heads that share this key
+    head. All blocks of one batched product must have equally many slots, so there are two kinds:
+
+    - The `num_live` lowest blocks of the pool, in use or not, have `num_users` slots each at every key head.
+    - Blocks with more users (a group shares the full blocks of its prompt) are listed in `shared` int64. They
+      come again after the live blocks, with `num_sharing` slots each; their first slots stay empty.
+
+    Slots are ordered by block, then key head, then user. The kernel gathers rows by these int64 indices:
+
+    query [slots]: each slot's row of q [B' x K, g x C].
+    score [B x K x g x n]: where each query head and table entry finds its scores, as a row of the products
+        with keys [slots x g, BLOCK].
+    prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x K x g x n, BLOCK].
+    out [n x B' x H]: where each table entry and query head finds its result, as a row of the products with
+        values [slots x g, C].
+    unused bool [n, B', 1, 1]: entries that are no block. Their results are set to 0.
+
+    Empty slots read row 0, and nothing reads their results. B' is B with the padding of `padding.pad_rows`.
+
+    Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, num_users = 1.
+
+        block tables   request 0: [0, 1]   request 1: [0, 3]   request 2: [2]
+        shared         [0], because block 0 has two users; num_live = 4, num_sharing = 2
+        slot           0         1          2          3          4          5
+        block          0         1          2          3          0          0
+        user           none      request 0  request 2  request 1  request 0  request 1
+        query          0         0          2          1          0          1
+
+    Request 1 reads block 0 in slot 5 and block 3 in slot 3. Its query heads 0 and 1 are the rows 2 x slot and
+    2 x slot + 1 of the products, so `score` is [10, 6] for head 0 and [11, 7] for head 1.
     """
 
     num_live: int
@@ -147,123 +287,188 @@ class DecodeIndex:
     unused: Tensor
 
     def to(self, device: torch.device) -> "DecodeIndex":
-        """A copy on `device`."""
-        fields: dict[str, Any] = {
-            name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()
-        }
-        return DecodeIndex(**fields)
+        """Return a copy on `device`."""
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device)
+        return replace(self, **moved)
 
 
 def block_table(tables: Sequence[Sequence[int]]) -> Tensor:
-    """The blocks of each row, int32 [B, n], 0 where a row has fewer than n."""
+    """Return the blocks of each request as int32 [B, n], 0 where a request has fewer than n."""
     n = max(map(len, tables))
-    return torch.tensor([[*blocks, *[0] * (n - len(blocks))] for blocks in tables], dtype=torch.int32)
+    padded = []
+    for blocks in tables:
+        missing = n - len(blocks)
+        padded.append([*blocks, *[0] * missing])
+    return torch.tensor(padded, dtype=torch.int32)
 
 
 def index_decode(
     tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int, num_padded: int
 ) -> DecodeIndex:
-    """Plan what rows with these block tables read. A block meets at least `min_users` rows' queries; on the host."""
-    rows, num_blocks, blocks = (
-        len(tables),
-        torch.tensor([len(blocks) for blocks in tables]),
-        block_table(tables),
-    )
+    """Index a decode step of requests with these block tables. All tensors are on the host.
+
+    groups: query heads per key head.
+    min_users: slots of each live block at each key head. Products of fewer queries could round differently
+    (see `min_queries`).
+    num_padded: B with the padding of `padding.pad_rows`.
+    """
+    num_requests = len(tables)
+    num_missing = num_padded - num_requests
+    blocks = block_table(tables)
     n = blocks.shape[1]
-    used = torch.arange(n) < num_blocks[:, None]
-    users = _users(blocks[used].long(), num_users=min_users)
-    slot = torch.zeros(rows, n, num_kv, dtype=torch.int64)
-    slot[used] = users.slots(num_kv)
-    slot = torch.where(
-        used[:, :, None], slot, slot[:, :1]
-    )  # a row that has fewer reads its own first, not another's
-    query = torch.zeros(users.num_slots * num_kv, dtype=torch.int64)
-    query[slot[used]] = torch.arange(rows * num_kv).view(rows, 1, num_kv).expand(-1, n, -1)[used]
-    score = slot.permute(0, 2, 1)[:, :, None] * groups + torch.arange(groups)[:, None]  # [B, K, g, n]
-    is_used = used[:, None, None].expand_as(score)
-    prob = torch.zeros(len(query) * groups, dtype=torch.int64)
-    prob[score[is_used]] = is_used.flatten().nonzero()[:, 0]
-    out = F.pad(score.permute(3, 0, 1, 2).flatten(2), (0, 0, 0, num_padded - rows)).flatten()
-    unused = F.pad(~used.T[:, :, None, None], (0, 0, 0, 0, 0, num_padded - rows), value=True)
-    counts = users.num_live, users.num_users, users.num_sharing
-    return DecodeIndex(*counts, blocks, users.shared, query, score.flatten(), prob, out, unused)
+    num_blocks = torch.tensor([len(table) for table in tables])
+    is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]
+    slots = _assign_slots(blocks[is_used].long(), num_users=min_users, num_kv=num_kv)
+
+    slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
+    slot[is_used] = slots.of_entry
+    # Beyond its last block, a request reads its own first one again. Another request's block could hold NaN,
+    # and NaN plus the mask's -inf is NaN.
+    slot = torch.where(is_used[:, :, None], slot, slot[:, :1])
+
+    query = torch.zeros(slots.num_slots, dtype=torch.int64)
+    row_of_q = torch.arange(num_requests * num_kv).view(num_requests, 1, num_kv)
+    query[slots.of_entry] = row_of_q.expand(-1, n, -1)[is_used]
+
+    # A slot is g rows of the products, one for each query head that shares the key head.
+    group = torch.arange(groups)[:, None]
+    score = slot.permute(0, 2, 1)[:, :, None] * groups + group  # [B, K, g, n]
+    is_score = is_used[:, None, None].expand_as(score)
+    prob = torch.zeros(slots.num_slots * groups, dtype=torch.int64)
+    prob[score[is_score]] = is_score.flatten().nonzero()[:, 0]
+
+    # Results are summed over the entries of a table, so these come first.
+    out = score.permute(3, 0, 1, 2).flatten(2)  # [n, B, H]
+    out = F.pad(out, (0, 0, 0, num_missing))  # [n, B', H]
+    unused = ~is_used.T  # [n, B]
+    unused = F.pad(unused, (0, num_missing), value=True)[:, :, None, None]
+    return DecodeIndex(
+        num_live=slots.num_live,
+        num_users=slots.num_users,
+        num_sharing=slots.num_sharing,
+        blocks=blocks,
+        shared=slots.shared,
+        query=query,
+        score=score.flatten(),
+        prob=prob,
+        out=out.flatten(),
+        unused=unused,
+    )
 
 
 @dataclass(frozen=True)
-class _Users:
-    """Places for the users of blocks: `num_users` each for the first `num_live`, `num_sharing` for the `shared` ones.
+class _Slots:
+    """Slots for the users of blocks, as described in `DecodeIndex`.
 
-    For each entry of a block table: `start`, the places before its block's, and `place` and `width` within them.
+    of_entry int64 [entries, K]: the slot of each entry of the block tables at each key head.
     """
 
     num_live: int
     num_users: int
     num_sharing: int
     shared: Tensor
-    start: Tensor
-    place: Tensor
-    width: Tensor
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_live * self.num_users + len(self.shared) * self.num_sharing
-
-    def slots(self, num_kv: int) -> Tensor:
-        """The slot of each entry at each key head [entries, K]: blocks, then key heads, then users."""
-        return (self.start * num_kv + self.place)[:, None] + self.width[:, None] * torch.arange(num_kv)
+    num_slots: int
+    of_entry: Tensor
 
 
-def _users(block: Tensor, *, num_users: int) -> _Users:
-    """Places for the entries of block tables, whose blocks are `block` [entries]."""
-    counts = torch.bincount(block)
-    order = block.argsort(stable=True)
-    place = torch.empty_like(block)
-    place[order] = torch.arange(len(block)) - (counts.cumsum(0) - counts)[block[order]]
-    num_live, num_sharing, is_shared = len(counts), int(counts.max()), counts > num_users
-    shared_start = num_live * num_users + (is_shared.cumsum(0) - 1) * num_sharing
-    start = torch.where(is_shared, shared_start, torch.arange(num_live) * num_users)[block]
-    width = torch.where(is_shared, num_sharing, num_users)[block]
-    return _Users(num_live, num_users, num_sharing, is_shared.nonzero()[:, 0], start, place, width)
+def _assign_slots(block: Tensor, *, num_users: int, num_kv: int) -> _Slots:
+    """Assign a slot at each key head to each entry of the block tables, one use of a block.
 
-
-def decode(q: Tensor, keys: Tensor, values: Tensor, plan: DecodeIndex, mask: Tensor) -> Tensor:
-    """Attention of the newest tokens q [B', H, C] over a pool's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C].
-
-    Products over the live pool block by block, without gathering keys; a softmax over each row's own blocks, under the
-    additive mask [B, 1, 1, n x BLOCK].
+    block int64 [entries]: the blocks in the tables, the requests end to end.
     """
-    (num_heads, dim), rows, num_kv, n = q.shape[1:], len(mask), keys.shape[1], plan.blocks.shape[1]
+    users_of_block = torch.bincount(block)
+    num_live = len(users_of_block)
+    num_sharing = int(users_of_block.max())
+    is_shared = users_of_block > num_users
+    shared = is_shared.nonzero()[:, 0]
+
+    # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
+    # block, that is an entry's position less the number of entries of lower blocks.
+    sorted_entries = block.argsort(stable=True)
+    uses_of_lower = users_of_block.cumsum(0) - users_of_block
+    user = torch.empty_like(block)
+    user[sorted_entries] = torch.arange(len(block)) - uses_of_lower[block[sorted_entries]]
+
+    # Where a block's slots would start with one key head: the live blocks first, then the shared ones.
+    num_own = num_live * num_users
+    own_start = torch.arange(num_live) * num_users
+    shared_start = num_own + (is_shared.cumsum(0) - 1) * num_sharing
+    start = torch.where(is_shared, shared_start, own_start)[block]
+    slots_per_head = torch.where(is_shared, num_sharing, num_users)[block]
+
+    # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
+    head = torch.arange(num_kv)
+    of_entry = (start * num_kv + user)[:, None] + slots_per_head[:, None] * head
+    num_slots = (num_own + len(shared) * num_sharing) * num_kv
+    return _Slots(num_live, num_users, num_sharing, shared, num_slots, of_entry)
+
+
+class _BlockSet(NamedTuple):
+    """Blocks of a pool, and the number of query heads that each is multiplied with at every key head."""
+
+    blocks: slice | Tensor
+    num_queries: int
+
+
+def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
+    """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
+
+    keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
+    mask fp32 [B, 1, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
+    Each block is multiplied where it lies, for all its users at once, so no request's keys are gathered. The
+    softmax is over each request's own blocks.
+    """
+    num_heads, dim = q.shape[1:]
+    num_requests, n = index.blocks.shape
+    num_kv = keys.shape[1]
     groups = num_heads // num_kv
-    # Blocks, and the number of queries that each of them meets
-    parts: list[tuple[slice | Tensor, int]] = [(slice(0, plan.num_live), plan.num_users * groups)]
-    if len(plan.shared):
-        parts.append((plan.shared, plan.num_sharing * groups))
-    qs = q.reshape(-1, groups * dim).index_select(0, plan.query).view(-1, dim)
-    scores = _products(qs, keys, parts).index_select(0, plan.score).view(rows, num_kv, groups, n * BLOCK)
-    probs = _softmax(scores, mask, dim).view(-1, BLOCK).index_select(0, plan.prob)
-    out = _products(probs, values, parts).index_select(0, plan.out).view(n, -1, num_heads, dim)
+    block_sets = [_BlockSet(slice(0, index.num_live), index.num_users * groups)]
+    if len(index.shared):
+        block_sets.append(_BlockSet(index.shared, index.num_sharing * groups))
+
+    # From requests to slots, multiply, and back to requests; twice. The shapes are in `DecodeIndex`.
+    q_rows = q.reshape(-1, groups * dim)
+    slot_q = q_rows.index_select(0, index.query).view(-1, dim)
+    slot_scores = _multiply_blocks(slot_q, keys, block_sets)
+    scores = slot_scores.index_select(0, index.score).view(num_requests, num_kv, groups, n * BLOCK)
+    probs = _softmax(scores, mask, dim)
+    slot_probs = probs.view(-1, BLOCK).index_select(0, index.prob)
+    slot_out = _multiply_blocks(slot_probs, values, block_sets)
+    out = slot_out.index_select(0, index.out).view(n, -1, num_heads, dim)
     if n > 1:
-        out = out.masked_fill_(plan.unused, 0)
+        # Entries that are no block have the result of the first block, which must not be counted again.
+        out = out.masked_fill_(index.unused, 0)
     return _sum_in_order(out.unbind(0)).to(q.dtype)[: len(q)]
 
 
-def _products(rows: Tensor, pool: Tensor, parts: Sequence[tuple[slice | Tensor, int]]) -> Tensor:
-    """`rows` [.., i] times the matrices [i, j] of the parts' blocks, m rows each; results [.., j] end to end."""
-    matrices = [pool[blocks].flatten(0, 1) for blocks, _ in parts]
-    shares = rows.split([len(matrix) * m for matrix, (_, m) in zip(matrices, parts, strict=True)])
-    products = [
-        torch.bmm(x.view(-1, m, x.shape[1]), matrix).flatten(0, 1)
-        for x, matrix, (_, m) in zip(shares, matrices, parts, strict=True)
-    ]
+def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]) -> Tensor:
+    """Multiply rows [slots x g, i] with the matrices [i, j] of their blocks in the pool [S, K, i, j].
+
+    Rows are in the order of the sets, their blocks and key heads. Returns [slots x g, j].
+    """
+    products = []
+    start = 0
+    for blocks, num_queries in block_sets:
+        matrices = pool[blocks].flatten(0, 1)  # [blocks x K, i, j]
+        end = start + len(matrices) * num_queries
+        factors = rows[start:end].unflatten(0, (len(matrices), num_queries))
+        product = torch.bmm(factors, matrices)
+        products.append(product.flatten(0, 1))
+        start = end
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Softmax in fp32 of scores [..., keys] over sqrt(dim), under an additive fp32 mask; in the scores' dtype."""
-    return torch.softmax(torch.add(mask, scores, alpha=1 / math.sqrt(dim)), -1).to(scores.dtype)
+    """Softmax of scores [..., keys] / sqrt(dim) + mask in fp32, rounded to the scores' dtype."""
+    masked_scores = torch.add(mask, scores, alpha=1 / math.sqrt(dim))
+    return torch.softmax(masked_scores, -1).to(scores.dtype)
 
 
 def _sum_in_order(parts: Iterable[Tensor]) -> Tensor:
+    """Add tensors one after another in fp32 (fp64 for fp64)."""
     first, *rest = parts
     total = first.to(batch_invariance.at_least_fp32(first.dtype))
     for part in rest:

@@ -1,9 +1,14 @@
-"""One decoder for every supported family, on packed streams. Config keys and parameter names are Hugging Face's.
+"""One decoder for every supported family, on packed streams. Parameters have Hugging Face's names.
 
-`Transformer.forward(tokens, positions, layout)` is the only forward: training, scoring, prefill and decode differ in
-their layout. It returns hidden states; logits are made where they are consumed, a few rows at a time (`scoring`,
-`sampling`). The model branches on features (bias, q/k norm, window, rope scaling), never on a family's name; which
-features a family has is said in `weights`. Norm statistics, rope tables and rotations are fp32 (fp64 in an fp64 model).
+`Transformer.forward(tokens, positions, layout)` is the only forward: training, scoring, prefill and decoding
+differ in their layout. It returns hidden states; logits are computed where they are used, a chunk at a time
+(`training.scoring`, `generation.sampling`).
+
+The model branches on features (biases, q/k norm, window, rope scaling), never on the name of a family;
+`families` says which features a family has. Norm statistics, rope tables and rotations are fp32 (fp64 in an
+fp64 model).
+
+In shapes: T tokens, D hidden size, C channels of a head.
 """
 
 import functools
@@ -16,13 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, attend
-from minirl.model.config import ModelConfig
+from minirl.model.config import ModelConfig, RopeScaling
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in fp32 and rounded once.
+    """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
-    Hugging Face rounds before the scale too; in 16 bits the two differ in the last bit.
+    Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
     """
 
     def __init__(self, size: int, eps: float):
@@ -35,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with batch-invariant products (`numerics`)."""
+    """`nn.Linear` with products from `batch_invariance`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return batch_invariance.linear(x, self.weight, self.bias)
@@ -43,56 +48,89 @@ class Linear(nn.Linear):
 
 @functools.cache
 def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [max_position_embeddings, C] in fp32, for `rotate`, looked up by position.
+    """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotate`.
 
-    A table, since the vectorised cosine and its scalar tail differ in the last bit. One for all models of a shape, and
-    no buffer: it must survive the meta device and never be cast.
+    A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
+    configuration share it. It is no buffer of theirs: it must survive the meta device and never be cast.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    exponent = channel / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
-    if (scaling := config.rope_scaling) is not None:
-        length = scaling.original_max_position_embeddings
-        wavelength = 2 * math.pi / frequency
-        smooth = (length / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        smooth = smooth.clamp(0, 1)  # 0: long waves, fully stretched; 1: short waves, as they are
-        frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-    angle = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device)
+    if config.rope_scaling is not None:
+        frequency = _scale_frequency(frequency, config.rope_scaling)
+    position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angle = position[:, None] * frequency
+    cos = angle.cos()
+    sin = angle.sin()
+    full_cos = torch.cat([cos, cos], -1)
+    signed_sin = torch.cat([-sin, sin], -1)
+    return full_cos.to(device), signed_sin.to(device)
+
+
+def _scale_frequency(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low rope frequencies by `factor` and keep high ones, as Llama 3 does."""
+    wavelength = 2 * math.pi / frequency
+    waves_in_context = scaling.original_max_position_embeddings / wavelength
+    # 0: long waves, divided in full. 1: short waves, kept as they are. Linear in between.
+    smooth = waves_in_context - scaling.low_freq_factor
+    smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, C] by the angles of cos and signed sin [T, 1, C]; halves pair up, as in Hugging Face."""
+    """Rotate x [T, heads, C] by the angles of cos and signed sin [T, 1, C].
+
+    Channels i and i + C / 2 are a pair (a, b), as in Hugging Face, and become (a cos - b sin, b cos + a sin).
+    The minus is part of the signed sin.
+    """
     wide = x.to(batch_invariance.at_least_fp32(x.dtype))
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    partner = wide.roll(x.shape[-1] // 2, -1)
+    return (wide * cos + partner * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope, optional biases, q/k norm and window."""
+    """Grouped-query self-attention with rope; optionally biases, q/k norm and a window."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.window, self.head_dim = layer, config.layer_windows[layer], config.head_dim
-        heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, heads, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj = Linear(heads, config.hidden_size, bias=config.o_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        hidden_size = config.hidden_size
+        head_dim = config.head_dim
+        q_size = config.num_attention_heads * head_dim
+        kv_size = config.num_key_value_heads * head_dim
+        self.layer = layer
+        self.window = config.layer_windows[layer]
+        self.head_dim = head_dim
         self.qk_norm = config.qk_norm
+        self.q_proj = Linear(hidden_size, q_size, config.qkv_bias)
+        self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+        self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+        self.o_proj = Linear(q_size, hidden_size, config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        q, k, v = (
-            proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+    ) -> Tensor:
+        q = self._split_heads(self.q_proj(x))
+        k = self._split_heads(self.k_proj(x))
+        v = self._split_heads(self.v_proj(x))
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o_proj(attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1))
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        out = attend(q, k, v, layout, layer=self.layer, window=self.window)
+        return self.o_proj(out.flatten(1))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """View [T, heads x C] as [T, heads, C]."""
+        return x.view(len(x), -1, self.head_dim)
 
 
 class MLP(nn.Module):
@@ -100,43 +138,59 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        hidden_size = config.hidden_size
+        inner_size = config.intermediate_size
+        self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+        self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+        self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(batch_invariance.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = batch_invariance.silu(self.gate_proj(x))
+        up = self.up_proj(x)
+        return self.down_proj(gate * up)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+    ) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, cos, sin, layout)
+        normed = self.post_attention_layernorm(x)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm (a container: `Transformer` runs them)."""
+    """Embedding, layers and final norm. It only holds them: `Transformer.forward` runs them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_hidden_layers):
+            self.layers.append(DecoderLayer(config, layer))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Transformer(nn.Module):
-    """A causal language model (`lm_head`), or with `config.scalar_head` a value or reward model (`score`).
+    """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
-    `recompute_layers` trades a second forward for the layers' activations in backward.
+    recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
     """
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
@@ -146,16 +200,23 @@ class Transformer(nn.Module):
         self.model = Decoder(config)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
-        else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-            if config.tie_word_embeddings:
-                self.lm_head.weight = self.model.embed_tokens.weight
+            return
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Hidden states [T, D] after the final norm, for tokens and positions int64 [T]. Not collective."""
-        places = padding.pad_rows(positions)
-        cos, sin = (table[places][:, None] for table in rope_table(self.config, tokens.device))  # [T, 1, C]
-        x = self.model.embed_tokens(padding.pad_rows(tokens))
+        """Return the hidden states [T, D] after the final norm. Not collective.
+
+        tokens and positions: int64 [T], without padding. On the CPU the layers get them padded
+        (`padding.pad_rows`).
+        """
+        padded_tokens = padding.pad_rows(tokens)
+        padded_positions = padding.pad_rows(positions)
+        cos_table, sin_table = rope_table(self.config, tokens.device)
+        cos = cos_table[padded_positions][:, None]  # [T, 1, C], the same for all heads
+        sin = sin_table[padded_positions][:, None]
+        x = self.model.embed_tokens(padded_tokens)
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)

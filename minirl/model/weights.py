@@ -1,7 +1,7 @@
-"""Hugging Face folders: config.json to `ModelConfig`, safetensors to parameters, and back.
+"""Weights in Hugging Face folders: resolve, load and save.
 
-Parameter names are the checkpoint's, so loading and saving are the identity on keys. A config key that may change the
-numbers and is not supported is refused by name. Tensors move one at a time, straight into each rank's shard.
+Parameters have the names of the checkpoint's tensors, so loading and saving map each name to itself. Tensors
+are loaded one at a time, straight into each rank's shard. `families` reads the folder's config.json.
 """
 
 import json
@@ -30,115 +30,138 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "*.jinja",
 )
+_DOWNLOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
 
 
 def resolve_folder(model: str, *, flag: str = "--model") -> Path:
-    """The local folder of a model: itself, or the hub's snapshot of that id. Raises InputError with both."""
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    if Path(model).exists() or model.startswith((".", "/")):
+    """Return the local folder of a model: `model` itself, or a snapshot of that id from the hub.
+
+    Downloads the snapshot if it is not cached. Raises InputError, which names the flag and the model.
+    """
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return folder
+    looks_like_path = model.startswith((".", "/"))
+    if folder.exists() or looks_like_path:
         raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "merges.txt"])
-        )
+        snapshot = snapshot_download(model, allow_patterns=_DOWNLOADED_FILES)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{flag} {model}: neither a folder here nor to be had from the hub ({error})"
+            f"{flag} {model}: neither a local folder nor available from the hub ({error})"
         ) from None
+    return Path(snapshot)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by checkpoint name, a tied one once."""
+    """Return the parameters by their names in the checkpoint; a tied one once."""
     return dict(model.named_parameters())
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
-    """Fill the parameters (plain, or this rank's shards of DTensors) from the folder's safetensors. Not collective.
+    """Fill the parameters from the folder's safetensors. Not collective.
 
-    A scalar head that a language model's folder does not have is set to 0.
-
-    Raises InputError without safetensors files, and InputError naming missing, unexpected or misshapen tensors.
+    Of DTensors it fills this rank's shards. A scalar head is set to 0 if the folder holds a language model,
+    which has none. Raises InputError if there are no safetensors files, and for missing, unexpected or
+    misshapen tensors, which it names.
     """
     files = _file_of_each_tensor(folder)
     params = named_parameters(model)
-    redundant = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_word_embeddings or model.config.scalar_head:
-        redundant.add("lm_head.weight")
     if model.config.scalar_head and not read_config(folder).scalar_head:
         torch.nn.init.zeros_(params.pop("score.weight"))
-    missing, unexpected = (
-        sorted(params.keys() - files.keys()),
-        sorted(files.keys() - params.keys() - redundant),
-    )
+    missing = sorted(params.keys() - files.keys())
+    unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
     if missing or unexpected:
         raise InputError(
             f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)"
         )
     for path in sorted(set(files.values())):
+        names = {name for name in params if files[name] == path}
         with open_tensors(path) as file:
-            names = {name for name in params if files[name] == path}
-            if lacking := sorted(names - set(file.keys())):
+            lacking = sorted(names - set(file.keys()))
+            if lacking:
                 raise InputError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
             for name in sorted(names):
                 fill(params[name], file.get_slice(name), f"{path}: {name}")
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False) -> Transformer:
-    """A frozen, unsharded model on the host, in `dtype`: a reference, or with a scalar head a reward model.
+    """Load a frozen, unsharded model in `dtype` on the host. Not collective, nor is its forward.
 
-    It needs no collectives. Not collective.
+    It is a reference model, or with a scalar head a reward model.
     """
-    model = Transformer(read_config(folder, scalar_head=scalar_head)).to(dtype).requires_grad_(False)
+    config = read_config(folder, scalar_head=scalar_head)
+    model = Transformer(config).to(dtype).requires_grad_(False)
     load_weights(model, folder)
     return model
 
 
+def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
+    """Return the names of tensors that a folder may hold although the model has no such parameter."""
+    # Old checkpoints store the rope frequencies, which are computed.
+    unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    if model.config.tie_word_embeddings or model.config.scalar_head:
+        unused.add("lm_head.weight")
+    return unused
+
+
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
+    """Return the safetensors file of each tensor, from the index or from the only file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    if not (folder / "model.safetensors").is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    path = folder / "model.safetensors"
+    if not path.is_file():
         raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
-    with open_tensors(folder / "model.safetensors") as file:
-        return dict.fromkeys(file.keys(), folder / "model.safetensors")
+    with open_tensors(path) as file:
+        return dict.fromkeys(file.keys(), path)
 
 
 @torch.no_grad()
-def fill(param: Tensor, stored: Any, place: str) -> None:
-    """Copy into a tensor, or into this rank's shard of a DTensor, what is stored of it (has `get_shape`, is sliced).
+def fill(param: Tensor, stored: Any, label: str) -> None:
+    """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
 
-    Not collective. Raises InputError naming `place` for another shape and for values that are not finite.
+    stored: a slice of `safetensors.safe_open`, of which only the part that is needed is read.
+    Raises InputError, with `label`, if the shapes differ or a value is not finite.
     """
-    if tuple(stored.get_shape()) != tuple(param.shape):
-        raise InputError(f"{place} has shape {list(stored.get_shape())}, the model's has {list(param.shape)}")
-    rows, local = slice(None), param
+    stored_shape = stored.get_shape()
+    if tuple(stored_shape) != tuple(param.shape):
+        raise InputError(f"{label} has shape {list(stored_shape)}, the model's has {list(param.shape)}")
+    local = param
+    rows = slice(None)
     if hasattr(param, "placements"):
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         assert isinstance(param, DTensor)
         local = param.to_local()
+        # FSDP shards the first dimension, so a shard is a range of rows.
         shape, offset = compute_local_shape_and_global_offset(
             param.shape, param.device_mesh, param.placements
         )
         rows = slice(offset[0], offset[0] + shape[0])
-    if local.numel():
-        local.copy_(stored[rows])
-        if not local.isfinite().all():
-            raise InputError(
-                f"{place} has values that are not finite; the file is damaged, fetch or save it again"
-            )
+    if local.numel() == 0:
+        return
+    local.copy_(stored[rows])
+    if not local.isfinite().all():
+        raise InputError(
+            f"{label} has values that are not finite; the file is damaged, fetch or save it again"
+        )
 
 
 def save_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, config: Mapping[str, Any], tokenizer_from: Path | None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    config: Mapping[str, Any],
+    tokenizer_from: Path | None,
 ) -> None:
-    """Write a Hugging Face folder that appears whole, by a rename. One rank calls it.
+    """Write a Hugging Face folder that is complete or absent. One rank calls it.
 
-    Raises OSError when there is a folder of that name.
+    It is written under a temporary name and then renamed. Raises OSError if a folder of that name exists.
     """
     half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
     try:
@@ -149,19 +172,31 @@ def save_folder(
 
 
 def write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, config: Mapping[str, Any], tokenizer_from: Path | None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    config: Mapping[str, Any],
+    tokenizer_from: Path | None,
 ) -> dict[str, Digest]:
-    """Write the files of a Hugging Face folder; returns their digests by name.
+    """Write the files of a Hugging Face folder; returns their digests by file name.
 
-    Weights as they are, `config` with their dtype, the tokenizer files copied. Peak memory is one tensor.
+    Writes the tensors in their dtype, `config` with that dtype, and copies of the tokenizer files of
+    `tokenizer_from`. Needs memory for one tensor at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    stated = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    sources = (
-        [] if tokenizer_from is None else [path for p in _TOKENIZER_FILES for path in tokenizer_from.glob(p)]
-    )
-    contents = {source.name: source.read_bytes() for source in sources}
-    contents["config.json"] = (json.dumps(stated, indent=2) + "\n").encode()
-    digests = {name: durable.write_file(folder / name, [content]) for name, content in contents.items()}
-    return digests | {"model.safetensors": write_tensors(folder / "model.safetensors", tensors)}
+    contents: dict[str, bytes] = {}
+    if tokenizer_from is not None:
+        for pattern in _TOKENIZER_FILES:
+            for path in tokenizer_from.glob(pattern):
+                contents[path.name] = path.read_bytes()
+    first_tensor = next(iter(tensors.values()))
+    # `torch_dtype` is the older name of `dtype`.
+    written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
+    written_config["dtype"] = str(first_tensor.dtype).removeprefix("torch.")
+    contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
+    digests = {}
+    for name, content in contents.items():
+        digests[name] = durable.write_file(folder / name, [content])
+    weights_name = "model.safetensors"
+    digests[weights_name] = write_tensors(folder / weights_name, tensors)
+    return digests

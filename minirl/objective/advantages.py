@@ -1,7 +1,8 @@
-"""From rewards to advantages and from counts to loss weights: pure functions of what every rank holds.
+"""Advantages from rewards, as pure functions of tensors.
 
-Sequence-level rewards are [P, G], a group of G rollouts in each row. Token-level streams here hold policy tokens only,
-sequence after sequence. `whiten` and `explained_variance` speak of all ranks' tokens and communicate.
+Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt. Rewards of tokens are streams [M]
+of the tokens that the policy sampled, one sequence after another. Most functions do not communicate;
+`mean_and_variance`, `whiten` and `explained_variance` do, because they are about the tokens of all ranks.
 """
 
 import torch
@@ -13,30 +14,62 @@ BASELINES = ("mean", "leave_one_out", "none")
 ADVANTAGE_NORMS = ("none", "group_std", "batch_std")
 
 
+def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Sums [...] of rewards [..., K] by weight [K].
+
+    A reward that is NaN does not apply to its completion and has no part in the sum. The sum is NaN where no
+    reward applies; those of weight 0 do not count, they are only logged.
+    """
+    applies = ~rewards.isnan()
+    scores = rewards.masked_fill(~applies, 0.0) @ weights
+    has_score = (applies & (weights != 0)).any(-1)
+    return scores.masked_fill(~has_score, torch.nan)
+
+
 def are_equal(rewards: Tensor) -> Tensor:
-    """Which groups of rewards [P, G] have no signal, all being equal, bool [P]."""
-    return (rewards == rewards[:, :1]).all(1)
+    """Which groups of rewards [P, G] have no signal because all their rewards are equal, bool [P].
+
+    Rewards that are NaN are left out.
+    """
+    is_missing = rewards.isnan()
+    lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
+    highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
+    return highest <= lowest
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of rewards [P, G].
+    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
-    baseline: "mean" of the group (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783), "leave_one_out"
-    (the others' mean: RLOO, arXiv:2402.14740), "none", or rewards [P] of a greedy rollout each (ReMax,
-    arXiv:2310.10505). norm: "group_std" divides by the group's std + eps, "batch_std" by that of all rewards, ddof 1.
-    Against the baseline of its own group, a group of equal rewards gets exactly 0.
+    baseline:
+        "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
+        "leave_one_out": the mean of the group's other rewards (RLOO, arXiv:2402.14740).
+        "none": 0.
+        Tensor [P]: the reward of one greedy rollout for each prompt (ReMax, arXiv:2310.10505).
+    norm:
+        "group_std": the group's standard deviation + eps.
+        "batch_std": the standard deviation of all rewards + eps.
+        "none": 1.
+
+    Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
+    exactly 0. A reward that is NaN is left out of all statistics and gets 0.
     """
+    if rewards.isnan().any():
+        return _advantages_of_scored(rewards, baseline=baseline, norm=norm, eps=eps)
     if isinstance(baseline, Tensor):
         centred = rewards - baseline[:, None]
     elif baseline == "none":
         centred = rewards
     elif baseline in BASELINES:
         centred = rewards - rewards.mean(1, keepdim=True)
-        centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)  # their mean may be off by a rounding
+        # The mean of equal rewards may differ from them by a rounding error.
+        centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)
         if baseline == "leave_one_out":
-            centred = centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+            # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
+            group_size = rewards.shape[1]
+            centred = centred * (group_size / (group_size - 1))
     else:
         raise ValueError(f"baseline {baseline!r}: choose one of {', '.join(BASELINES)}, or give rewards [P]")
+
     if norm == "group_std":
         return centred / (rewards.std(1, keepdim=True) + eps)
     if norm == "batch_std":
@@ -46,41 +79,88 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     return centred
 
 
-def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of K rewards [P, G, K]: each normalised within its group, then summed by
-    weight [K] and whitened over the step.
+def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float) -> Tensor:
+    """As `group_advantages`, each group by the rewards that are not NaN alone; 0 for the others."""
+    is_scored = ~rewards.isnan()
+    advantages = torch.zeros_like(rewards)
+    for group, scored in enumerate(is_scored):
+        is_against_others = isinstance(baseline, str) and baseline != "none"
+        if int(scored.sum()) < (2 if is_against_others else 1):
+            continue
+        advantages[group, scored] = group_advantages(
+            rewards[group, scored][None],
+            baseline=baseline if isinstance(baseline, str) else baseline[group : group + 1],
+            norm="none" if norm == "batch_std" else norm,
+            eps=eps,
+        )[0]
+    if norm == "batch_std":
+        advantages = advantages / (rewards[is_scored].std() + eps)
+    # Without a greedy score, or a standard deviation of several rewards, there is no advantage.
+    return advantages.masked_fill(advantages.isnan(), 0.0)
 
-    GDPO, arXiv:2601.05242: rewards of different scales count by their weights alone.
+
+def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Advantages [P, G] of K rewards [P, G, K] that are normalised separately (GDPO, arXiv:2601.05242).
+
+    Each reward is normalised within its group. The sum of these by weight [K] is then shifted and scaled to
+    mean 0 and variance 1 over the step. So rewards of different scales count by their weights alone. A
+    completion without a score (`weighted_scores`) is left out and gets 0.
     """
-    parts = [group_advantages(r, baseline="mean", norm="group_std", eps=eps) for r in rewards.unbind(-1)]
-    total = (torch.stack(parts, -1) * weights).sum(-1)
-    return (total - total.mean()) / (total.std() + eps)
+    advantages = [
+        group_advantages(reward, baseline="mean", norm="group_std", eps=eps) for reward in rewards.unbind(-1)
+    ]
+    total = (torch.stack(advantages, -1) * weights).sum(-1)
+    is_scored = ~weighted_scores(rewards, weights).isnan()
+    if is_scored.all():
+        return (total - total.mean()) / (total.std() + eps)
+    scored = total[is_scored]
+    whitened = (total - scored.mean()) / (scored.std() + eps)
+    return whitened.masked_fill(~is_scored | whitened.isnan(), 0.0)
 
 
 def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
-    """Which `count` rows of accuracies [P, G] to train on, and how many of them have no signal, being all equal.
+    """Select `count` of P groups to train on, given the accuracies [P, G] of their rollouts.
 
-    The first that are not all equal, filled up with the first that are; in order. DAPO's dynamic sampling
-    (arXiv:2503.14476 eq. 11), to be judged by accuracy: a length penalty would give every group a difference.
+    These are the first groups whose accuracies are not all equal. If there are too few of them, the first
+    other groups fill up the selection. Returns the indices of the selected groups in ascending order, and how
+    many of them have equal accuracies.
+
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It should be given accuracies, not rewards with
+    a length penalty, which would make the rollouts of every group differ.
     """
     is_equal = are_equal(accuracy)
-    rows = sorted(torch.argsort(is_equal.int(), stable=True)[:count].tolist())
-    return rows, int(is_equal[rows].sum())
+    # A stable sort of 0 and 1 keeps the order within both kinds of groups.
+    by_preference = torch.argsort(is_equal.int(), stable=True)
+    selected = sorted(by_preference[:count].tolist())
+    num_equal = int(is_equal[selected].sum())
+    return selected, num_equal
 
 
 def gae(
-    rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float, bootstrap: Tensor
+    rewards: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap: Tensor,
 ) -> Tensor:
-    """Generalised advantage estimates [M] of streams of policy tokens [M], never across sequences of `lengths` [N].
+    """Generalised advantage estimates [M] of policy tokens (arXiv:1506.02438 eq. 16).
 
-    rewards[t] is paid for token t, values[t] is of the state before it, bootstrap [N] of the state after the last: 0
-    where the sequence ended. Returns to regress values on are the estimates + values. arXiv:1506.02438 eq. 16.
+    The streams rewards and values [M] hold N sequences with `lengths` [N]; estimates never cross from one
+    sequence into another. rewards[t] is paid for token t, values[t] is the value of the state before it.
+    bootstrap [N] is the value of the state after the last token, 0 for a sequence that has ended. The returns
+    to regress values on are the estimates + values.
     """
-    advantages, running, next_value = torch.zeros_like(values), torch.zeros_like(bootstrap), bootstrap.clone()
+    advantages = torch.zeros_like(values)
+    running = torch.zeros_like(bootstrap)  # [N], the estimate of the token after the present one
+    next_value = bootstrap.clone()  # [N], the value of the state after the present token
     ends = lengths.cumsum(0)
-    for back in range(1, int(lengths.max()) + 1 if len(lengths) else 1):
-        alive = lengths >= back
-        token = (ends - back)[alive]
+    longest = int(lengths.max()) if len(lengths) else 0
+    # From the last token of every sequence to its first, all sequences at the same time.
+    for steps_back in range(1, longest + 1):
+        alive = lengths >= steps_back
+        token = (ends - steps_back)[alive]
         delta = rewards[token] + gamma * next_value[alive] - values[token]
         running[alive] = delta + gamma * gae_lambda * running[alive]
         next_value[alive] = values[token]
@@ -89,38 +169,50 @@ def gae(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Sums [M] of the rewards from each token to the end of its sequence."""
-    zeros = torch.zeros_like(rewards)
-    return gae(rewards, zeros, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=rewards.new_zeros(len(lengths)))
+    """Sums [M] of the rewards [M] from each token to the end of its sequence."""
+    values = torch.zeros_like(rewards)
+    bootstrap = rewards.new_zeros(len(lengths))
+    return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Rewards [M] of policy tokens: -kl_coef * kl [M] each, and its sequence's score [N] at its last token.
+    """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
-    arXiv:2203.02155 eq. 2, with kl = old - ref (k1).
+    kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
+    dropped.
     """
     rewards = -kl_coef * kl
     has_tokens = lengths > 0
-    rewards[lengths.cumsum(0)[has_tokens] - 1] += scores[has_tokens]
+    last_tokens = lengths.cumsum(0)[has_tokens] - 1
+    rewards[last_tokens] += scores[has_tokens]
     return rewards
 
 
 def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (ddof 1) of all ranks' values [M_r] together, fp64 (collective)."""
+    """Mean and variance (ddof 1) of all ranks' values [M_r] together, fp64 on the host (collective)."""
     values = values.double().cpu()
-    count, total = all_reduce_sum(torch.stack([torch.tensor(len(values)).double(), values.sum()]))
-    mean = total / count
-    return mean, all_reduce_sum((values - mean).square().sum()) / (count - 1).clamp(min=1)
+    count = torch.tensor(len(values)).double()
+    total_count, total = all_reduce_sum(torch.stack([count, values.sum()]))
+    mean = total / total_count
+    squares = all_reduce_sum((values - mean).square().sum())
+    variance = squares / (total_count - 1).clamp(min=1)
+    return mean, variance
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Values [M_r] with mean 0 and variance 1 over all ranks' (collective)."""
+    """Shift and scale values [M_r] to mean 0 and variance 1 over all ranks (collective)."""
     mean, variance = mean_and_variance(values)
-    return ((values.double().cpu() - mean) * torch.rsqrt(variance + 1e-8)).to(values)
+    whitened = (values.double().cpu() - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened.to(values)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Share of the variance of all ranks' returns [M_r] that the values explain, at most 1 (collective)."""
+    """Share of the variance of all ranks' returns [M_r] that the values [M_r] explain (collective).
+
+    At most 1, and 0 if the returns do not vary.
+    """
     _, unexplained = mean_and_variance(returns - values)
     _, total = mean_and_variance(returns)
-    return float(1 - unexplained / total) if total > 0 else 0.0
+    if total > 0:
+        return float(1 - unexplained / total)
+    return 0.0

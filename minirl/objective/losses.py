@@ -1,7 +1,8 @@
-"""Per-token losses as pure functions on aligned fp32 streams [T]; all are minimised, none divides by anything.
+"""Losses of tokens and of pairs of scores, to be minimised. Pure functions of aligned fp32 streams [T].
 
-The caller weighs and sums: objective = sum(loss_weights * loss) (`advantages.loss_weights`). A policy loss takes the
-ratio of `importance_ratio`; what it says of a whole sequence stands at each of the sequence's tokens.
+No loss is divided by a count. The caller weights and sums it: objective = sum(loss_weights * loss), see
+`loss_weights.loss_weights`. A policy loss takes the ratio of `importance_ratio`; sequence-level ratios are
+broadcast to every token.
 """
 
 from collections.abc import Sequence
@@ -11,75 +12,98 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RATIO_LEVELS = ("token", "sequence_mean", "sequence_sum")
-MAX_LOG_RATIO = (
-    20.0  # as in verl and OpenRLHF: exp of a long completion's sum would overflow, and inf * 0 is NaN
-)
+# As in verl and OpenRLHF. The exp of a long completion's sum would overflow, and inf * 0 is NaN.
+MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sums [N] of a stream [T] over its sequences of these lengths."""
-    return torch.stack([part.sum() for part in values.split(list(lengths))]) if lengths else values[:0]
+    """Sums [N] of a stream [T] over its sequences, which have these lengths."""
+    if not lengths:
+        return values[:0]
+    return torch.stack([part.sum() for part in values.split(list(lengths))])
 
 
 def _spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    return values.repeat_interleave(torch.tensor(lengths, dtype=torch.int64).to(values.device))
+    """Broadcast values [N] of sequences with these lengths to their tokens [T]."""
+    repeats = torch.tensor(lengths, dtype=torch.int64).to(values.device)
+    return values.repeat_interleave(repeats)
 
 
 def importance_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, *, level: str = "token", lengths: Sequence[int], loss_mask: Tensor
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    level: str = "token",
+    lengths: Sequence[int],
+    loss_mask: Tensor,
 ) -> Tensor:
     """Ratio of new to old probability at each token [T], differentiable in `logprobs`.
 
-    level "token": exp(new - old). "sequence_mean": exp of the sequence's mean of new - old (GSPO, arXiv:2507.18071
-    eq. 7). "sequence_sum": exp of its sum, the ratio of whole completions (RLOO, arXiv:2402.14740). `lengths` are those
-    of the sequences in the stream; both streams are 0 outside `loss_mask` bool [T].
+    With d = logprobs - old_logprobs:
+
+        "token": exp(d).
+        "sequence_mean": exp of the mean of d over the sequence's loss tokens (GSPO, arXiv:2507.18071 eq. 7).
+        "sequence_sum": exp of the sum of d over the sequence, the ratio of whole completions (RLOO,
+            arXiv:2402.14740).
+
+    lengths: those of the sequences in the streams. loss_mask: bool [T]; both streams are 0 where it is false.
     """
     log_ratio = logprobs - old_logprobs
     if level == "token":
         return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     sums = sequence_sums(log_ratio, lengths)
     if level == "sequence_mean":
-        sums = sums / sequence_sums(loss_mask, lengths).clamp(min=1)
+        num_loss_tokens = sequence_sums(loss_mask, lengths)
+        sums = sums / num_loss_tokens.clamp(min=1)
     elif level != "sequence_sum":
         raise ValueError(f"ratio level {level!r}: choose one of {', '.join(RATIO_LEVELS)}")
-    return _spread(sums.clamp(max=MAX_LOG_RATIO).exp(), lengths)
+    ratios = sums.clamp(max=MAX_LOG_RATIO).exp()
+    return _spread(ratios, lengths)
 
 
 def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> Tensor:
-    """PPO's clipped surrogate max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)).
+    """PPO's clipped surrogate loss (arXiv:1707.06347 eq. 7).
 
-    arXiv:1707.06347 eq. 7; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476 eq. 10. dual_clip > 1 bounds
-    the loss by -A dual_clip where A < 0 (arXiv:1912.09729 eq. 5); 0: no such bound.
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), with A the advantage and r the ratio. clip_high >
+    clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10). dual_clip > 1 bounds the loss by -A dual_clip
+    where A < 0 (arXiv:1912.09729 eq. 5); 0: no such bound.
     """
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     if not dual_clip:
         return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    bounded = torch.minimum(loss, -advantages * dual_clip)
+    return torch.where(advantages < 0, bounded, loss)
 
 
 def cispo_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """REINFORCE weighted by the clipped ratio, -sg(clip(r, 1 - clip_low, 1 + clip_high)) A new: no token loses its
-    gradient (CISPO, arXiv:2506.13585 eq. 4).
+    """CISPO's loss: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
 
-    The bounds are relative to 1, as everywhere here: clip_high 4 is the cap 5, and clip_low 1 is no lower bound.
+    -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, arXiv:2506.13585 eq. 4. The bounds are
+    relative to 1, as in the other losses: clip_high 4 caps the ratio at 5, and clip_low 1 is no lower bound.
     """
-    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs
 
 
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, is_weight: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens the clip acts on, bool [T]: ratio below 1 - clip_low with A < 0, above 1 + clip_high with A > 0.
+    """Which tokens the lower and the upper clip act on, two bool [T].
 
-    Of a ratio that `is_weight` (CISPO) it acts whatever the advantage.
+    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and
+    A > 0. is_weight: the ratio is only a weight of the loss (CISPO), which is clipped whatever the advantage.
     """
-    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    return low & ((advantages < 0) | is_weight), high & ((advantages > 0) | is_weight)
+    low = ratio < 1 - clip_low
+    high = ratio > 1 + clip_high
+    if is_weight:
+        return low, high
+    return low & (advantages < 0), high & (advantages > 0)
 
 
 @torch.no_grad()
@@ -94,39 +118,55 @@ def importance_weights(
 ) -> Tensor:
     """Weights [T], without gradient, that correct for sampling from another policy than the old one.
 
-    rho = exp(old - sampled), per token or, for "sequence_...", of the whole completion (`lengths` as in
-    `importance_ratio`). "..._truncate" clamps it to [low, high]; "..._mask" sets it to 0 outside. Multiplying the loss,
-    they make the decoupled objective (arXiv:2505.24298 eq. 5): never where the loss's ratio is to the sampled logprobs
-    already.
+    rho = exp(old_logprobs - sample_logprobs), of each token for "token_...", of the whole completion for
+    "sequence_..." (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask"
+    sets it to 0 outside of [low, high].
+
+    Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). They must not be
+    used if the ratio of the loss has the sampled logprobs in its denominator already.
     """
     if correction not in CORRECTIONS:
         raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
-    level, _, kind = correction.partition("_")
+    level, kind = correction.split("_")
     log_rho = old_logprobs - sample_logprobs
-    rho = log_rho.exp() if level == "token" else _spread(sequence_sums(log_rho, lengths).exp(), lengths)
-    return rho.clamp(low, high) if kind == "truncate" else torch.where((rho >= low) & (rho <= high), rho, 0.0)
+    if level == "token":
+        rho = log_rho.exp()
+    else:
+        sequence_rho = sequence_sums(log_rho, lengths).exp()
+        rho = _spread(sequence_rho, lengths)
+    if kind == "truncate":
+        return rho.clamp(low, high)
+    is_inside = (rho >= low) & (rho <= high)
+    return torch.where(is_inside, rho, 0.0)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error of the values, or of the values kept within `clip` of the old ones where that is greater.
+    """Half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    clip 0: no such bound. PPO's value clipping, as in verl and TRL.
+    The error is that of the values, or of the values clipped to within `clip` of the old ones if that is
+    greater. clip 0: no clipping.
     """
     error = (values - returns).square()
     if clip:
-        error = torch.maximum(error, _bounded_error(values, old_values, returns, clip))
+        clipped_error = _clipped_value_error(values, old_values, returns, clip)
+        error = torch.maximum(error, clipped_error)
     return error / 2
 
 
 def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Which tokens' value loss is that of the bounded value, bool [T]: their gradient is 0."""
+    """Which tokens have the value loss of the clipped value, bool [T]; its gradient is 0."""
+    if not clip:
+        return torch.zeros_like(values, dtype=torch.bool)
     is_outside = (values - old_values).abs() > clip
-    is_worse = _bounded_error(values, old_values, returns, clip) > (values - returns).square()
-    return is_outside & is_worse & bool(clip)
+    error = (values - returns).square()
+    is_worse = _clipped_value_error(values, old_values, returns, clip) > error
+    return is_outside & is_worse
 
 
-def _bounded_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    return (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+def _clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Squared error of the values, clipped to within `clip` of the old ones."""
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    return (clipped_values - returns).square()
 
 
 def sft_loss(logprobs: Tensor) -> Tensor:
@@ -137,8 +177,10 @@ def sft_loss(logprobs: Tensor) -> Tensor:
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center_coef: float = 0.0
 ) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) of each pair of scores [N] (Bradley-Terry; arXiv:2203.02155 eq. 1).
+    """Bradley-Terry loss of pairs of scores [N] (arXiv:2203.02155 eq. 1).
 
-    center_coef * (chosen + rejected)^2 keeps the scores around 0 (arXiv:2312.09244).
+    -log sigmoid(chosen - rejected - margin). center_coef * (chosen + rejected)^2 is added to keep the scores
+    around 0 (arXiv:2312.09244).
     """
-    return -F.logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected).square()
+    preference = -F.logsigmoid(chosen - rejected - margin)
+    return preference + center_coef * (chosen + rejected).square()

@@ -1,4 +1,8 @@
-"""The one process group, from torchrun's variables or of a single process. Every rank runs the same script."""
+"""The process group, with one process per rank: start and stop it, and the collectives on host values.
+
+Under torchrun the ranks come from its environment variables; otherwise this process is the only rank. Every
+rank runs the same script.
+"""
 
 import os
 import sys
@@ -16,53 +20,72 @@ from minirl.ranks import watchdog
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: "cpu", "cuda" or "auto" (cuda where there is one). threads: intra-op CPU threads of this rank; with more
-    than one, CPU products are not batch-invariant (`numerics`). hang_timeout: seconds without progress on any rank after
-    which `watchdog.run` ends the run, 0: never; collectives then wait for a slow rank up to a day, without it as long as
-    torch lets them. Raises InputError for a device that is not there.
+    device: "cpu", "cuda" or "auto" (cuda if there is a CUDA device). threads: CPU threads of one operation on
+    this rank; with more than one, CPU matrix products are not batch-invariant
+    (`minirl.model.batch_invariance`).
+
+    hang_timeout: seconds without progress on any rank after which the watchdog ends the run; 0: never. None:
+    the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
+    knows a hang from a slow rank, collectives wait up to a day.
+
+    Raises InputError for a device that does not exist.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: choose auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not use_cuda:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     torch.set_num_threads(threads)
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
-    patience = None if hang_timeout is None else timedelta(days=1)
     if not dist.is_initialized():
-        store, num_ranks = watchdog.rendezvous(), world_size()
-        dist.init_process_group(backend, timeout=patience, world_size=num_ranks, rank=rank(), store=store)
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            timeout=None if hang_timeout is None else timedelta(days=1),
+            store=watchdog.rendezvous(),
+            rank=rank(),
+            world_size=world_size(),
+        )
+    if use_cuda:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def stop() -> NoReturn:
-    """Wait for all ranks and end the process with exit code 0 (collective): for scripts without `watchdog.run`."""
+    """Wait for all ranks and end the process with exit code 0 (collective).
+
+    For scripts that do not use `watchdog.run`.
+    """
     dist.barrier()
     watchdog.leave_now(0)
 
 
 def stop_requested() -> int:
-    """The signal by which a rank was asked to stop, or 0; the same on all ranks (collective), for the end of a step."""
+    """The number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
+
+    All ranks get the same number, so that they stop after the same step.
+    """
     number = torch.tensor(watchdog.this_process.stop_signal)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
 
 def rank() -> int:
-    """This process's rank; 0 before `start`."""
+    """This process's rank. Before `start`, torchrun's, or 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """The number of ranks; 1 before `start`."""
+    """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0, at once; nowhere from when on the reader has gone (`| head`)."""
+    """Print on rank 0 and flush. Not collective.
+
+    When the reader of the output has gone (as in `| head`), this and all later output is dropped.
+    """
     if rank() == 0:
         try:
             print(*parts, flush=True)
@@ -90,10 +113,15 @@ def barrier() -> None:
 
 
 def all_gather_rows(rows: Tensor) -> Tensor:
-    """The ranks' host tensors [n_r, ...] end to end in rank order; n_r may differ or be 0 (collective)."""
+    """Concatenate the ranks' host tensors [n_r, ...] along dimension 0, in rank order (collective).
+
+    n_r may differ between ranks and may be 0; the other dimensions and the dtype are the same.
+    """
     counts = torch.zeros(world_size(), dtype=torch.int64)
     counts[rank()] = len(rows)
     dist.all_reduce(counts)
+    # all_gather needs the same shape from every rank: send zeros up to the largest count, and drop them
+    # afterwards.
     padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in range(world_size())]
@@ -102,6 +130,6 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Sum of a host tensor over the ranks, in place (collective)."""
+    """Sum a host tensor over the ranks, in place (collective)."""
     dist.all_reduce(values)
     return values

@@ -1,1 +1,1 @@
-"""What a run says: metrics, the console, files and Weights & Biases."""
+"""Report on a run: metrics, console lines, log files and Weights & Biases."""

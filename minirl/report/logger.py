@@ -1,18 +1,18 @@
-"""Where a run's numbers go: one console line per step, metrics.jsonl and, if asked, wandb; texts to rollouts/*.jsonl.
+"""Log a run: console lines, metrics.jsonl, rollouts/*.jsonl and, on demand, wandb.
 
-wandb never stops a run: after its first failure one line is printed and it is left alone. A resumed run goes on in the
-same files, and in the same wandb run, after the step of its checkpoint.
+wandb never stops a run: after its first failure one line is printed and it is not called again. A resumed run
+continues its files and its wandb run after the step of its checkpoint.
 """
 
 import json
 import math
 import secrets
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,32 +22,45 @@ from minirl.ranks.process_group import print0, rank, world_size
 from minirl.rewards.rewarded import RewardedRollouts
 
 
-def troubles(metrics: Mapping[str, float], first: Mapping[str, float]) -> Iterator[str]:
-    """What is typical trouble in a step's metrics, given those of the run's first step, each with the flag to try."""
-    m, begin = defaultdict(float, metrics), defaultdict(float, first)
+def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -> Iterator[str]:
+    """Find typical trouble in a step's metrics; one sentence for each, with the flag to try.
+
+    first_metrics: the first value that each metric had in the run.
+    """
+    m = defaultdict(float, metrics)
+    first = defaultdict(float, first_metrics)
     if m["reward/frac_equal_groups"] == 1:
-        yield "the rewards of each prompt are all equal, nothing to learn: try easier prompts or a larger --group-size"
+        yield (
+            "the rewards of each prompt are all equal, nothing to learn: "
+            "try easier prompts or a larger --group-size"
+        )
     if m["len/empty"] > 0.95:
         yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
     if m["len/truncated"] > 0.95:
         yield "nearly every completion was cut off before it ended: raise --max-new-tokens"
-    if m["policy/entropy"] < 0.1 * begin["policy/entropy"] and m["reward/mean"] <= begin["reward/mean"]:
-        yield "entropy is collapsing and the reward does not rise: lower --lr, raise --clip-high or set --entropy-coef"
+    if m["policy/entropy"] < 0.1 * first["policy/entropy"] and m["reward/mean"] <= first["reward/mean"]:
+        yield (
+            "entropy is collapsing and the reward does not rise: "
+            "lower --lr, raise --clip-high or set --entropy-coef"
+        )
     if m["policy/kl_old_k3"] > 0.2 or m["policy/kl_ref_k3"] > 2:
-        yield "the KL divergence is exploding: lower --lr, take fewer --num-minibatches or raise the KL coefficient"
+        yield (
+            "the KL divergence is exploding: "
+            "lower --lr, take fewer --num-minibatches or raise the KL coefficient"
+        )
     if m["policy/logp_gap_mean"] > 0.05:
         yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
     if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
         yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"
     elif m["policy/ratio_max"] == 1 and abs(m["policy/loss"]) < 1e-3 * m["optim/grad_norm"]:
         yield (
-            "policy/loss is about 0, and that is as it should be: with one update per step the ratio is 1 and the "
-            "advantages of a group sum to 0; the gradient (gnorm) is not 0. Watch the reward"
+            "policy/loss is about 0, and that is as it should be: with one update per step the ratio is 1 "
+            "and the advantages of a group sum to 0; the gradient (gnorm) is not 0. Watch the reward"
         )
 
 
 class Logger:
-    """Writes on rank 0: args.json at once, then metrics, rollouts and console lines. The folder must exist."""
+    """Writes args.json when constructed, then metrics, rollouts and console lines. Only rank 0 writes."""
 
     def __init__(
         self,
@@ -58,127 +71,196 @@ class Logger:
         after_step: int = 0,
         keep_rollouts: int = 0,
     ):
-        """`after_step`: the last step whose numbers stay; keep_rollouts: of that many newest steps (0: of all)."""
-        self.folder, self._wandb, self._keep_rollouts = folder, None, keep_rollouts
+        """Open the logs in `folder`, which must exist.
+
+        after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
+        keep_rollouts: how many newest steps keep their rollouts (0: all). wandb_mode: "off", or a mode of
+        `wandb.init`.
+        """
+        self.folder = folder
+        self._wandb: Any = None
+        self._keep_rollouts = keep_rollouts
+        # The first value of each metric.
         self._first: Mapping[str, float] = {}
-        self._told: set[str] = set()
+        self._printed_troubles: set[str] = set()
+        self._after_step = after_step
+        self._began = time.monotonic()
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            args = {**redacted(json.loads(json.dumps(args, default=str))), "wandb_id": _wandb_id(folder)}
+            # A round trip through JSON turns what it cannot hold (paths) into text.
+            json_args = json.loads(json.dumps(args, default=str))
+            args = {**redacted(json_args), "wandb_id": _wandb_id(folder)}
             durable.replace_file(folder / "args.json", json.dumps(args, indent=2) + "\n")
-            lines = _lines_until(folder / "metrics.jsonl", after_step)
-            durable.replace_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-            self._first = next(({k: v for k, v in line.items() if v is not None} for line in lines), {})
-            self._wandb = _start_wandb(folder, args, wandb_mode) if wandb_mode != "off" else None
+            lines = _read_metrics(folder / "metrics.jsonl", after_step)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            durable.replace_file(folder / "metrics.jsonl", text)
+            if lines:
+                self._first = {name: value for name, value in lines[0].items() if value is not None}
+            if wandb_mode != "off":
+                self._wandb = _start_wandb(folder, args, wandb_mode)
 
     def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
-        """One line on the console and in metrics.jsonl, the same to wandb; say once what looks like trouble."""
+        """Write a step's metrics to the console, metrics.jsonl and wandb; note each kind of trouble once."""
         if rank() != 0:
             return
         self._first = {**metrics, **self._first}
         for sentence in troubles(metrics, self._first):
-            if sentence not in self._told:
-                self._told.add(sentence)
+            if sentence not in self._printed_troubles:
+                self._printed_troubles.add(sentence)
                 print0(f"note: {sentence}")
+        # JSON has neither NaN nor infinity.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **finite})
         with (self.folder / "metrics.jsonl").open("a") as file:
-            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # JSON has no NaN
-            file.write(json.dumps({"step": step, **finite}) + "\n")
+            file.write(line + "\n")
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
-        print0(console_line(step, num_steps, metrics))
+        elapsed_s = time.monotonic() - self._began
+        seconds_per_step = elapsed_s / max(1, step - self._after_step)
+        left_s = seconds_per_step * (num_steps - step)
+        print0(console_line(step, num_steps, metrics, elapsed_s=elapsed_s, left_s=left_s))
 
     def log_rollouts(
-        self, step: int, judged: RewardedRollouts, functions: Iterable[str], **columns: Tensor
+        self, step: int, rewarded: RewardedRollouts, functions: Iterable[str], **columns: Tensor
     ) -> None:
-        """Write all ranks' rollouts of a step, in order of ids, to rollouts/<step>.jsonl (collective).
+        """Write all ranks' rollouts of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
 
-        `columns` are further numbers [N] of this rank's.
+        functions: the names of the K rewards of `rewarded`. columns: further numbers [N] of this rank's N
+        rollouts.
         """
-        numbers = [dict(zip(columns, x, strict=True)) for x in torch.stack([*columns.values()], 1).tolist()]
-        scores = [dict(zip(functions, x, strict=True)) for x in judged.rewards.tolist()]
-        lines = [
-            {
+        numbers = {name: _json_numbers(column) for name, column in columns.items()}
+        rewards = _json_numbers(rewarded.rewards)
+        lines = []
+        for i, rollout in enumerate(rewarded.rollouts):
+            line: dict[str, Any] = {
                 "id": [rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample],
-                "row": judged.rows[i].place,
-                "prompt": judged.rows[i].prompt,
-                "completion": judged.texts[i],
-                **numbers[i],
-                "rewards": scores[i],
-                "num_tokens": len(rollout.completion),
-                "finish_reason": rollout.finish_reason,
+                "row": rewarded.rows[i].place,
+                "prompt": rewarded.rows[i].prompt,
+                "completion": rewarded.texts[i],
             }
-            for i, rollout in enumerate(judged.rollouts)
-        ]
+            for name, values in numbers.items():
+                line[name] = values[i]
+            line["rewards"] = dict(zip(functions, rewards[i], strict=True))
+            line["num_tokens"] = len(rollout.completion)
+            line["finish_reason"] = rollout.finish_reason
+            lines.append(line)
         gathered: list[Any] = [None] * world_size()
         dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
-            ordered = sorted((line for part in gathered for line in part), key=lambda line: line["id"])
-            text = "".join(json.dumps(line) + "\n" for line in ordered)
-            (self.folder / "rollouts" / f"{step:06d}.jsonl").write_text(text)
+            all_lines = [line for rank_lines in gathered for line in rank_lines]
+            all_lines.sort(key=lambda line: line["id"])
+            text = "".join(json.dumps(line) + "\n" for line in all_lines)
+            self._rollouts_file(step).write_text(text)
             if self._keep_rollouts:
-                (self.folder / "rollouts" / f"{step - self._keep_rollouts:06d}.jsonl").unlink(missing_ok=True)
+                self._rollouts_file(step - self._keep_rollouts).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Close wandb, if it is on."""
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.finish())
 
-    def _try_wandb(self, action: Any) -> None:
+    def _rollouts_file(self, step: int) -> Path:
+        return self.folder / "rollouts" / f"{step:06d}.jsonl"
+
+    def _try_wandb(self, action: Callable[[], Any]) -> None:
+        """Call wandb. If that fails, print the error and turn wandb off."""
         try:
             action()
-        except Exception as error:  # whatever a tracker raises, training goes on
+        except Exception as error:  # whatever wandb raises, training goes on
             print0(f"wandb failed and is off from here on: {error}")
             self._wandb = None
 
 
-def console_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """One line of at most 120 characters for a step."""
+def _json_numbers(values: Tensor) -> list[Any]:
+    """A tensor as nested lists, with None in place of NaN, which JSON does not have."""
+    if values.ndim > 1:
+        return [_json_numbers(part) for part in values]
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 0:09, 3:36 or 1:02:10."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def console_line(
+    step: int, num_steps: int, metrics: Mapping[str, float], *, elapsed_s: float, left_s: float
+) -> str:
+    """One line about a step. Metrics that were not measured are 0 or left out.
+
+    At most 120 characters: the last parts are left out if it would be longer.
+    """
     m = defaultdict(float, metrics)
+    width = len(str(num_steps))
     parts = [
-        f"step {step:>{len(str(num_steps))}}/{num_steps}",
+        f"step {step:>{width}}/{num_steps}",
+        f"{duration(elapsed_s)} ({duration(left_s)} left)",
         f"reward {m['reward/mean']:.3f}",
-        f"eval {m['eval/reward']:.3f}" if "eval/reward" in metrics else "",
-        f"kl {m['policy/kl_ref_k3']:.3f}" if "policy/kl_ref_k3" in metrics else "",
-        f"ent {m['policy/entropy']:.2f}" if "policy/entropy" in metrics else "",
-        f"ev {m['value/explained_var']:.2f}" if "value/explained_var" in metrics else "",
-        f"clip {m['policy/clip_frac_low'] + m['policy/clip_frac_high']:.0%}"
-        if "policy/clip_frac_low" in metrics
-        else "",
-        f"gap {m['policy/logp_gap_max']:.0e}" if "policy/logp_gap_max" in metrics else "",
-        f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}",
-        f"gnorm {m['optim/grad_norm']:.2f}" if "optim/grad_norm" in metrics else "",
-        f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s",
-        f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s",
     ]
-    return " ".join(part for part in parts if part)[:120]
+    if "eval/reward" in metrics:
+        parts.append(f"eval {m['eval/reward']:.3f}")
+    if "policy/kl_ref_k3" in metrics:
+        parts.append(f"kl {m['policy/kl_ref_k3']:.3f}")
+    if "policy/entropy" in metrics:
+        parts.append(f"ent {m['policy/entropy']:.2f}")
+    if "value/explained_var" in metrics:
+        parts.append(f"ev {m['value/explained_var']:.2f}")
+    if "policy/clip_frac_low" in metrics:
+        clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
+        parts.append(f"clip {clip_frac:.0%}")
+    if "policy/logp_gap_max" in metrics:
+        parts.append(f"gap {m['policy/logp_gap_max']:.0e}")
+    parts.append(f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}")
+    if "optim/grad_norm" in metrics:
+        parts.append(f"gnorm {m['optim/grad_norm']:.2f}")
+    parts.append(f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s")
+    parts.append(f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s")
+    while len(" ".join(parts)) > 120:
+        parts.pop()
+    return " ".join(parts)
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
+    """Start or resume the run in wandb; returns None, and prints why, if that fails."""
     try:
         import wandb
 
-        run = dict(project="minirl", name=folder.name, id=args["wandb_id"], resume="allow")
-        return wandb.init(**run, dir=str(folder), config=dict(args), mode=mode)
-    except Exception as error:  # not installed, not logged in, no network: one line, and the run goes on
+        return wandb.init(
+            project="minirl",
+            name=folder.name,
+            id=args["wandb_id"],
+            resume="allow",
+            dir=str(folder),
+            config=dict(args),
+            mode=mode,
+        )
+    except Exception as error:  # not installed, not logged in, no network: the run goes on without wandb
         print0(f"wandb could not start and is off: {error}")
         return None
 
 
-def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to this step; a line that a crash cut off is none."""
+def _read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl up to this step. Ignores a last line that was truncated by a crash."""
+    if not path.is_file():
+        return []
     lines = []
-    for text in path.read_text().splitlines() if path.is_file() else []:
+    for text in path.read_text().splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             break
-        if line["step"] <= step:
+        if line["step"] <= last_step:
             lines.append(line)
     return lines
 
 
 def _wandb_id(folder: Path) -> str:
-    """The run's own in wandb, kept in args.json."""
+    """The run's id in wandb: the one in args.json if the run is resumed, or a new one."""
     path = folder / "args.json"
-    known = json.loads(path.read_text()).get("wandb_id") if path.is_file() else None
-    return known or secrets.token_hex(4)
+    if path.is_file():
+        wandb_id = json.loads(path.read_text()).get("wandb_id")
+        if wandb_id:
+            return wandb_id
+    return secrets.token_hex(4)

@@ -1,4 +1,4 @@
-"""What a step reports: (sum, weight) pairs reduced once, and the seconds of its phases."""
+"""Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from minirl.errors import GuardError
 from minirl.generation.engine_stats import EngineStats
 from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
-from minirl.objective.losses import is_clipped
+from minirl.objective.losses import is_clipped, is_value_clipped
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import gather_objects
 from minirl.rollouts import Rollout
@@ -19,7 +19,10 @@ from minirl.training.batch import Batch
 
 
 class StepMetrics:
-    """The metrics of one step on one rank: weighted means, maxima and totals."""
+    """The metrics of one step on one rank, by name: weighted means, maxima and totals.
+
+    A mean is kept as (sum, weight), to be added up over microbatches and ranks of different sizes.
+    """
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
@@ -30,112 +33,164 @@ class StepMetrics:
         self._began = 0.0
 
     def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
-        """Add to a mean `weight` observations that sum to `total`."""
-        before, weight_before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (before + float(total), weight_before + weight)
+        """Add `weight` values that sum to `total` to a mean."""
+        total_before, weight_before = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total_before + float(total), weight_before + weight)
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Add to a mean every element as one observation."""
+        """Add every element of `values` to a mean."""
         self.add(name, values.double().sum(), values.numel())
 
     def add_max(self, name: str, values: Tensor) -> None:
-        """Raise a maximum to the greatest of `values`, if there are any."""
+        """Raise a maximum to the greatest element of `values`, if there are any."""
         if values.numel():
-            self._maxima[name] = _max_or_nan(self._maxima.get(name, -math.inf), float(values.max()))
+            self._raise_maximum(name, float(values.max()))
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
-        """Add to a total over steps' parts and ranks."""
-        self._totals[name] = self._totals.get(name, 0.0) + float(amount)
+        """Add to a total, which is summed over ranks too."""
+        before = self._totals.get(name, 0.0)
+        self._totals[name] = before + float(amount)
 
     def refuse_nonfinite(self, *, update: int) -> None:
-        """Raise GuardError if a number that this rank's update is made of is not finite. Not collective."""
-        for name, number in (
-            self._totals | self._maxima | {name: x for name, (x, _) in self._sums.items()}
-        ).items():
-            if name.startswith(("policy/", "value/loss")) and not math.isfinite(number):
+        """Raise GuardError if a metric of the policy or of the value loss is not finite on this rank.
+
+        To be called before optimizer step `update`. Not collective.
+        """
+        totals_of_means = {name: total for name, (total, _) in self._sums.items()}
+        numbers = self._totals | self._maxima | totals_of_means
+        for name, number in numbers.items():
+            is_checked = name.startswith(("policy/", "value/loss"))
+            if is_checked and not math.isfinite(number):
                 raise GuardError(
                     f"{name} is {number} before update {update}, which was not made. Try a lower --lr"
                 )
 
     def begin(self, phase: str) -> None:
-        """End the phase before and begin this one; its wall seconds are added to `time/<phase>`, a mean over ranks."""
+        """End the present phase, if any, and begin another.
+
+        Its wall-clock seconds are added to `time/<phase>`, which is a mean over ranks. The watchdog reports
+        the phase if the rank hangs.
+        """
         self.end()
         watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
         self._phase = phase
         self._began = _now()
 
     def end(self) -> None:
-        """End the present phase, if there is one."""
+        """End the present phase, if any."""
         if not self._phase:
             return
         name = f"time/{self._phase}"
-        before, _ = self._sums.get(name, (0.0, 1.0))
-        self._sums[name] = (before + _now() - self._began, 1.0)
+        seconds_before, _ = self._sums.get(name, (0.0, 1.0))
+        seconds = seconds_before + _now() - self._began
+        self._sums[name] = (seconds, 1.0)
         self._phase = ""
 
     def reduce(self) -> dict[str, float]:
-        """Means, maxima and totals over all ranks, the same on each (collective)."""
-        sums: dict[str, tuple[float, float]] = {}
-        maxima, totals = dict[str, float](), dict[str, float]()
-        for rank_sums, rank_maxima, rank_totals in gather_objects((self._sums, self._maxima, self._totals)):
-            for name, (total, weight) in rank_sums.items():
-                before, weight_before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before + total, weight_before + weight)
-            for name, value in rank_maxima.items():
-                maxima[name] = _max_or_nan(maxima.get(name, value), value)
-            for name, value in rank_totals.items():
-                totals[name] = totals.get(name, 0.0) + value
-        return {name: total / weight for name, (total, weight) in sums.items() if weight} | maxima | totals
+        """Means, maxima and totals over all ranks; the same on every rank (collective).
+
+        A mean without values is left out.
+        """
+        merged = StepMetrics()
+        gathered = gather_objects((self._sums, self._maxima, self._totals))
+        for sums, maxima, totals in gathered:
+            for name, (total, weight) in sums.items():
+                merged.add(name, total, weight)
+            for name, maximum in maxima.items():
+                merged._raise_maximum(name, maximum)
+            for name, amount in totals.items():
+                merged.add_total(name, amount)
+        means = {name: total / weight for name, (total, weight) in merged._sums.items() if weight}
+        return means | merged._maxima | merged._totals
+
+    def _raise_maximum(self, name: str, value: float) -> None:
+        before = self._maxima.get(name, -math.inf)
+        # max() keeps or drops a NaN depending on the order of its arguments.
+        is_nan = math.isnan(before) or math.isnan(value)
+        self._maxima[name] = math.nan if is_nan else max(before, value)
 
 
 def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_rewards: Tensor) -> None:
-    """Add this rank's rollouts, and the rewards [P, G] that every rank holds."""
+    """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
+
+    Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
+    """
     lengths = torch.tensor([len(rollout.completion) for rollout in rollouts])
+    is_truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+    # A completion of one token that was not cut off is the stop token alone.
+    is_empty = (lengths == 1) & ~is_truncated.bool()
     metrics.add_values("len/mean", lengths)
     metrics.add_max("len/max", lengths)
-    is_cut = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
-    metrics.add_values("len/truncated", is_cut)
-    metrics.add_values("len/empty", (lengths == 1) & ~is_cut.bool())
+    metrics.add_values("len/truncated", is_truncated)
+    metrics.add_values("len/empty", is_empty)
     metrics.add_total("count/tokens", lengths.sum())
     metrics.add_total("count/rollouts", len(rollouts))
-    metrics.add("reward/mean", grouped_rewards.mean())
-    metrics.add("reward/std", grouped_rewards.std())
-    if grouped_rewards.shape[1] > 1:
-        metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
+    scored = without_nan(grouped_rewards)
+    if scored.numel() < grouped_rewards.numel():
+        metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
+    if scored.numel() > 0:
+        metrics.add("reward/mean", scored.mean())
+    if scored.numel() > 1:
+        metrics.add("reward/std", scored.std())
+    group_size = grouped_rewards.shape[1]
+    if group_size > 1:
+        frac_equal = are_equal(grouped_rewards).double().mean()
+        metrics.add("reward/frac_equal_groups", frac_equal)
 
 
 def add_generation(metrics: StepMetrics, rollouts: Sequence[Rollout], stats: EngineStats) -> None:
-    """Add what this rank's engine did in a step: all tokens that it sampled, and those it computed for nothing."""
-    metrics.add_total("count/sampled_tokens", sum(len(rollout.completion) for rollout in rollouts))
+    """Add how many tokens this rank's engine sampled in a step, and the share that it computed to no effect.
+
+    rollouts: all that were generated, also those that are not trained on.
+    """
+    num_sampled = sum(len(rollout.completion) for rollout in rollouts)
+    metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
 
 
+def without_nan(values: Tensor) -> Tensor:
+    """The values that are not NaN: the tensor itself if all are not, so that sums keep their order."""
+    is_missing = values.isnan()
+    return values[~is_missing] if is_missing.any() else values
+
+
 def add_rewards(metrics: StepMetrics, prefix: str, functions: Iterable[str], rewards: Tensor) -> None:
-    """Add each function's rewards [N, K] under its name, where there are several."""
+    """Add the rewards [N, K] of each of the K named functions, as prefix/name, if there is more than one.
+
+    Rewards that are NaN do not apply to their completion and are left out.
+    """
     for name, values in zip(functions, rewards.T, strict=True):
         if rewards.shape[1] > 1:
-            metrics.add_values(f"{prefix}/{name}", values)
+            metrics.add_values(f"{prefix}/{name}", without_nan(values))
 
 
 @torch.no_grad()
 def add_tokens(
-    metrics: StepMetrics, micro: Batch, new: Tensor, ratio: Tensor, entropy: Tensor, *, is_on_policy: bool
+    metrics: StepMetrics,
+    micro: Batch,
+    logprobs: Tensor,
+    ratio: Tensor,
+    entropy: Tensor,
+    *,
+    is_on_policy: bool,
 ) -> None:
-    """Add what one forward of an update tells about a microbatch's tokens: new logprobs, ratio and entropy [T].
+    """Add the results of a microbatch's forward pass: logprobs, importance ratio and entropy, all [T].
 
-    is_on_policy: no update was made since the tokens were sampled, so that the gap between the logprobs of sampling
-    and of training can be measured (`add_gap`).
+    is_on_policy: the weights are still those that sampled the tokens, so that the gap between the logprobs of
+    sampling and of training can be measured (`add_gap`).
     """
-    chosen = micro.loss_mask
-    old = new if micro.old_logprobs is None else micro.old_logprobs
-    metrics.add_values("policy/entropy", entropy[chosen])
-    metrics.add_values("policy/kl_old_k3", kl_penalty(old, new, "k3")[chosen])
-    metrics.add_max("policy/ratio_max", ratio[chosen])
+    mask = micro.loss_mask
+    old = logprobs if micro.old_logprobs is None else micro.old_logprobs
+    kl_to_old = kl_penalty(old, logprobs, "k3")
+    metrics.add_values("policy/entropy", entropy[mask])
+    metrics.add_values("policy/kl_old_k3", kl_to_old[mask])
+    metrics.add_max("policy/ratio_max", ratio[mask])
     if micro.ref_logprobs is not None:
-        metrics.add_values("policy/kl_ref_k1", kl_penalty(new, micro.ref_logprobs, "k1")[chosen])
-        metrics.add_values("policy/kl_ref_k3", kl_penalty(new, micro.ref_logprobs, "k3")[chosen])
+        for estimator in ("k1", "k3"):
+            kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
+            metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[mask])
     if is_on_policy:
-        add_gap(metrics, micro, new)
+        add_gap(metrics, micro, logprobs)
 
 
 @torch.no_grad()
@@ -148,7 +203,10 @@ def add_clip(
     clip_high: float,
     is_weight: bool = False,
 ) -> None:
-    """Add the shares of a microbatch's tokens that the clip acts on, as `losses.is_clipped` says; ratio [T]."""
+    """Add the shares of a microbatch's sampled tokens that the lower and the upper clip act on. ratio [T].
+
+    The other arguments are those of `losses.is_clipped`.
+    """
     low, high = is_clipped(
         ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high, is_weight=is_weight
     )
@@ -157,46 +215,57 @@ def add_clip(
 
 
 @torch.no_grad()
-def add_gap(metrics: StepMetrics, micro: Batch, new: Tensor) -> None:
-    """Add the gap between the logprobs of sampling and of training [T], under the same weights.
+def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: float) -> None:
+    """Add the share of a microbatch's sampled tokens with the value loss of the clipped value. values [T]."""
+    is_affected = is_value_clipped(values, micro.values, micro.returns, clip=clip)
+    metrics.add_values("value/clip_frac", is_affected[micro.loss_mask])
 
-    And of the importance weights rho = exp(training - sampling): KL(sampling || training), the moments, the maximum.
+
+@torch.no_grad()
+def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor) -> None:
+    """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
+
+    Also add statistics of the importance weights rho = exp(training - sampling): moments, the maximum, and
+    KL(sampling || training).
     """
-    log_rho = (new - micro.sample_logprobs)[micro.loss_mask]
-    metrics.add_values("policy/logp_gap_mean", log_rho.abs())
-    metrics.add_max("policy/logp_gap_max", log_rho.abs())
+    log_rho = (logprobs - micro.sample_logprobs)[micro.loss_mask]
+    gap = log_rho.abs()
+    rho = log_rho.exp()
+    rho_squared = log_rho.double().exp().square()
+    # kl_penalty takes the difference of its arguments: sampling - training = 0 - log_rho.
+    kl_k3 = kl_penalty(torch.zeros_like(log_rho), log_rho, "k3")
+    metrics.add_values("policy/logp_gap_mean", gap)
+    metrics.add_max("policy/logp_gap_max", gap)
     metrics.add_values("policy/logp_equal_frac", log_rho == 0)
-    metrics.add_values("importance/mean", log_rho.exp())
-    metrics.add_values("importance/square", log_rho.double().exp().square())
+    metrics.add_values("importance/mean", rho)
+    metrics.add_values("importance/square", rho_squared)
     metrics.add_values("importance/kl_k1", -log_rho)
-    metrics.add_values("importance/kl_k3", kl_penalty(torch.zeros_like(log_rho), log_rho, "k3"))
-    metrics.add_max("importance/max", log_rho.exp())
+    metrics.add_values("importance/kl_k3", kl_k3)
+    metrics.add_max("importance/max", rho)
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics and what follows from them.
+    """The reduced metrics, with those that follow from them.
 
-    The step's seconds, completion tokens per second, and of the importance weights chi2 = E[rho^2] - 1 and the
-    effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    Adds the seconds of the step (the sum of its phases) and completion tokens per second. Replaces the
+    moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS
+    = E[rho]^2 / E[rho^2].
     """
-    out = {
-        **metrics,
-        "time/step": sum(value for name, value in metrics.items() if name.startswith("time/")),
-        "perf/tok_s_gen": metrics["count/sampled_tokens"] / metrics["time/generate"],
-        "perf/tok_s_train": metrics["count/tokens"] / metrics["time/update"],
-    }
-    if "importance/square" in out:
-        mean, square = out.pop("importance/mean"), out.pop("importance/square")
-        out |= {"importance/chi2": square - 1, "importance/ess": mean**2 / square}
-    return out
+    all_metrics = dict(metrics)
+    phase_seconds = [value for name, value in metrics.items() if name.startswith("time/")]
+    all_metrics["time/step"] = sum(phase_seconds)
+    all_metrics["perf/tok_s_gen"] = metrics["count/sampled_tokens"] / metrics["time/generate"]
+    all_metrics["perf/tok_s_train"] = metrics["count/tokens"] / metrics["time/update"]
+    if "importance/square" in all_metrics:
+        mean = all_metrics.pop("importance/mean")
+        square = all_metrics.pop("importance/square")
+        all_metrics["importance/chi2"] = square - 1
+        all_metrics["importance/ess"] = mean**2 / square
+    return all_metrics
 
 
 def _now() -> float:
-    """Seconds, when all kernels started so far have ended."""
+    """Seconds on a monotonic clock, read after all CUDA kernels launched so far have finished."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _max_or_nan(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

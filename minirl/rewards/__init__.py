@@ -1,1 +1,1 @@
-"""What a completion is worth: reward functions, their worker processes, reward models."""
+"""Reward functions, the worker processes that run them, reward models, and rollouts with their rewards."""

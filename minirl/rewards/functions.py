@@ -1,13 +1,17 @@
-"""Rewards: functions from texts to numbers, in TRL's shape, and the check that what they return can be trained on.
+"""Call reward functions on rollouts and check what they return.
 
-A reward model is such a function too: texts go through its own tokenizer and template.
+The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
+`completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
+arguments that it names, or all of them if it takes `**kwargs`, and returns one finite number per completion, or
+None where it does not apply. It may be an `async def`.
+Text prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
 
-A reward function is called with keyword arguments `prompts`, `completions`, `completion_ids` and one list per other
-column of the data, as far as it names them (or takes `**kwargs`), and returns one finite number per completion. Text
-prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
+A reward model is such a function too: it reads the texts with its own tokenizer and chat template
+(`reward_model`).
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,19 +24,27 @@ from minirl.errors import InputError, RewardError
 from minirl.generation.sampling import request_key
 from minirl.ranks import watchdog
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rewards.worker import validate_rewards
+from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
 from minirl.rollouts import Rollout
 
+# The arguments that do not come from the columns of the data.
+STANDARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
+
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
-    """A reward of 0 up to limit - buffer tokens, then linearly down to -1 at `limit` and beyond.
+    """Return a reward function that penalises long completions.
 
-    Soft overlong punishment, DAPO, arXiv:2503.14476 eq. 13.
+    The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
+    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
     """
 
     def overlong(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        return [min(0.0, max(-1.0, (limit - buffer - len(ids)) / buffer)) for ids in completion_ids]
+        rewards = []
+        for ids in completion_ids:
+            tokens_before_penalty = limit - buffer - len(ids)
+            rewards.append(min(0.0, max(-1.0, tokens_before_penalty / buffer)))
+        return rewards
 
     return overlong
 
@@ -40,45 +52,52 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
 def functions_and_weights(
     functions: Mapping[str, RewardFunction], weights: Sequence[float], *, logged: Mapping[str, RewardFunction]
 ) -> tuple[dict[str, RewardFunction], Tensor]:
-    """All functions, rewards first, and their weights fp64 [K]: 1 each unless given, 0 for those only `logged`.
+    """Return all K functions, rewards before those only `logged`, and their weights fp64 [K].
 
-    Raises InputError when the number of weights is not that of the rewards.
+    Without `weights` each reward weighs 1; the functions that are only logged weigh 0. Raises InputError if
+    there are not as many weights as rewards.
     """
-    if weights and len(weights) != len(functions):
-        raise InputError(
-            f"--reward-weights {' '.join(map(str, weights))}: the rewards are {', '.join(functions)}"
-        )
-    all_weights = [*(weights or [1.0] * len(functions)), *[0.0] * len(logged)]
-    return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
+    reward_weights = list(weights) or [1.0] * len(functions)
+    if len(reward_weights) != len(functions):
+        given = " ".join(map(str, weights))
+        raise InputError(f"--reward-weights {given}: the rewards are {', '.join(functions)}")
+    all_functions = {**functions, **logged}
+    all_weights = reward_weights + [0.0] * len(logged)
+    return all_functions, torch.tensor(all_weights, dtype=torch.float64)
 
 
 def required_arguments(function: RewardFunction) -> set[str]:
-    """Names of the arguments that the function cannot do without."""
-    parameters = inspect.signature(function).parameters.values()
-    return {
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
+    """Return the names of the arguments without a default."""
+    names = set()
+    for parameter in inspect.signature(function).parameters.values():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            names.add(parameter.name)
+    return names
 
 
 def check_columns(functions: Mapping[str, RewardFunction], rows: Sequence[Row]) -> None:
-    """Raise InputError naming row, field and function unless each row has what each function requires."""
+    """Raise InputError, naming row, field and function, if a row lacks a column that a function requires."""
     for name, function in functions.items():
-        required = required_arguments(function) - {"prompts", "completions", "completion_ids"}
+        required = required_arguments(function) - STANDARD_ARGUMENTS
         for row in rows:
-            if missing := sorted(required - row.columns.keys()):
-                there = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
+            missing = sorted(required - row.columns.keys())
+            if missing:
+                available = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
                 raise InputError(
-                    f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; {there}"
+                    f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; {available}"
                 )
 
 
 def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that the function can take."""
+    """Return those of `arguments` that the function takes. Raises InputError if a required one is missing."""
+    missing = sorted(required_arguments(function) - arguments.keys())
+    if missing:
+        raise InputError(
+            f"reward {_name_of(function)} asks for {missing[0]!r}; the data has {sorted(arguments)}"
+        )
     parameters = inspect.signature(function).parameters
-    if missing := sorted(required_arguments(function) - arguments.keys()):
-        called = getattr(function, "__name__", str(function))
-        raise InputError(f"reward {called} asks for {missing[0]!r}; the data has {sorted(arguments)}")
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
 
@@ -86,27 +105,51 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
 def reward_rollouts(
     functions: Mapping[str, RewardFunction], prompts: PromptStream, rollouts: Sequence[Rollout]
 ) -> RewardedRollouts:
-    """This rank's rollouts of these prompts with the rewards of K functions. Not collective.
+    """Compute the rewards [N, K] of this rank's N rollouts of these prompts with K functions. Not collective.
 
-    A worker's calls are seeded by rollout ids: a random reward does not depend on what ran before. Raises as
-    `compute_rewards`.
+    Functions in worker processes are seeded from the rollout ids, so that a random reward does not depend on
+    earlier calls. Raises as `compute_rewards`.
     """
-    rows = [prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts]
-    ids = [rollout.completion for rollout in rollouts]
-    texts = [prompts.tokenizer.decode(completion) for completion in ids]
-    names = [rollout.rollout_id for rollout in rollouts]
-    seeds = [
-        request_key(prompts.seed, purpose=prompts.purpose, prompt_ordinal=n.prompt_ordinal, sample=n.sample)
-        for n in names
-    ]
+    rows = []
+    completions = []
+    texts = []
+    seeds = []
+    for rollout in rollouts:
+        rollout_id = rollout.rollout_id
+        completion = rollout.completion
+        seed = request_key(
+            prompts.seed,
+            purpose=prompts.purpose,
+            prompt_ordinal=rollout_id.prompt_ordinal,
+            sample=rollout_id.sample,
+        )
+        rows.append(prompts.row(rollout_id.prompt_ordinal))
+        completions.append(completion)
+        texts.append(prompts.tokenizer.decode(completion))
+        seeds.append(seed)
+
     columns = []
+    failures = []
     for name, function in functions.items():
+        # A hang report names the user's function while it runs.
         watchdog.heartbeat(f"reward {name}")
-        columns.append(compute_rewards(function, rows, completions=texts, completion_ids=ids, seeds=seeds))
+        answers = compute_rewards(function, rows, completions=texts, completion_ids=completions, seeds=seeds)
         watchdog.heartbeat("")
+        is_failed = [answer is not None and math.isnan(answer) for answer in answers]
+        failures.append(is_failed)
+        # A failure that is forgiven counts as 0; NaN stands for a reward that does not apply.
+        column = [math.nan if answer is None else answer for answer in answers]
+        columns.append([0.0 if failed else value for failed, value in zip(is_failed, column, strict=True)])
+    # The view gives [K, 0] its shape on a rank without rollouts.
     rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
-    failed = rewards.isnan()
-    return RewardedRollouts(list(rollouts), rows, texts, rewards.masked_fill(failed, 0), failed.any(dim=1))
+    failed = torch.tensor(failures, dtype=torch.bool).view(len(functions), len(rows)).T
+    return RewardedRollouts(
+        rollouts=list(rollouts),
+        rows=rows,
+        texts=texts,
+        rewards=rewards,
+        failed=failed.any(dim=1),
+    )
 
 
 def compute_rewards(
@@ -116,29 +159,49 @@ def compute_rewards(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     seeds: Sequence[int] | None = None,
-) -> list[float]:
-    """Rewards of this rank's completions of these rows' prompts; nan where a worker's failure is forgiven.
+) -> list[float | None]:
+    """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
 
-    Not collective. Raises RewardError naming function, row and value unless there is one finite number per completion.
+    A reward is None where the function says that it does not apply, and NaN where the function failed in its
+    worker process and `--on-reward-error zero` forgives the failure. Raises RewardError naming function, row
+    and value for anything else that is not one finite number per completion.
     """
     if not completions:
         return []
-    shaped = [
-        text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
-        for row, text in zip(rows, completions, strict=True)
-    ]
-    arguments: dict[str, Any] = {"prompts": [row.prompt for row in rows], "completions": shaped}
-    arguments["completion_ids"] = [list(ids) for ids in completion_ids]
-    for name in sorted({name for row in rows for name in row.columns} - arguments.keys()):
-        arguments[name] = [row.columns.get(name) for row in rows]
-    accepted, places = accepted_arguments(function, arguments), [row.place for row in rows]
+    arguments = accepted_arguments(function, _all_arguments(rows, completions, completion_ids))
+    places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
-        return function.compute(accepted, places=places, texts=completions, seeds=seeds or [0] * len(rows))
-    answers = validate_rewards(function(**accepted), len(completions))
-    called = getattr(function, "__name__", str(function))
-    if isinstance(answers, str):
-        raise RewardError(f"reward {called} {answers}")
-    for answer, place, text in zip(answers, places, completions, strict=True):
-        if isinstance(answer, str):
-            raise RewardError(f"reward {called} for the row at {place}, completion {text[:80]!r}: {answer}")
-    return [float(answer) for answer in answers]
+        return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+    checked = validate_rewards(call_reward(function, arguments), len(completions))
+    if isinstance(checked, str):
+        raise RewardError(f"reward {_name_of(function)} {checked}")
+    rewards: list[float | None] = []
+    for value, place, text in zip(checked, places, completions, strict=True):
+        if isinstance(value, str):
+            name = _name_of(function)
+            raise RewardError(f"reward {name} for the row at {place}, completion {text[:80]!r}: {value}")
+        rewards.append(value)
+    return rewards
+
+
+def _all_arguments(
+    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return everything that a reward function may take, by argument name."""
+    shaped_completions: list[Any] = []
+    for row, text in zip(rows, completions, strict=True):
+        is_chat = not isinstance(row.prompt, str)
+        shaped_completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+    arguments: dict[str, Any] = {
+        "prompts": [row.prompt for row in rows],
+        "completions": shaped_completions,
+        "completion_ids": [list(ids) for ids in completion_ids],
+    }
+    column_names = {name for row in rows for name in row.columns}
+    for name in sorted(column_names - arguments.keys()):
+        arguments[name] = [row.columns.get(name) for row in rows]
+    return arguments
+
+
+def _name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", str(function))

@@ -1,4 +1,4 @@
-"""The groups of a step: all rollouts of a prompt, with their rewards, known to every rank."""
+"""Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all."""
 
 from dataclasses import dataclass
 
@@ -11,33 +11,48 @@ from minirl.training.batch import RolloutTable, gather_table
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of G rollouts to train on; all but `rewarded` is the same on every rank."""
+    """P groups of G rollouts to train on. All fields but `rewarded` are the same on every rank."""
 
-    rewarded: RewardedRollouts  # this rank's rollouts of these groups
-    table: RolloutTable  # of all P x G rollouts, group after group
-    rewards: Tensor  # fp64 [P, G, K]
-    greedy_rewards: Tensor  # fp64 [P, 0 or 1, K], of the greedy rollouts, which are not trained on
-    num_missing: int  # how many of the groups have no signal, their first rewards being all equal
+    # This rank's rollouts of these groups.
+    rewarded: RewardedRollouts
+    # All P * G rollouts, one group after the other.
+    table: RolloutTable
+    # fp64 [P, G, K]
+    rewards: Tensor
+    # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
+    greedy_rewards: Tensor
+    # How many of the groups have no signal, because all rollouts have the same first reward.
+    num_missing: int
 
 
 def gather_groups(
-    rewarded: RewardedRollouts, num_groups: int, group_size: int, *, num_greedy: int = 0
+    rewarded: RewardedRollouts, num_groups: int, group_size: int, num_greedy: int = 0
 ) -> Groups:
-    """Choose `num_groups` of the groups that the ranks have made so far, those with a signal first (collective).
+    """Select `num_groups` of all ranks' groups, those with a signal first (collective).
 
-    A prompt has `group_size` rollouts and after them `num_greedy` greedy ones.
+    `rewarded` is all that this rank has generated in the step so far. Each prompt has `group_size` rollouts,
+    followed by `num_greedy` greedy ones.
     """
     table = gather_table(rewarded.rollouts, rewarded.rewards)
     num_rewards = rewarded.rewards.shape[1]
-    rewards = table.rewards.view(-1, group_size + num_greedy, num_rewards)
-    kept, num_missing = select_groups(rewards[:, :group_size, 0], num_groups)
-    trained = [group * rewards.shape[1] + sample for group in kept for sample in range(group_size)]
-    is_trained = set(trained)
-    own = [i for i, index in enumerate(table.indices_of(rewarded.rollouts)) if index in is_trained]
+    # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
+    rollouts_per_prompt = group_size + num_greedy
+    rewards = table.rewards.view(-1, rollouts_per_prompt, num_rewards)
+    first_rewards = rewards[:, :group_size, 0]
+    selected_groups, num_missing = select_groups(first_rewards, num_groups)
+
+    table_indices: list[int] = []
+    for group in selected_groups:
+        first = group * rollouts_per_prompt
+        table_indices.extend(range(first, first + group_size))
+
+    # Which of this rank's rollouts are among them.
+    selected = set(table_indices)
+    own_indices = [i for i, index in enumerate(table.indices_of(rewarded.rollouts)) if index in selected]
     return Groups(
-        rewarded=rewarded.select(own),
-        table=table.select(trained),
-        rewards=rewards[kept][:, :group_size],
-        greedy_rewards=rewards[kept][:, group_size:],
+        rewarded=rewarded.select(own_indices),
+        table=table.select(table_indices),
+        rewards=rewards[selected_groups][:, :group_size],
+        greedy_rewards=rewards[selected_groups][:, group_size:],
         num_missing=num_missing,
     )

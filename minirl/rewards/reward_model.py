@@ -1,4 +1,4 @@
-"""A reward model as a reward function."""
+"""Use a reward model as a reward function."""
 
 import json
 from collections.abc import Sequence
@@ -19,38 +19,59 @@ from minirl.training.scoring import scalar_outputs
 def load_reward_model(
     folder: Path, *, dtype: torch.dtype, device: torch.device, chat: bool, max_tokens: int, park: bool
 ) -> RewardFunction:
-    """The scalar that a sequence classifier gives prompt and completion at their last token, as a reward function.
+    """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
 
-    A whole replica on this rank, run packed in microbatches of `max_tokens` tokens; `park` keeps it in host memory
-    between calls, `chat` wraps text prompts as for the policy. Not collective. Raises InputError for another model.
+    Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
+    tokens. `park` keeps the model in host memory between calls; `chat` wraps text prompts in the chat
+    template, as for the policy. Raises InputError if the model is not a sequence classifier with one label.
     """
-    model, tokenizer = load_replica(folder, dtype=dtype, scalar_head=True), Tokenizer(folder, chat=chat)
+    model = load_replica(folder, dtype=dtype, scalar_head=True)
+    tokenizer = Tokenizer(folder, chat=chat)
     if chat and tokenizer.backend.chat_template is None:
         raise InputError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
-    longest = min(model.config.max_position_embeddings, max_tokens)
-    unread = json.loads((folder / "config.json").read_text()).get("pad_token_id")
+    max_length = min(model.config.max_position_embeddings, max_tokens)
+    ignored_id = json.loads((folder / "config.json").read_text()).get("pad_token_id")
 
     @torch.no_grad()
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        ids = [tokenizer.encode_answered(p, text) for p, text in zip(prompts, texts, strict=True)]
-        for x in ids:
-            while (
-                len(x) > 1 and x[-1] == unread
-            ):  # transformers scores at the last token that is not this one
-                x.pop()
-        if (worst := max(map(len, ids))) > longest:
+        sequences = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            text = completion if isinstance(completion, str) else completion[-1]["content"]
+            ids = tokenizer.encode_answered(prompt, text)
+            sequences.append(_without_trailing(ids, ignored_id))
+        lengths = [len(ids) for ids in sequences]
+        longest = max(lengths)
+        if longest > max_length:
             raise RewardError(
-                f"--reward-model {folder}: a text of {worst} tokens, {longest} fit; see --max-new-tokens"
+                f"--reward-model {folder}: a text of {longest} tokens, {max_length} fit; see --max-new-tokens"
             )
-        scores = torch.zeros(len(ids))
-        ((*microbatches,),) = plan_microbatches([len(x) for x in ids], num_ranks=1, max_tokens=max_tokens)
+
+        scores = torch.zeros(len(sequences))
+        # Each rank scores its own completions: one rank in the assignment.
+        microbatches = plan_microbatches(lengths, num_ranks=1, max_tokens=max_tokens)[0]
         with unparked(model, device, park=park):
             for members in microbatches:
-                tokens = torch.tensor([t for i in members for t in ids[i]], device=device)
-                layout = PackedLayout(tuple(len(ids[i]) for i in members), device)
-                none = torch.zeros_like(tokens, dtype=torch.bool)
-                scores[members] = scalar_outputs(model, tokens, layout, select=none)[1].float().cpu()
+                packed_ids: list[int] = []
+                for i in members:
+                    packed_ids.extend(sequences[i])
+                tokens = torch.tensor(packed_ids, device=device)
+                member_lengths = tuple(lengths[i] for i in members)
+                layout = PackedLayout(member_lengths, device)
+                # Only the score after each last token is wanted, no values of single tokens.
+                no_tokens = torch.zeros_like(tokens, dtype=torch.bool)
+                _, last_scores = scalar_outputs(model, tokens, layout, select=no_tokens)
+                scores[members] = last_scores.float().cpu()
         return scores.tolist()
 
     return reward_model
+
+
+def _without_trailing(ids: list[int], ignored_id: int | None) -> list[int]:
+    """Return the ids without trailing `ignored_id`; the first id always stays.
+
+    transformers reads a classifier's score at the last token that is not the pad token of config.json.
+    """
+    end = len(ids)
+    while end > 1 and ids[end - 1] == ignored_id:
+        end -= 1
+    return ids[:end]

@@ -1,4 +1,4 @@
-"""Rollouts with their examples, texts and rewards."""
+"""Rollouts with their rewards, texts and rows of the data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,25 +12,34 @@ from minirl.rollouts import Rollout
 
 @dataclass(frozen=True)
 class RewardedRollouts:
-    """Rollouts of this rank with their rows, texts and rewards fp64 [N, K], aligned.
-
-    failed bool [N]: a function failed there, and its reward is 0 (`--on-reward-error zero`).
-    """
+    """N rollouts of this rank, with their rewards of K functions. All fields have one entry per rollout."""
 
     rollouts: list[Rollout]
+    # The row of the data that each prompt comes from.
     rows: list[Row]
+    # The completions without special tokens.
     texts: list[str]
+    # fp64 [N, K]; NaN where a reward does not apply to the completion
     rewards: Tensor
+    # bool [N]: a reward function failed, and its reward counts as 0 (`--on-reward-error zero`).
     failed: Tensor
 
     def __add__(self, other: "RewardedRollouts") -> "RewardedRollouts":
-        rewards, failed = torch.cat([self.rewards, other.rewards]), torch.cat([self.failed, other.failed])
         return RewardedRollouts(
-            self.rollouts + other.rollouts, self.rows + other.rows, self.texts + other.texts, rewards, failed
+            rollouts=self.rollouts + other.rollouts,
+            rows=self.rows + other.rows,
+            texts=self.texts + other.texts,
+            rewards=torch.cat([self.rewards, other.rewards]),
+            failed=torch.cat([self.failed, other.failed]),
         )
 
-    def select(self, places: Sequence[int]) -> "RewardedRollouts":
-        """Those at these places."""
-        rollouts, rows = [self.rollouts[i] for i in places], [self.rows[i] for i in places]
-        texts, where = [self.texts[i] for i in places], list(places)
-        return RewardedRollouts(rollouts, rows, texts, self.rewards[where], self.failed[where])
+    def select(self, indices: Sequence[int]) -> "RewardedRollouts":
+        """Return the rollouts at these indices, in this order."""
+        indices = list(indices)
+        return RewardedRollouts(
+            rollouts=[self.rollouts[i] for i in indices],
+            rows=[self.rows[i] for i in indices],
+            texts=[self.texts[i] for i in indices],
+            rewards=self.rewards[indices],
+            failed=self.failed[indices],
+        )

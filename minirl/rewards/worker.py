@@ -1,14 +1,25 @@
-"""The process that a user's reward function runs in: `python -P reward_worker.py FILE FUNCTION`, see `reward_process`.
+"""The program that runs a user's reward function: `python -P worker.py SOURCE FUNCTION` (see `worker_process`).
 
-One JSON object per line comes in on stdin and one goes out on stdout: first {"path", "parent"} for what the function
-takes, then {"seed", "arguments", "count"} for its numbers. Everything that user code can reach is something else: fds
-0, 1 and 2 are /dev/null, what it prints goes into a bounded buffer. It limits accidents, it is no security boundary.
+SOURCE is a Python file, or the name of a module that can be imported.
 
-Standard library only, so that it starts in a moment; nothing of the package, not even by `import minirl`.
+Protocol: one JSON object per line, requests on stdin, answers on stdout.
+
+- The first request is {"path", "parent"}: sys.path and process id of the trainer. The answer is {"required",
+  "optional", "takes_all"}, the arguments that the function takes, or {"error"}.
+- Every later request is {"seed", "arguments", "count"}. The answer is {"rewards", "error"}.
+- Every answer also has "printed": the beginning of what the user's code printed.
+
+User code cannot write into the protocol by accident: both pipes move to other file descriptors, fds 0, 1 and
+2 become /dev/null, and sys.stdout and sys.stderr become a buffer of limited size. This prevents accidents; it
+is no security boundary.
+
+Standard library only, so that the process starts quickly; it imports nothing of the package, not even
+`minirl` itself.
 """
 
 import ctypes
 import functools
+import importlib
 import inspect
 import io
 import json
@@ -20,128 +31,223 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, BinaryIO
 
-MAX_OUTPUT, MAX_TRACEBACK, MAX_REPR = 2000, 4000, 80  # characters that the parent gets to see
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# How many characters of each the trainer receives.
+MAX_OUTPUT = 2000
+MAX_TRACEBACK = 4000
+MAX_REPR = 80
+# From linux/prctl.h: the signal that a process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 
-def validate_rewards(values: Any, count: int) -> list[float | str] | str:
-    """`count` finite numbers; a text in the place of each that is none, or one text if the whole is no list of them.
+def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
+    """Check that `values` is a list of `count` entries, each a finite number or None.
 
-    bool, int, float, and 0-d arrays and tensors are numbers. The texts say what was "returned ...".
+    None means that the reward does not apply to the completion. Returns floats and Nones, with an error string
+    in place of each invalid one; a single error string if `values` is no list or has another length. Numbers
+    are bool, int, float, and 0-d arrays and tensors. Lists are also tuples, arrays and tensors, but neither
+    texts nor mappings nor sets. The error strings begin with "returned".
     """
-    is_list = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
-    if not is_list or isinstance(values, str | bytes | Mapping | Set):
+    # 0-d arrays and tensors have a `__len__` too; it raises.
+    has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
+    if not has_length or isinstance(values, str | bytes | Mapping | Set):
         return f"returned {repr(values)[:MAX_REPR]}; expected a list of {count} numbers"
     if len(values) != count:
         return f"returned {len(values)} values for {count} completions"
-    return [_number(value) for value in values]
+    return [_validate_number(value) for value in values]
 
 
-def _number(value: Any) -> float | str:
-    try:
-        number = (
-            math.nan if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0 else float(value)
-        )
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    return number if math.isfinite(number) else f"returned {repr(value)[:MAX_REPR]}; expected a finite number"
+def _validate_number(value: Any) -> float | str | None:
+    """Return `value` as a float, None as it is, or an error string."""
+    if value is None:
+        return None
+    number = math.nan
+    is_text = isinstance(value, str | bytes)
+    is_array = getattr(value, "ndim", 0) != 0
+    if not is_text and not is_array:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+    if math.isfinite(number):
+        return number
+    return f"returned {repr(value)[:MAX_REPR]}; expected a finite number"
 
 
-class _FirstBytes(io.RawIOBase):
-    """Keeps the beginning of what is written and drops the rest."""
+class _PrintBuffer(io.RawIOBase):
+    """A file that keeps the beginning of what is written and drops the rest."""
 
-    kept = b""
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept = b""
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.kept += bytes(data)[: 4 * MAX_OUTPUT - len(self.kept)]
+        # A character takes at most 4 bytes in UTF-8.
+        num_free = 4 * MAX_OUTPUT - len(self._kept)
+        self._kept += bytes(data)[:num_free]
         return len(data)
+
+    def take_text(self) -> str:
+        """Return what was kept, and start again empty."""
+        text = self._kept.decode("utf-8", "replace")
+        self._kept = b""
+        return text[:MAX_OUTPUT]
 
 
 def main() -> None:
-    """Load the function and call it for each request until there are no more."""
-    file, name = sys.argv[1:]
-    requests, answers = (
-        os.fdopen(os.dup(0), "rb", 1 << 20),
-        os.fdopen(os.dup(1), "wb"),
-    )  # dup: programs do not inherit
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    printed = _FirstBytes()
-    sys.stdout = sys.stderr = io.TextIOWrapper(
-        printed, "utf-8", errors="backslashreplace", write_through=True
-    )
-    if sys.platform == "linux":  # neither this nor what it forks must outlive a trainer that was killed
-        die_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-        die_with_parent()
-        os.register_at_fork(after_in_child=die_with_parent)
-    start = json.loads(requests.readline() or "null")
-    if start is None or os.getppid() != start["parent"]:
+    """Load the function, then answer one request after another until stdin is closed."""
+    source, name = sys.argv[1:]
+    requests, answers = _take_pipes()
+    printed = _PrintBuffer()
+    sys.stdout = io.TextIOWrapper(printed, "utf-8", errors="backslashreplace", write_through=True)
+    sys.stderr = sys.stdout
+    _die_with_parent()
+    first_line = requests.readline()
+    if not first_line:
         return
-    sys.path[:] = [*start["path"], os.path.dirname(os.path.abspath(file))]
+    start = json.loads(first_line)
+    if os.getppid() != start["parent"]:
+        # The trainer was gone before `_die_with_parent` took effect.
+        return
+    own_folder = os.path.dirname(os.path.abspath(source)) if source.endswith(".py") else os.getcwd()
+    sys.path[:] = [*start["path"], own_folder]
 
     def send(answer: dict[str, Any]) -> None:
-        printed_text, printed.kept = printed.kept.decode("utf-8", "replace")[:MAX_OUTPUT], b""
-        answers.write(json.dumps({**answer, "printed": printed_text}).encode() + b"\n")
+        line = json.dumps({**answer, "printed": printed.take_text()})
+        answers.write(line.encode() + b"\n")
         answers.flush()
 
-    loaded, error = _guarded(load_function, file, name)
-    function, facts = loaded or (None, {"error": error})
-    send(facts)
-    while function is not None and (line := requests.readline()):
-        rewards, error = _guarded(_call, function, json.loads(line))
+    loaded, error = _run_user_code(load_function, source, name)
+    if error is not None:
+        send({"error": error})
+        return
+    function, description = loaded
+    send(description)
+    if function is None:
+        return
+    for line in requests:
+        rewards, error = _run_user_code(_call, function, json.loads(line))
         send({"rewards": rewards, "error": error})
 
 
-def _call(function: Callable[..., Any], request: dict[str, Any]) -> list[float | str] | str:
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Return stdin and stdout under other file descriptors, and put /dev/null in place of fds 0, 1 and 2."""
+    # Programs that user code starts do not inherit what os.dup returns.
+    requests = os.fdopen(os.dup(0), "rb", 1 << 20)
+    answers = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    return requests, answers
+
+
+def _die_with_parent() -> None:
+    """On Linux, have this process and its forks killed when their parent dies, even of SIGKILL."""
+    if sys.platform == "linux":
+        request_signal = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+        request_signal()
+        # The setting is not inherited.
+        os.register_at_fork(after_in_child=request_signal)
+
+
+def _call(function: Callable[..., Any], request: dict[str, Any]) -> list[float | str | None] | str:
+    """Call the user's function for one request; returns as `validate_rewards`."""
     seed_everything(request["seed"])
-    return validate_rewards(function(**request["arguments"]), request["count"])
+    values = call_reward(function, request["arguments"])
+    return validate_rewards(values, request["count"])
 
 
-def _guarded(act: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """What user code returns, or None and what it raised; afterwards process and working directory are as before."""
-    pid, folder = os.getpid(), os.open(".", os.O_RDONLY)
-    result, raised = None, None
+def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a reward function and wait for its result if it is an `async def`."""
+    values = function(**arguments)
+    if not inspect.isawaitable(values):
+        return values
+    # Imported late: it takes longer than all other imports of this file together.
+    import asyncio
+
+    async def wait() -> Any:
+        return await values
+
+    return asyncio.run(wait())
+
+
+def _run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """Return the action's result and None, or None and the traceback of what it raised.
+
+    Restores the working directory. In a process that user code forked and let return, does not return at all.
+    """
+    pid = os.getpid()
+    folder = os.open(".", os.O_RDONLY)
+    result = None
+    error = None
     try:
-        result = act(*arguments)
-    except BaseException as error:  # user code may raise anything, sys.exit and KeyboardInterrupt included
-        raised = f"raised\n{users_traceback(error)}"
-    if os.getpid() != pid:  # a fork that user code let return: this is not the worker
+        result = action(*arguments)
+    except BaseException as exception:
+        # User code may raise anything, including SystemExit and KeyboardInterrupt.
+        error = f"raised\n{users_traceback(exception)}"
+    if os.getpid() != pid:
+        # This is a fork of the worker: it must not send a second answer.
         os._exit(0)
     os.fchdir(folder)
     os.close(folder)
-    return result, raised
+    return result, error
 
 
-def load_function(file: str, name: str) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """What `file` calls `name`, and which arguments it takes, or what is wrong. Raises whatever the file raises."""
+def load_function(source: str, name: str) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Return the function `name` of a file or module with the description of its arguments, or None and {"error"}.
+
+    Raises whatever the user's code raises when it is run.
+    """
+    if source.endswith(".py"):
+        module = _run_file(source)
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+                raise
+            return None, {"error": f"there is no module {error.name!r} here; is it installed?"}
+    function = getattr(module, name, None)
+    if not callable(function):
+        return None, {"error": f"{source} has no function {name}"}
+    return _describe(function, name)
+
+
+def _run_file(file: str) -> types.ModuleType:
+    """Run a Python file as a module."""
     module = types.ModuleType(f"reward_file_{os.path.basename(file).removesuffix('.py')}")
     module.__file__ = file
-    sys.modules[module.__name__] = module  # dataclasses and pickle look there
+    # dataclasses and pickle look a class's module up there.
+    sys.modules[module.__name__] = module
     with open(file, "rb") as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, module.__dict__)
-    function = getattr(module, name, None)
-    if not callable(function):
-        return None, {"error": f"{file} has no function {name}"}
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if unnamed := [p.name for p in named if p.kind is p.POSITIONAL_ONLY]:
-        return None, {"error": f"{name} takes {unnamed[0]!r} by position only; arguments come by name"}
-    return function, {
-        "required": [p.name for p in named if p.default is p.empty],
-        "optional": [p.name for p in named if p.default is not p.empty],
-        "takes_all": any(p.kind is p.VAR_KEYWORD for p in parameters),
-    }
+    return module
+
+
+def _describe(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Return the function with the names of its arguments, or None and {"error"} if they cannot come by name."""
+    required: list[str] = []
+    optional: list[str] = []
+    takes_all = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            error = f"{name} takes {parameter.name!r} by position only; arguments come by name"
+            return None, {"error": error}
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            names = required if parameter.default is parameter.empty else optional
+            names.append(parameter.name)
+    return function, {"required": required, "optional": optional, "takes_all": takes_all}
 
 
 def seed_everything(seed: int) -> None:
-    """Seed what user code may draw from, so that a random reward is the same again after a resume."""
+    """Seed the generators that user code may use, so that random rewards are the same after a resume."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -150,13 +256,15 @@ def seed_everything(seed: int) -> None:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file; the middle of a very long one is left out."""
+    """Return the traceback without the frames of this file; the middle of a very long one is left out."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if len(text) <= MAX_TRACEBACK:
+        return text
     half = MAX_TRACEBACK // 2
-    return text if len(text) <= MAX_TRACEBACK else f"{text[:half]}\n...\n{text[-half:]}"
+    return f"{text[:half]}\n...\n{text[-half:]}"
 
 
 if __name__ == "__main__":

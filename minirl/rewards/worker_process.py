@@ -1,7 +1,8 @@
-"""The user's reward functions, each in a worker process (`reward_worker`) that is killed when it takes too long.
+"""Run each of the user's reward functions in a process (`worker`) that is killed if a call takes too long.
 
-What fails is found: after a call that raised, hung, died or returned no list of numbers, each completion is judged
-alone. The worker runs with the user's rights: this contains accidents, not attacks. Nothing is pickled.
+When a whole call raises, hangs, dies or does not return a list of the right length, its completions are sent
+again, one in a call, to find those that fail. The worker has the user's rights: this limits accidents, not
+attacks. Nothing is pickled.
 """
 
 import contextlib
@@ -24,35 +25,50 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import rank
 from minirl.rewards import worker
 
-LOAD_TIMEOUT_S = 60.0  # for the file's own imports, beside the time of a call
-MAX_FORGIVEN_FRAC = 0.05  # of the completions of a call; one always is
+# For the imports of the user's file, in addition to the time limit of a call.
+LOAD_TIMEOUT_S = 60.0
+# With on_error "zero", up to this share of the completions of a call (at least one) may fail and is forgiven.
+MAX_FORGIVEN_FRAC = 0.05
+# A rank waiting for its worker sends a heartbeat at least this often.
+POLL_S = 0.5
 
 
 def load_reward(spec: str, *, timeout_s: float = 60.0, on_error: str = "stop") -> "RewardProcess":
-    """The function that "file.py:name" names, in its worker. Raises InputError saying what is wrong with it."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise InputError(f"--reward {spec}: expected file.py:function")
-    if not Path(path).is_file():
-        raise InputError(f"--reward {spec}: there is no file {path}")
-    return RewardProcess(path, name, timeout_s=timeout_s, on_error=on_error)
+    """Start a worker for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
+    source, _, name = spec.rpartition(":")
+    is_file = source.endswith(".py")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    if not name or not (is_file or is_module):
+        raise InputError(f"--reward {spec}: expected file.py:function or module:function")
+    if is_file and not Path(source).is_file():
+        raise InputError(f"--reward {spec}: there is no file {source}")
+    return RewardProcess(source, name, timeout_s=timeout_s, on_error=on_error)
 
 
 class RewardProcess:
-    """A reward function whose calls run in a worker process. State in the user's file does not survive a kill."""
+    """A reward function whose calls run in a worker process.
 
-    def __init__(self, file: str, name: str, *, timeout_s: float, on_error: str):
-        """Starts the worker. `timeout_s` limits a call; on_error "zero" forgives few failures, "stop" none.
+    Global state of the user's file is lost when the worker is killed.
+    """
 
-        Raises InputError if the file does not run or has no such function.
+    def __init__(self, source: str, name: str, *, timeout_s: float, on_error: str):
+        """Start the worker. source: a Python file, or a module's name.
+
+        timeout_s: limit of one call. on_error: "zero" forgives a few failed completions, "stop" none.
+        Raises InputError if it cannot be run or has no such function.
         """
-        self.__name__, self._file, self._timeout_s, self._on_error = name, file, timeout_s, on_error
-        self._told: set[str] = set()
-        if error := self._start():
-            raise InputError(f"--reward {file}:{name}: {error}")
+        self.__name__ = name
+        self._source = source
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        # The kinds of notes that were printed: each is printed once.
+        self._printed_notes: set[str] = set()
+        error = self._start()
+        if error is not None:
+            raise InputError(f"--reward {source}:{name}: {error}")
 
-    def __call__(self, **arguments: list[Any]) -> list[float]:
-        """Rewards of the completions, without the rows' places in errors. Raises as `compute`."""
+    def __call__(self, **arguments: list[Any]) -> list[float | None]:
+        """Compute rewards; error messages do not name the rows. Raises as `compute`."""
         count = max(map(len, arguments.values()))
         texts = [str(completion) for completion in arguments.get("completions", [""] * count)]
         return self.compute(arguments, places=["?"] * count, texts=texts, seeds=[0] * count)
@@ -64,148 +80,224 @@ class RewardProcess:
         places: Sequence[str],
         texts: Sequence[str],
         seeds: Sequence[int],
-    ) -> list[float]:
-        """Rewards of N completions, of rows at `places`; nan where a failure is forgiven. A call has its first's seed.
+    ) -> list[float | None]:
+        """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        `arguments` are lists [N]. Raises RewardError naming function, row, completion and what the user's code did.
+        Not collective.
+
+        `arguments` has a list [N] per argument of the function; `places` are the origins of the rows and
+        `texts` the completions, both for error messages. The worker is seeded with seeds[0], or with a
+        completion's own seed when that is sent alone. Raises RewardError naming function, row, completion and
+        what the user's code did.
         """
-        forgiven = max(1, int(MAX_FORGIVEN_FRAC * len(texts))) if self._on_error == "zero" else 0
+        max_forgiven = 0
+        if self._on_error == "zero":
+            max_forgiven = max(1, int(MAX_FORGIVEN_FRAC * len(texts)))
         answers = self._call(arguments, len(texts), seeds[0])
         if isinstance(answers, str):
-            answers = self._one_at_a_time(arguments, seeds, whole=answers, forgiven=forgiven)
-        faults = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
-        for i, fault in faults.items():
-            said = _escaped(
-                f"reward {self.__name__} for the row at {places[i]}, completion {texts[i][:80]!r}: {fault}"
-            )
-            if len(faults) > forgiven:
-                many = f"{len(faults)} of {len(answers)} completions, --on-reward-error zero forgives {forgiven}; "
-                raise RewardError(f"{many if forgiven else ''}{said}")
-            self._tell("forgiven", f"{said}\nThe reward is 0, see reward/errors.")
+            answers = self._call_one_at_a_time(arguments, seeds, error=answers, max_forgiven=max_forgiven)
+
+        failures = []
+        # There are fewer answers than completions if a failure was not forgiven.
+        for answer, place, text in zip(answers, places, texts, strict=False):
+            if isinstance(answer, str):
+                where = f"reward {self.__name__} for the row at {place}, completion {text[:80]!r}"
+                failures.append(_escaped(f"{where}: {answer}"))
+        if len(failures) > max_forgiven:
+            summary = ""
+            if max_forgiven > 0:
+                counts = f"{len(failures)} of {len(answers)} completions"
+                summary = f"{counts}, --on-reward-error zero forgives {max_forgiven}; "
+            raise RewardError(summary + failures[0])
+        if failures:
+            self._print_once("forgiven", f"{failures[0]}\nThe reward is 0, see reward/errors.")
         return [math.nan if isinstance(answer, str) else answer for answer in answers]
 
-    def _one_at_a_time(
-        self, arguments: dict[str, list[Any]], seeds: Sequence[int], *, whole: str, forgiven: int
-    ) -> list[float | str]:
-        """As `_call` of each completion alone, after `whole` went wrong; up to the first that is not forgiven."""
-        answers: list[float | str] = [whole] if len(seeds) == 1 else []
-        for i in range(len(answers), len(seeds)):
-            alone = self._call({name: values[i : i + 1] for name, values in arguments.items()}, 1, seeds[i])
-            answers.extend([alone] if isinstance(alone, str) else alone)
-            if sum(isinstance(answer, str) for answer in answers) > forgiven:
+    def _call_one_at_a_time(
+        self, arguments: dict[str, list[Any]], seeds: Sequence[int], *, error: str, max_forgiven: int
+    ) -> list[float | str | None]:
+        """Call the function for each completion alone, after the call of all of them failed with `error`.
+
+        Returns rewards, with an error string in place of each failure, up to the first failure that is not
+        forgiven. Raises RewardError if no completion fails alone.
+        """
+        if len(seeds) == 1:
+            return [error]
+        answers: list[float | str | None] = []
+        num_failed = 0
+        for i, seed in enumerate(seeds):
+            single = {name: values[i : i + 1] for name, values in arguments.items()}
+            answer = self._call(single, 1, seed)
+            answers.extend([answer] if isinstance(answer, str) else answer)
+            if isinstance(answers[-1], str):
+                num_failed += 1
+            if num_failed > max_forgiven:
                 break
-        if not any(isinstance(answer, str) for answer in answers):
+        if num_failed == 0:
             what = f"{len(seeds)} completions, none of which fails alone"
-            raise RewardError(_escaped(f"reward {self.__name__} for {what}: {whole}"))
+            raise RewardError(_escaped(f"reward {self.__name__} for {what}: {error}"))
         return answers
 
     def close(self) -> None:
-        """Kill the worker with the processes of its session; the next call starts another."""
+        """Kill the worker and the other processes of its session; the next call starts a new worker."""
         self._kill()
 
     def _start(self) -> str | None:
-        """Start a worker and learn what the function takes; what is wrong with it, if anything."""
+        """Start a worker and ask which arguments the function takes. Returns an error string, or None."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", worker.__file__, self._file, self.__name__],
+            # -P: modules beside worker.py must not hide those of the user.
+            [sys.executable, "-P", worker.__file__, self._source, self.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={"PYTHONHASHSEED": "0", **os.environ},  # sets in the same order after a resume
+            # With a fixed hash seed, sets are in the same order again after a resume.
+            env={"PYTHONHASHSEED": "0", **os.environ},
         )
-        self._kill = weakref.finalize(
-            self, _kill_session, self._process
-        )  # at the latest when this process exits
-        start = {"path": sys.path, "parent": os.getpid()}
-        facts = self._ask(start, self._timeout_s + LOAD_TIMEOUT_S)
-        if isinstance(facts, str) or "error" in facts:
+        # Kills once: when called, when this object is deleted, or at the latest when this process exits.
+        self._kill = weakref.finalize(self, _kill_session, self._process)
+        request = {"path": sys.path, "parent": os.getpid()}
+        answer = self._ask(request, self._timeout_s + LOAD_TIMEOUT_S)
+        if isinstance(answer, str):
+            return answer
+        if "error" in answer:
             self._kill()
-            return facts if isinstance(facts, str) else _escaped(facts["error"])
-        kinds = inspect.Parameter
-        parameters = [kinds(name, kinds.KEYWORD_ONLY) for name in facts["required"]]
-        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in facts["optional"]]
-        parameters += [kinds("others", kinds.VAR_KEYWORD)] if facts["takes_all"] else []
-        self.__signature__ = inspect.Signature(parameters)
+            return _escaped(answer["error"])
+        self.__signature__ = _signature(answer)
         return None
 
-    def _call(self, arguments: dict[str, list[Any]], count: int, seed: int) -> list[float | str] | str:
-        """The numbers of `count` completions, a text in the place of each bad one, or a text: what went wrong."""
+    def _call(self, arguments: dict[str, list[Any]], count: int, seed: int) -> list[float | str | None] | str:
+        """Call the function for `count` completions; starts a new worker if there is none.
+
+        Returns as `worker.validate_rewards`; also a single error string if the function raised or the worker
+        failed.
+        """
         if not self._kill.alive or self._process.poll() is not None:
             self.close()
-            if error := self._start():
+            error = self._start()
+            if error is not None:
                 return error
         answer = self._ask({"seed": seed, "arguments": arguments, "count": count}, self._timeout_s)
-        return answer if isinstance(answer, str) else answer["error"] or answer["rewards"]
+        if isinstance(answer, str):
+            return answer
+        return answer["error"] or answer["rewards"]
 
-    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
-        """The worker's answer, or a text: it took too long, or died."""
-        with (
-            contextlib.ExitStack() as unless_answered
-        ):  # a late answer must not pass as that of the next call
-            unless_answered.callback(self._kill)
-            line = _exchange(
-                self._process, json.dumps(message).encode() + b"\n", time.monotonic() + timeout_s
-            )
-            if line is None:
-                return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
-            if not line.endswith(b"\n"):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(1)
-                code = self._process.returncode
-                if code is None:
-                    return "closed the pipes of its process"
-                return f"ended its process, {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-            unless_answered.pop_all()
+    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
+        """Send a request and return the worker's answer, or an error string if it took too long or died."""
+        try:
+            message = json.dumps(request).encode() + b"\n"
+            line = _exchange(self._process, message, deadline=time.monotonic() + timeout_s)
+            failure = self._failure(line, timeout_s)
+        except BaseException:
+            # An answer that comes late must not be taken for that of the next call.
+            self._kill()
+            raise
+        if failure is not None:
+            self._kill()
+            return failure
+        assert line is not None
         answer = json.loads(line)
-        if printed := answer.pop("printed"):
-            self._tell("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
+        printed = answer.pop("printed")
+        if printed and rank() == 0:
+            self._print_once("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
         return answer
 
-    def _tell(self, what: str, text: str) -> None:
-        """Print it if nothing of the kind was printed before: failures on every rank, the user's own prints on one."""
-        if what not in self._told and (what == "forgiven" or rank() == 0):
-            self._told.add(what)
-            print(f"note: {text}", flush=True)
+    def _failure(self, line: bytes | None, timeout_s: float) -> str | None:
+        """Return why `_exchange` returned no whole line, or None if it did."""
+        if line is None:
+            return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
+        if line.endswith(b"\n"):
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        code = self._process.returncode
+        if code is None:
+            return "closed the pipes of its process"
+        if code < 0:
+            return f"ended its process, {signal.Signals(-code).name}"
+        return f"ended its process, exit code {code}"
+
+    def _print_once(self, kind: str, text: str) -> None:
+        """Print a note on this rank unless one of this kind was printed before."""
+        if kind not in self._printed_notes:
+            self._printed_notes.add(kind)
+            _print(f"note: {text}")
 
 
-def _exchange(process: subprocess.Popen[bytes], message: bytes, deadline: float) -> bytes | None:
-    """Send a message and read a line: less than a line if the process died, None after the deadline.
+def _signature(description: dict[str, Any]) -> inspect.Signature:
+    """Return the signature of the user's function, as its worker describes the arguments."""
+    parameters = []
+    for name in description["required"]:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+    for name in description["optional"]:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    if description["takes_all"]:
+        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
-    Neither direction blocks. A process that it forked may hold the pipe open after its death: hence the look at it.
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: float) -> bytes | None:
+    """Send a message and read one line.
+
+    Returns less than a line if the process died or closed its pipes, and None after the deadline. Both pipes
+    are served in one loop that never blocks for longer than POLL_S: a message may be larger than a pipe
+    holds, and the worker may neither read nor answer.
     """
     assert process.stdin is not None
     assert process.stdout is not None
-    into, out = process.stdin.fileno(), process.stdout.fileno()
-    os.set_blocking(into, False)
-    poll, left, line = select.poll(), memoryview(message), b""
-    poll.register(out, select.POLLIN)
-    poll.register(into, select.POLLOUT)
-    while not line.endswith(b"\n"):
-        if (seconds := deadline - time.monotonic()) <= 0:
+    request_fd = process.stdin.fileno()
+    answer_fd = process.stdout.fileno()
+    os.set_blocking(request_fd, False)
+    poll = select.poll()
+    poll.register(answer_fd, select.POLLIN)
+    poll.register(request_fd, select.POLLOUT)
+    unsent = memoryview(message)
+    answer = b""
+    while not answer.endswith(b"\n"):
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             return None
-        watchdog.heartbeat()  # the deadline says how long to wait, not --hang-timeout
-        has_ended = process.poll() is not None
-        ready = dict(poll.poll(1000 * min(seconds, 0.5)))
-        if into in ready:
+        # This wait is limited by the deadline, not by --hang-timeout.
+        watchdog.heartbeat()
+        # Looked up before the poll: what the worker wrote before its death is then read below.
+        has_exited = process.poll() is not None
+        ready = dict(poll.poll(1000 * min(seconds_left, POLL_S)))
+        if request_fd in ready:
             try:
-                left = left[os.write(into, left) :]
+                num_sent = os.write(request_fd, unsent)
             except BrokenPipeError:
-                left = left[len(left) :]
-            if not left:
-                poll.unregister(into)
-        part = os.read(out, 65536) if out in ready else b""
-        line += part
-        if not part and (out in ready or has_ended):
+                # The worker will not read the rest, but may have written an answer.
+                num_sent = len(unsent)
+            unsent = unsent[num_sent:]
+            if not unsent:
+                poll.unregister(request_fd)
+        received = b""
+        is_closed = False
+        if answer_fd in ready:
+            received = os.read(answer_fd, 65536)
+            is_closed = not received
+        answer += received
+        # When the worker dies its pipe is closed, unless a process that it forked holds it open.
+        if is_closed or (has_exited and not received):
             break
-    return line
+    return answer
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and those that it started, as far as they have not left its session."""
-    with process, contextlib.suppress(ProcessLookupError, PermissionError):  # closes its pipes and reaps it
+    """Kill the process and all those that it started, unless they have left its session."""
+    # Leaving the block closes the pipes and reaps the process.
+    with process, contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def _print(text: str) -> None:
+    """Print on this rank; nothing from then on if the reader of stdout has gone (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
+
+
 def _escaped(text: str) -> str:
-    """The text, with control characters (of a terminal, say) spelt out."""
+    """Return the text with control characters (a terminal's escape codes, for example) spelt out."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

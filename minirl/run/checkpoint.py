@@ -1,13 +1,28 @@
 """Checkpoints between steps, and exact resume from them.
 
     000050/                          a Hugging Face folder of the policy, in the compute dtype
-    000050/value/                    one of each further model
-    000050/resume/policy-0-of-2.safetensors    a rank's shards of fp32 masters and optimizer state
-    000050/manifest.json             the script's state and the digest of every file
+    000050/value/                    the same for each further model, by its name
+    000050/resume/policy-0-of-2.safetensors    one rank's shards of fp32 masters and optimizer state
+    000050/manifest.json             the script's state, and size and SHA-256 of every file
 
-A save copies this rank's tensors to host memory and returns; a thread writes them, without collectives: each rank
-leaves a list of what it wrote, and rank 0's thread, when all lists are there, writes the manifest and renames the
-folder. A failed save is said and given up: the run goes on, with the checkpoints that it has. Nothing is pickled.
+Saving overlaps with training. In order:
+
+1. `Checkpoints.save`, on each rank's main thread: copy the rank's shards to host memory, and on rank 0 the
+   compute weights. Then training goes on.
+2. `_Save`, a thread on each rank, without collectives: write the rank's files into the folder
+   .tmp-000050-TOKEN-RANK, each through to the disk. Last comes files.json, with the digests of the others.
+3. `_Save._commit`, the thread of rank 0, once every rank's files.json exists: move all files into its own
+   folder, write manifest.json, rename the folder to 000050, and delete checkpoints that are not to be kept.
+4. `Checkpoints._wait`, on the main threads, before the next save and at the end of the run (collective):
+   find out whether every rank could write its files and rank 0 could commit. If not, all ranks give up this
+   save with a warning, and the run goes on with the checkpoints that it has.
+
+A kill at any moment leaves a whole checkpoint, because a folder gets a name that consists of digits only by
+the rename in 3, when all of its files are on the disk. The names of unfinished folders begin with a dot, and
+the next start deletes them. An old checkpoint is deleted only when the newer ones have their names, and is
+first renamed to a name with a dot.
+
+Nothing is pickled.
 """
 
 import json
@@ -35,17 +50,19 @@ from minirl.ranks.process_group import broadcast_object, gather_objects, print0,
 from minirl.run.run_folder import FORMAT, RunFolder, checkpoints_in, read_manifest
 from minirl.training.sharded_model import ShardedModel
 
-_LIST = "files.json"  # the digests of what a rank has written
-SHARED_S = 60.0  # for one rank's files to be seen by another
-_DIED = "its thread died, see the traceback"
-Part = Callable[[Path], dict[str, Digest]]  # writes files into a folder; their digests by path within it
+_DIGESTS_FILE = "files.json"  # written by each rank after its other files
+SHARED_S = 60.0  # seconds until a file that one rank has written must be visible to rank 0
+_THREAD_DIED = "its thread died, see the traceback"
+# Writes files into the folder that it is given, and returns their digests by path within the folder.
+_FileWriter = Callable[[Path], dict[str, Digest]]
 
 
 class Checkpoints:
-    """Saves and restores models with their optimizers, by name; the first one is the Hugging Face folder itself.
+    """Saves and restores models with their optimizers.
 
-    `sources` are the folders that config and tokenizer come from. At most `keep` checkpoints stay (0: all), the newest
-    ones and the one with the best score.
+    models: by name; the first one becomes the checkpoint's own Hugging Face folder.
+    sources: for each model, the folder that its config and tokenizer come from.
+    keep: how many of the newest checkpoints stay (0: all), besides the one with the best score.
     """
 
     def __init__(
@@ -56,82 +73,104 @@ class Checkpoints:
         sources: Mapping[str, Path],
         keep: int,
     ):
-        self._run, self._models, self._sources, self._keep = run, models, sources, keep
-        self._writing: _Save | None = None
-        self._saved = run.checkpoint
+        self._run = run
+        self._models = models
+        self._sources = sources
+        self._keep = keep
+        self._current_save: _Save | None = None
+        self._newest = run.checkpoint
         self._blocked_s = 0.0
 
     def restore(self, num_steps: int) -> dict[str, Any]:
-        """Load models and optimizers from the run's checkpoint; returns the state it was saved with, {} for a new run.
+        """Load models and optimizers from the run's checkpoint, saved by any number of ranks (collective).
 
-        Any number of ranks may have saved it (collective). num_steps: of the whole run.
+        Returns the state that was saved with them, or {} in a new run. num_steps: steps of the whole run, for
+        the message.
         """
         checkpoint = self._run.checkpoint
         if checkpoint is None:
             return {}
         manifest = read_manifest(checkpoint)
+        state = manifest["state"]
+        num_saved_ranks = manifest["world_size"]
         for name, (model, optimizer) in self._models.items():
-            files = [checkpoint / path for path in _resume_files(name, manifest["world_size"])]
+            files = [checkpoint / path for path in _shard_files(name, num_saved_ranks)]
             model.load_state(optimizer, stored_tensors(files), place=str(files[0]))
-        ranks = f", saved by {manifest['world_size']} ranks" if manifest["world_size"] != world_size() else ""
-        step = manifest["state"]["step"]
-        left = "" if step < num_steps else ": already finished, see --num-steps"
-        print0(f"resuming after step {step} of {num_steps}, from {checkpoint}{ranks}{left}")
-        return manifest["state"]
+        message = f"resuming after step {state['step']} of {num_steps}, from {checkpoint}"
+        if num_saved_ranks != world_size():
+            message += f", saved by {num_saved_ranks} ranks"
+        if state["step"] >= num_steps:
+            message += ": already finished; a greater --num-steps goes on, another --run-name starts afresh"
+        print0(message)
+        return state
 
     def save(self, state: Mapping[str, Any], *, score: float | None = None) -> None:
-        """Begin to save models, optimizers and `state`, JSON values with a `step`; waits for the save before.
+        """Start to save models, optimizers and `state` (collective).
 
-        Collective.
+        Waits for the save before, copies this rank's tensors and returns.
+        state: JSON values, among them `step`. score: the held-out score at this step, if it was evaluated.
         """
         began = time.perf_counter()
         self._wait()
-        parts: list[Part] = []
+        writers: list[_FileWriter] = []
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
-            path = _resume_files(name, world_size())[rank()]
-            parts.append(_shards_part(path, model.state_tensors(optimizer)))
+            path = _shard_files(name, world_size())[rank()]
+            writers.append(_shards_writer(path, model.state_tensors(optimizer)))
             if rank() == 0:
-                parts.append(_model_part("" if i == 0 else f"{name}/", model, self._sources[name]))
-        manifest = dict(format=FORMAT, state=dict(state), score=score, world_size=world_size())
-        self._writing = _Save(self._run, manifest, parts, keep=self._keep)
+                prefix = "" if i == 0 else f"{name}/"
+                writers.append(_model_writer(prefix, model, self._sources[name]))
+        manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
+        self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
         self._blocked_s += time.perf_counter() - began
 
     def finish(self) -> Path | None:
-        """Wait for the last save; returns the newest checkpoint (collective). Raises SaveError if the save failed."""
-        if (error := self._wait()) is not None:
+        """Wait for the last save; returns the newest checkpoint (collective).
+
+        Raises SaveError if the last save failed.
+        """
+        error = self._wait()
+        if error is not None:
             raise SaveError(f"the last checkpoint was not saved: {error}")
-        return self._saved
+        return self._newest
 
     def take_blocked_s(self) -> float:
-        """Seconds that saves have kept this rank from training since the last call."""
-        seconds, self._blocked_s = self._blocked_s, 0.0
+        """Seconds for which saves have kept this rank from training since the last call. Not collective."""
+        seconds = self._blocked_s
+        self._blocked_s = 0.0
         return seconds
 
     def _wait(self) -> str | None:
-        """Let the save that is being written end on every rank; says what failed, if anything did (collective)."""
-        if self._writing is None:
+        """Wait until the current save has ended on every rank; returns its error, or None (collective).
+
+        The error is the same on all ranks.
+        """
+        save = self._current_save
+        if save is None:
             return None
-        failed: str | None = next(filter(None, gather_objects(self._writing.wait_for_own_files())), None)
-        outcome = broadcast_object(self._writing.end(is_abandoned=failed is not None))
-        failed = failed or outcome
-        if failed is None:
-            self._saved = self._writing.folder
+        self._current_save = None
+        write_errors = gather_objects(save.wait_for_own_files())
+        error: str | None = next((found for found in write_errors if found is not None), None)
+        commit_error = broadcast_object(save.end(is_abandoned=error is not None))
+        if error is None:
+            error = commit_error
+        if error is None:
+            self._newest = save.folder
         else:
-            print0(f"warning: {self._writing.folder} was not saved, the run goes on without it: {failed}")
-        self._writing = None
-        return failed
+            print0(f"warning: {save.folder} was not saved, the run goes on without it: {error}")
+        return error
 
 
-def _resume_files(name: str, world_size: int) -> list[str]:
+def _shard_files(name: str, world_size: int) -> list[str]:
+    """The path of each rank's shards of a model and its optimizer, within a checkpoint."""
     return [f"resume/{name}-{r}-of-{world_size}.safetensors" for r in range(world_size)]
 
 
-def _shards_part(path: str, tensors: Mapping[str, Tensor]) -> Part:
+def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
     return lambda folder: {path: write_tensors(folder / path, tensors)}
 
 
-def _model_part(prefix: str, model: ShardedModel, source: Path) -> Part:
-    """The Hugging Face folder of a model as it is now."""
+def _model_writer(prefix: str, model: ShardedModel, source: Path) -> _FileWriter:
+    """Copies the compute weights to host memory now; the writer makes a Hugging Face folder of them."""
     config = json.loads((source / "config.json").read_text())
     if model.module.config.scalar_head:
         config = scalar_config(config)
@@ -145,136 +184,179 @@ def _model_part(prefix: str, model: ShardedModel, source: Path) -> Part:
 
 
 class _Save:
-    """One checkpoint being written by a thread of each rank; `folder` is there when rank 0's has ended well."""
+    """One checkpoint that is being written. Each rank makes one, which starts the rank's thread.
 
-    def __init__(self, run: RunFolder, manifest: dict[str, Any], parts: Iterable[Part], *, keep: int):
-        self._run, self._manifest, self._parts, self._keep = run, manifest, list(parts), keep
-        self._rank, self._world_size = rank(), world_size()
+    After `end` has returned None on rank 0, the checkpoint is at `folder`.
+    """
+
+    def __init__(
+        self, run: RunFolder, manifest: dict[str, Any], writers: Iterable[_FileWriter], *, keep: int
+    ):
+        self._run = run
+        self._manifest = manifest
+        self._writers = list(writers)
+        self._keep = keep
+        self._rank = rank()
         name = f"{manifest['state']['step']:06d}"
         self.folder = run.path / "checkpoints" / name
-        self._half_made = [
-            self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(self._world_size)
-        ]
-        self._has_written, self._is_abandoned = threading.Event(), threading.Event()
-        self._until = math.inf
-        self._files_error: str | None = _DIED
-        self._error: str | None = _DIED
+        # The temporary folders of all ranks.
+        self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
+        self._has_written = threading.Event()  # this rank's files are written, or could not be
+        self._is_abandoned = threading.Event()  # some rank could not write its files
+        self._deadline = math.inf  # of time.monotonic(), for the other ranks' files to become visible
+        self._write_error: str | None = _THREAD_DIED  # of writing this rank's files
+        self._error: str | None = _THREAD_DIED  # of writing them or of the commit
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        watchdog.this_process.saving = self._thread
+        watchdog.this_process.checkpoint_thread = self._thread
         self._thread.start()
 
     def wait_for_own_files(self) -> str | None:
-        """What has kept this rank from writing its files, or None. Blocks until it has done with them."""
+        """Wait until the thread has written this rank's files; returns its error, or None. Not collective."""
         while not self._has_written.wait(1.0):
             watchdog.heartbeat()
-        return self._files_error
+        return self._write_error
 
     def end(self, *, is_abandoned: bool) -> str | None:
-        """Wait for the thread, which commits (rank 0) unless told that the save is abandoned; what failed there."""
+        """Wait for the thread to end; returns its error, or None. Not collective.
+
+        Called when every rank has written its files or failed to. is_abandoned: some rank failed, so that the
+        thread of rank 0 must not wait for its files.
+        """
         if is_abandoned:
             self._is_abandoned.set()
-        self._until = time.monotonic() + SHARED_S
+        self._deadline = time.monotonic() + SHARED_S
         while self._thread.is_alive():
             self._thread.join(1.0)
             watchdog.heartbeat()
-        if self._rank == 0:  # whose thread may have been taking the others' files until now
+        if self._rank == 0:
+            # A failed save leaves the other ranks' folders. Until now this rank's thread may have used them.
             for path in self._half_made:
                 shutil.rmtree(path, ignore_errors=True)
         return self._error
 
     def _write(self) -> None:
+        """Write this rank's files, then on rank 0 commit the checkpoint. Runs on the thread."""
         half_made = self._half_made[self._rank]
         try:
             (half_made / "resume").mkdir(parents=True)
             digests: dict[str, Digest] = {}
-            while self._parts:  # each holds copies, to be let go of
-                digests |= self._parts.pop()(half_made)
-            durable.replace_file(half_made / _LIST, json.dumps(digests))
-            self._files_error = None
+            while self._writers:
+                # A writer holds copies of tensors: remove it, so that they are freed once they are written.
+                digests |= self._writers.pop()(half_made)
+            durable.replace_file(half_made / _DIGESTS_FILE, json.dumps(digests))
+            self._write_error = None
             self._has_written.set()
             if self._rank == 0:
                 self._commit(half_made)
             self._error = None
         except OSError as error:
             free = shutil.disk_usage(self._run.path).free
-            self._error = (
-                f"{error.filename or half_made}: {error.strerror or error} ({free:,} bytes are free)"
-            )
-            self._files_error = self._files_error and self._error
+            what = error.filename or half_made
+            self._error = f"{what}: {error.strerror or error} ({free:,} bytes are free)"
+            if self._write_error is not None:  # it was raised before all files were written
+                self._write_error = self._error
             shutil.rmtree(half_made, ignore_errors=True)
         finally:
             self._has_written.set()
 
     def _commit(self, half_made: Path) -> None:
-        """When every rank's list is there, collect the files, write the manifest, give the folder its name, prune."""
-        while missing := [path for path in self._half_made if not (path / _LIST).exists()]:
-            if self._is_abandoned.wait(0.02):
-                return
-            if time.monotonic() > self._until:
-                raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
+        """On rank 0, make all ranks' files one checkpoint. Returns without one if the save is abandoned."""
+        self._wait_for_digests()
+        if self._is_abandoned.is_set():
+            return
         files: dict[str, Digest] = {}
         for path in self._half_made:
-            digests = json.loads((path / _LIST).read_text())
+            digests = json.loads((path / _DIGESTS_FILE).read_text())
             files |= digests
             if path != half_made:
                 for name in digests:
                     os.rename(path / name, half_made / name)
                 shutil.rmtree(path)
-        (half_made / _LIST).unlink()
-        durable.replace_file(
-            half_made / "manifest.json", json.dumps(self._manifest | {"files": files}, indent=1)
-        )
+        (half_made / _DIGESTS_FILE).unlink()
+        manifest = self._manifest | {"files": files}
+        durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
         if self.folder.exists():
             durable.remove_folder(self.folder)
-        if (
-            metrics := self._run.path / "metrics.jsonl"
-        ).is_file():  # its lines up to this step must not be lost
+        metrics = self._run.path / "metrics.jsonl"
+        if metrics.is_file():
+            # A resume from this checkpoint continues the file after this step: its lines must not be lost.
             durable.sync(metrics)
-        prune(
-            self._run.path, keep=self._keep
-        )  # what a kill has left, so that there is never more than one too many
+        # An earlier save may have been killed before its last line. Without this line there would be two
+        # checkpoints too many for a moment.
+        prune(self._run.path, keep=self._keep)
         durable.publish(half_made, self.folder)
         prune(self._run.path, keep=self._keep)
 
+    def _wait_for_digests(self) -> None:
+        """Wait until rank 0 sees the digests of every rank, or the save is abandoned.
 
-def prune(folder: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of a run (0: none) and the one with the best score."""
-    checkpoints = checkpoints_in(folder)
-    scored = [(read_manifest(path)["score"], path) for path in checkpoints]
-    best = max(((score, path) for score, path in scored if score is not None), default=(None, None))[1]
-    for path in checkpoints[:-keep] if keep else []:
+        Raises TimeoutError (an OSError) when digests that a rank has written do not become visible.
+        """
+        while True:
+            missing = [path for path in self._half_made if not (path / _DIGESTS_FILE).exists()]
+            if not missing or self._is_abandoned.wait(0.02):
+                return
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
+
+
+def prune(run_folder: Path, *, keep: int) -> None:
+    """Delete a run's checkpoints except the newest `keep` (0: delete none) and the one with the best score.
+
+    Of equal scores the newest is the best.
+    """
+    checkpoints = checkpoints_in(run_folder)
+    scored = []
+    for path in checkpoints:
+        score = read_manifest(path)["score"]
+        if score is not None:
+            scored.append((score, path))
+    best = max(scored)[1] if scored else None
+    old = checkpoints[:-keep] if keep else []
+    for path in old:
         if path != best:
             durable.remove_folder(path)
 
 
 @dataclass(frozen=True)
-class _StoredRows:
-    """A tensor that lies in several files, rows end to end; like safetensors' slices."""
+class _StoredTensor:
+    """A tensor whose shards are in several files. Its interface is that of a slice of a safetensors file.
 
-    parts: list[Any] = field(default_factory=list)
+    shards: slices of safetensors files, concatenated along dimension 0. A scalar has a copy in each file.
+    """
+
+    shards: list[Any] = field(default_factory=list)
 
     def get_shape(self) -> list[int]:
-        shape = list(self.parts[0].get_shape())
-        return [sum(part.get_shape()[0] for part in self.parts), *shape[1:]] if shape else shape
+        shape = list(self.shards[0].get_shape())
+        if not shape:
+            return shape
+        return [sum(shard.get_shape()[0] for shard in self.shards), *shape[1:]]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        if not self.parts[0].get_shape():
-            return self.parts[0][...]
-        found, start = [], 0
+        """Rows of the tensor; only they are read. Of a scalar, the whole."""
+        if not self.shards[0].get_shape():
+            return self.shards[0][...]
         first, last, _ = rows.indices(self.get_shape()[0])
-        for part in self.parts:
-            length = part.get_shape()[0]
-            if first < start + length and start < last:
-                found.append(part[max(first - start, 0) : min(last - start, length)])
-            start += length
+        found = []
+        start = 0  # of the shard, in rows of the whole tensor
+        for shard in self.shards:
+            length = shard.get_shape()[0]
+            end = start + length
+            if first < end and start < last:
+                found.append(shard[max(first - start, 0) : min(last - start, length)])
+            start = end
         return torch.cat(found)
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Any]:
-    """The tensors of safetensors files of one rank each, as if there were one file: has `get_shape`, is sliced."""
-    stored: dict[str, _StoredRows] = {}
+    """The tensors of safetensors files, one file per rank, as if they were one file. Nothing is read yet.
+
+    Each tensor has `get_shape` and is read by slicing.
+    """
+    stored: dict[str, _StoredTensor] = {}
     for path in files:
         file = open_tensors(path)
         for name in sorted(file.keys()):
-            stored.setdefault(name, _StoredRows()).parts.append(file.get_slice(name))
+            stored.setdefault(name, _StoredTensor()).shards.append(file.get_slice(name))
     return dict(stored)

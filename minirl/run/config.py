@@ -1,7 +1,8 @@
-"""The flags that every script has, in the groups of `--help`. The comment behind a field is its help.
+"""The flags that every script has, in the groups of `--help`.
 
-A script's `Config` inherits `RunConfig` and adds the flags of its objective; a field that it declares again has another
-default there. Fields are read flat, as `config.lr`.
+The comment behind a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
+adds the flags of its objective; a field that it declares again has another default there. Fields are read flat:
+`config.lr`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import tyro
 from minirl.errors import refuse
 from minirl.run.flags import check_numbers
 
-# torchrun refuses --run, which it takes for an abbreviation of its own --run-path: there --run-name is the one to use.
+# torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -24,7 +25,7 @@ class ModelAndData:
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
     task: Literal["auto", "sorting", "gsm8k", "jsonl"] = "auto"  # auto: jsonl with --data, else sorting
     data: str | None = None  # JSONL file of training prompts
-    eval_data: str | None = None  # JSONL file of held-out prompts
+    eval_data: tuple[str, ...] = ()  # JSONL files of held-out prompts, each with its own metric
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
     long_prompts: Literal["skip", "error", "left"] = "skip"
     """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
@@ -38,9 +39,8 @@ class Generate:
     num_steps: int = 300  # steps, each with fresh rollouts
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
-    max_new_tokens: int | None = (
-        None  # limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)
-    )
+    max_new_tokens: int | None = None
+    """limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     max_running_requests: int = 256  # completions that a rank decodes at a time
     cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
@@ -50,13 +50,11 @@ class Generate:
 class Reward:
     """Reward"""
 
-    reward: tuple[
-        str, ...
-    ] = ()  # file.py:function ... instead of the task's: f(prompts, completions, **columns)
+    reward: tuple[str, ...] = ()
+    """file.py:function ... instead of the task's: f(prompts, completions, **columns)"""
     reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
-    on_reward_error: Literal["stop", "zero"] = (
-        "stop"  # zero: it counts as 0 for up to 5 % of a call's completions
-    )
+    on_reward_error: Literal["stop", "zero"] = "stop"
+    """zero: it counts as 0 for up to 5 % of a call's completions"""
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
@@ -84,14 +82,13 @@ class PolicyLoss:
     clip_high: float = 0.2  # ratios above 1 + clip_high lose their gradient if the advantage is positive
     dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
-    drop_truncated: bool = (
-        False  # no loss for completions that --max-new-tokens cut off; baselines count them
-    )
+    drop_truncated: bool = False
+    """no loss for completions that --max-new-tokens cut off; baselines count them"""
     entropy_coef: float = 0.0  # weight of the entropy bonus
     old_logprobs: Literal["auto", "sampled", "scored"] = "auto"
     """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
     correction: Correction = "none"
-    """importance weights between old and sampled logprobs: per token or completion, clamped or 0 outside the bounds"""
+    """importance weights between old and sampled logprobs: per token or completion, clamped or masked"""
     correction_low: float = 0.0  # lower bound of importance weights
     correction_high: float = 2.0  # upper bound of importance weights
 
@@ -100,18 +97,15 @@ class PolicyLoss:
 class Report:
     """Run and report"""
 
-    run_name: RunName = (
-        None  # folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: a new one
-    )
-    resume: Literal["auto", "force", "never"] = (
-        "auto"  # the run of that name: with the same flags; anyway; never
-    )
+    run_name: RunName = None
+    """folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: a new one"""
+    resume: Literal["auto", "force", "never"] = "auto"
+    """the run of that name: with the same flags; anyway; never"""
     eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
-    eval_rows: int = 256  # held-out rows used, at most
+    eval_rows: int = 256  # held-out rows used of each file, at most
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
-    keep_checkpoints: int = (
-        2  # newest checkpoints to keep, beside the one with the best held-out score; 0: all
-    )
+    keep_checkpoints: int = 2
+    """newest checkpoints to keep, beside the one with the best held-out score; 0: all"""
     keep_rollouts: int = 0  # newest steps whose rollouts are kept; 0: all
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
 
@@ -122,17 +116,14 @@ class Machine:
 
     seed: int = 0  # of prompts' order and sampling noise
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of compute; masters are fp32; auto: bfloat16 on cuda
-    )
-    threads: int = (
-        1  # CPU threads per rank; with more, sampled and training logprobs may differ by a rounding
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of compute; masters are fp32; auto: bfloat16 on cuda"""
+    threads: int = 1
+    """CPU threads per rank; with more, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
     recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
-    hang_timeout: float = (
-        600  # seconds without progress on any rank after which all leave with a report; 0: never
-    )
+    hang_timeout: float = 600
+    """seconds without progress on any rank after which all leave with a report; 0: never"""
 
 
 POSITIVE = (
@@ -185,7 +176,7 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 
     @property
     def num_rewards(self) -> int:
-        """Rewards that the flags ask for: functions, reward model, overlong penalty, or else the task's own."""
+        """Rewards that the flags ask for: functions and reward model, or the task's own; overlong penalty."""
         named = len(self.reward) + bool(self.reward_model)
         return (named or 1) + bool(self.overlong_buffer)
 

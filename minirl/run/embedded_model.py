@@ -1,7 +1,7 @@
-"""The embedded default: a tiny Llama folder with its own tokenizer, warm-started on the sorting task.
+"""The embedded model, trained when no --model is given: a tiny Llama, warm-started on the sorting task.
 
-The folder is a function of `RECIPE`, made once by rank 0 and cached under a name that holds the recipe's hash; it
-appears by a rename, so a half-made one is never used.
+Its folder has the weights and a tokenizer of its own. Rank 0 makes it once and caches it under a name with
+the hash of `RECIPE`, on which alone it depends. It gets this name by a rename when it is complete.
 """
 
 import hashlib
@@ -57,42 +57,50 @@ VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET))}
 
 
 def embedded_model_folder(root: Path) -> Path:
-    """The folder of the tiny model, made on first use (collective)."""
+    """The embedded model's folder under `root`, made on first use (collective)."""
     recipe = json.dumps(RECIPE, sort_keys=True).encode()
-    folder = root / f"toy-{hashlib.sha256(recipe).hexdigest()[:8]}"
+    digest = hashlib.sha256(recipe).hexdigest()
+    folder = root / f"toy-{digest[:8]}"
     if rank() == 0 and not folder.exists():
-        print0(
-            f"making the embedded model: {RECIPE['warm_start_steps']} supervised steps on sorting, into {folder}"
-        )
-        model = warm_start(load_sorting())
-        with tempfile.TemporaryDirectory() as tokenizer:
-            save_tokenizer(Path(tokenizer))
-            try:
-                save_folder(
-                    folder, named_parameters(model), config=RECIPE["config"], tokenizer_from=Path(tokenizer)
-                )
-            except OSError:
-                if not folder.exists():  # else another run has made it in the meantime
-                    raise
+        num_steps = RECIPE["warm_start_steps"]
+        print0(f"making the embedded model: {num_steps} supervised steps on sorting, into {folder}")
+        _make_folder(folder)
     barrier()
     return folder
 
 
+def _make_folder(folder: Path) -> None:
+    """Warm-start the model and write its folder. Another run may do the same at the same time."""
+    model = warm_start(load_sorting())
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer_folder = Path(temporary)
+        save_tokenizer(tokenizer_folder)
+        weights = named_parameters(model)
+        try:
+            save_folder(folder, weights, config=RECIPE["config"], tokenizer_from=tokenizer_folder)
+        except OSError:
+            # If the folder exists now, another run has made the same one in the meantime.
+            if not folder.exists():
+                raise
+
+
 def save_tokenizer(folder: Path, vocabulary: Mapping[str, int] = VOCABULARY) -> None:
-    """Write a Hugging Face tokenizer with one token per character of the task."""
+    """Write a Hugging Face tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>").save_pretrained(
-        folder
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
 
 
 def warm_start(task: Task) -> Transformer:
-    """Train a new model on answers of the task's training rows, by cross entropy, until it sorts now and then."""
+    """A new model, trained on the right answers by cross entropy until it sometimes answers correctly.
+
+    Reinforcement learning needs some correct answers to start from.
+    """
     generator = torch.Generator().manual_seed(RECIPE["seed"])
     model = Transformer(config_from_dict(RECIPE["config"]))
     for name, param in named_parameters(model).items():
@@ -113,12 +121,17 @@ def warm_start(task: Task) -> Transformer:
 
 
 def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens, end of sequence included."""
-    prompts = [[VOCABULARY[c] for c in str(row.prompt)] for row in rows]
-    answers = [[VOCABULARY[c] for c in (*row.columns["answer"], "<eos>")] for row in rows]
-    pairs = list(zip(prompts, answers, strict=True))
-    tokens = torch.tensor([token for prompt, answer in pairs for token in (*prompt, *answer)])
-    is_answer = torch.tensor([i >= len(p) for p, a in pairs for i in range(len(p) + len(a))])
-    layout = PackedLayout(tuple(len(p) + len(a) for p, a in pairs), tokens.device)
-    logprobs, _ = score(model, tokens, layout, select=is_answer, temperature=1.0)
-    return sft_loss(logprobs).sum() / is_answer.sum()
+    """Mean cross entropy of the answers' tokens, each answer followed by the end token."""
+    tokens = []
+    is_answer = []
+    lengths = []
+    for row in rows:
+        prompt_ids = [VOCABULARY[character] for character in str(row.prompt)]
+        answer_ids = [VOCABULARY[token] for token in (*row.columns["answer"], "<eos>")]
+        tokens += prompt_ids + answer_ids
+        is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
+        lengths.append(len(prompt_ids) + len(answer_ids))
+    select = torch.tensor(is_answer)
+    layout = PackedLayout(tuple(lengths), select.device)
+    logprobs, _ = score(model, torch.tensor(tokens), layout, select=select, temperature=1.0)
+    return sft_loss(logprobs).sum() / select.sum()

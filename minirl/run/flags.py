@@ -33,11 +33,13 @@ def run_script(
     watchdog.run(lambda: main(parse(config_class, description=description, preset=preset)))
 
 
-def chosen_preset(flag: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The preset that the command line names with `flag`, by default the first; all else there is left alone."""
+def chosen_preset(
+    flag: str, presets: Mapping[str, dict[str, Any]], arguments: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The preset that the command line (or `arguments`) names with `flag`, by default the first."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument(flag, dest="name", default=next(iter(presets)))
-    name = early.parse_known_args()[0].name
+    name = early.parse_known_args(arguments)[0].name
     return presets.get(name, {})
 
 
@@ -76,15 +78,17 @@ def parse(
 
 
 def _fields_by_class(config_class: type) -> dict[type, list[str]]:
-    """The names of a config's fields under the class that declares them first; the config's own class leads."""
+    """The names of a config's fields under the class that declares them first, in the order of --help.
+
+    First the config and the configs that it extends, then the groups of flags that the last of those collects.
+    """
+    classes = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
+    configs = [cls for cls in classes if any(map(dataclasses.is_dataclass, cls.__bases__))]
+    groups = [cls for cls in classes if cls not in configs]
     found: dict[type, list[str]] = {}
-    own = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
-    bases_in_order = [own[0], *reversed(own[1:])]
-    names = [field.name for field in dataclasses.fields(config_class)]
-    for cls in bases_in_order:
-        declared = [name for name in names if name in vars(cls).get("__annotations__", {})]
+    for cls in [*configs, *reversed(groups)]:
         inherited = {name for base in cls.__mro__[1:] for name in vars(base).get("__annotations__", {})}
-        new = [name for name in declared if name not in inherited]
+        new = [name for name in vars(cls).get("__annotations__", {}) if name not in inherited]
         if new:
             found[cls] = new
     return found
@@ -98,13 +102,31 @@ def _group(owner: type, names: Sequence[str], config_class: type, defaults: Any)
         helps |= field_comments(cls)
     fields = []
     for name in names:
-        with_help: Any = tyro.conf.arg(help=helps.get(name, ""))
-        annotated: Any = typing.Annotated[types[name], with_help]
-        fields.append((name, annotated, dataclasses.field(default=getattr(defaults, name))))
+        default = getattr(defaults, name)
+        shown = tyro.conf.arg(
+            help=helps.get(name, ""),
+            metavar=_metavar(types[name]),
+            help_behavior_hint="" if default in (None, ()) else None,
+        )
+        annotated: Any = typing.Annotated[types[name], shown]
+        fields.append((name, annotated, dataclasses.field(default=default)))
     group: Any = dataclasses.make_dataclass(owner.__name__, fields)
     title = (owner.__doc__ or owner.__name__).splitlines()[0]
     group.__doc__ = ""
     return owner.__name__, typing.Annotated[group, tyro.conf.arg(name=title)]
+
+
+def _metavar(annotation: Any) -> str | None:
+    """How --help shows a value of this type: TEXT, N or X; None where tyro shows it well (choices, on and off)."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        own = [getattr(extra, "metavar", None) for extra in annotation.__metadata__]
+        return next(filter(None, own), None) or _metavar(annotation.__origin__)
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple:
+        return f"{_metavar(parts[0])} ..."
+    if type(None) in parts:
+        return _metavar(parts[0])
+    return {str: "TEXT", int: "N", float: "X"}.get(annotation)
 
 
 def field_comments(cls: type) -> dict[str, str]:

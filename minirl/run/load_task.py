@@ -1,17 +1,19 @@
-"""From a task's name and files to the task."""
+"""Load a task by its name and files, with the rewards that the flags ask for."""
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.sorting import load_sorting
-from minirl.data.task import Task
+from minirl.data.task import RewardFunction, Task
 from minirl.errors import InputError
 from minirl.rewards.functions import check_columns
 from minirl.rewards.worker_process import load_reward
 
 TASKS = ("auto", "sorting", "gsm8k", "jsonl")
+# Names of metrics under reward/ that a reward function must not have.
 RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
 
 
@@ -19,33 +21,31 @@ def load_task(
     name: str,
     *,
     data: str | None,
-    eval_data: str | None,
+    eval_data: Sequence[str],
     prompt_field: str = "prompt",
     reward: Sequence[str] = (),
     reward_timeout: float = 60.0,
     on_reward_error: str = "stop",
     reward_model: str | None = None,
 ) -> Task:
-    """The task `name` ("auto": jsonl with `data`, else sorting) from its files.
+    """Load a task, with its reward functions. Not collective.
 
-    reward: "file.py:function" each, called in a worker process of its own (`reward_process`). They, or the reward model
-    that the caller adds, take the place of the task's own reward, which is then only logged. The whole of each file is
-    checked, also for the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
+    name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
+    reward: "file.py:function" each; the function runs in a worker process (`minirl.rewards.worker_process`).
+    reward_model: only says whether there is one; the caller adds it.
+
+    With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are
+    checked whole, also for the fields that the rewards ask for. Raises InputError naming file, line, field or
+    flag.
     """
     if name not in TASKS:
         raise InputError(f"--task {name}: choose one of {', '.join(TASKS)}")
-    name = ("jsonl" if data else "sorting") if name == "auto" else name
-    names = {spec.rpartition(":")[2] for spec in reward}
-    if len(names) < len(reward):
-        raise InputError(
-            f"--reward {' '.join(reward)}: two functions of one name; rename one, metrics go by name"
-        )
-    if taken := sorted(names & RESERVED):
-        raise InputError(
-            f"--reward {' '.join(reward)}: the name {taken[0]} is taken by a metric; rename the function"
-        )
-    loaded = [load_reward(spec, timeout_s=reward_timeout, on_error=on_reward_error) for spec in reward]
-    functions = {function.__name__: function for function in loaded}
+    stems = {Path(path).stem for path in eval_data}
+    if len(stems) < len(eval_data):
+        raise InputError(f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name")
+    if name == "auto":
+        name = "jsonl" if data else "sorting"
+    functions = _load_functions(reward, timeout_s=reward_timeout, on_error=on_reward_error)
     if name == "sorting":
         if data or eval_data:
             raise InputError("--task sorting makes its own prompts; leave out --data and --eval-data")
@@ -61,11 +61,25 @@ def load_task(
     else:
         task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
     if functions or reward_model:
-        own = {**task.rewards, **task.extra_scores}
-        if taken := sorted(functions.keys() & own):
+        only_logged = {**task.rewards, **task.extra_scores}
+        taken = sorted(functions.keys() & only_logged)
+        if taken:
             raise InputError(
                 f"--reward {' '.join(reward)}: task {name} has a score {taken[0]}; rename the function"
             )
-        task = dataclasses.replace(task, rewards=functions, extra_scores=own)
+        task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
     check_columns({**task.rewards, **task.extra_scores}, [*task.train_rows, *task.eval_rows])
     return task
+
+
+def _load_functions(specs: Sequence[str], *, timeout_s: float, on_error: str) -> dict[str, RewardFunction]:
+    """The functions of --reward by name. Raises InputError if two have one name or a name is a metric's."""
+    flag = f"--reward {' '.join(specs)}"
+    names = {spec.rpartition(":")[2] for spec in specs}
+    if len(names) < len(specs):
+        raise InputError(f"{flag}: two functions of one name; rename one, metrics go by name")
+    taken = sorted(names & RESERVED)
+    if taken:
+        raise InputError(f"{flag}: the name {taken[0]} is taken by a metric; rename the function")
+    functions = [load_reward(spec, timeout_s=timeout_s, on_error=on_error) for spec in specs]
+    return {function.__name__: function for function in functions}

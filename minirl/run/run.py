@@ -1,8 +1,8 @@
 """One run of a script: all that is the same whatever the objective.
 
-`Run` reads the files, joins the process group, opens the run's folder and loads what rewards need. The script makes its
-models, calls `begin`, loops over `steps`, ends each with `finish_step`, and returns `close()`. A fork that wants
-something else here writes it into its script: nothing calls back.
+`Run` reads the files, joins the process group, opens the run's folder and loads what rewards need. The script
+loads its models, calls `begin`, loops over `steps`, ends each with `finish_step`, and returns `close()`. Nothing
+here calls back into the script: a fork that wants something else writes it into its own loop.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,18 +24,21 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import resolve_folder
+from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import process_group
-from minirl.ranks.process_group import broadcast_object, print0, stop_requested, world_size
+from minirl.ranks.process_group import broadcast_object, print0, rank, stop_requested, world_size
 from minirl.report.logger import Logger
-from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived
+from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived, without_nan
+from minirl.report.progress import progress_bar
 from minirl.rewards.functions import functions_and_weights, overlong_penalty, reward_rollouts
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout
+from minirl.rollouts import Request, Rollout
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
+from minirl.run.inputs import changed_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
 from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
@@ -45,45 +48,53 @@ from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
 ADAM_BETAS = (0.9, 0.95)
+T = TypeVar("T")
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 
 @dataclass
 class Progress:
-    """How far the run is: what a checkpoint saves beside the models. JSON values only."""
+    """How far the run is: what a checkpoint saves beside the models. JSON values only.
 
-    step: int = 0  # steps done
-    update: int = 0  # optimizer steps done: the version of the weights
-    num_served: int = 0  # prompts taken from the stream
-    before: dict[str, float] = field(default_factory=dict)  # held-out scores before training
-    evaluated: dict[str, float] = field(
-        default_factory=dict
-    )  # held-out scores of this step, if it was evaluated
-    own: dict[str, Any] = field(default_factory=dict)  # what the script itself has to remember
+    step: steps done. update: optimizer steps done, which is the version of the weights. num_served: prompts
+    taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if it
+    was evaluated. extra: what the script itself has to remember.
+    """
+
+    step: int = 0
+    update: int = 0
+    num_served: int = 0
+    before: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
         """As one flat dictionary, for a checkpoint."""
         state = dataclasses.asdict(self)
-        own = state.pop("own")
-        return state | own
+        extra = state.pop("extra")
+        return state | extra
 
     @staticmethod
-    def from_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> "Progress":
-        """The progress that was saved; `own` are the script's values in a new run."""
-        names = {f.name for f in dataclasses.fields(Progress)} - {"own"}
-        shared = {name: state[name] for name in names if name in state}
-        return Progress(**shared, own={name: state.get(name, value) for name, value in own.items()})
+    def from_state(state: Mapping[str, Any], extra: Mapping[str, Any]) -> "Progress":
+        """The progress that was saved; {} for a new run, where `extra` are the script's first values."""
+        progress = Progress()
+        for name in ("step", "update", "num_served", "before", "evaluated"):
+            if name in state:
+                setattr(progress, name, state[name])
+        progress.extra = {name: state.get(name, value) for name, value in extra.items()}
+        return progress
 
 
 class Run:
     """One run. All ranks make it (collective).
 
-    For the script: `device`, `dtype`, `model_folder` and `model_config` to make models from, `prompts` and
-    `reward_weights` fp64 [K] to make rollouts and scores from, `max_new_tokens`, and `progress`, which it advances.
+    For the script: `device`, `dtype`, `model_folder` and `model_config` to load models from, `prompts` and
+    `reward_weights` fp64 [K] to make rollouts and scores from, `max_new_tokens`, and `progress`, which the script
+    advances.
     """
 
     def __init__(self, config: RunConfig, *, name: str, rewards: Mapping[str, RewardFunction] | None = None):
-        """`name` begins the folder's where --run-name gives none; `rewards` are called instead of the task's.
+        """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
 
         Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
         """
@@ -93,9 +104,13 @@ class Run:
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
         )
         self.dtype = _compute_dtype(config.dtype, self.device)
-        new_name = broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S"))
         self._flags = dataclasses.asdict(config)
-        self._folder = open_run_folder(config.run_name or new_name, self._flags, resume=config.resume)
+        self._folder = open_run_folder(
+            config.run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            self._flags,
+            resume=config.resume,
+            is_name_generated=config.run_name is None,
+        )
         if config.model is None:
             self.model_folder = embedded_model_folder(runs_root())
         else:
@@ -107,7 +122,9 @@ class Run:
             self.model_config.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch
         )
         self.prompts = self._prompt_stream(task.train_rows, purpose="train")
-        self.held_out = self._prompt_stream(task.eval_rows[: config.eval_rows], purpose="eval")
+        held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
+        self.held_out = self._prompt_stream(held_out, purpose="eval")
+        self._eval_files = tuple(task.eval_sets)
         self._task_name = task.name
         self._reward_functions, self.reward_weights = self._load_rewards(task)
         self.is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
@@ -144,25 +161,30 @@ class Run:
         engine: Engine,
         *,
         folders: Mapping[str, Path] | None = None,
-        own: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         resolved: Mapping[str, Any] | None = None,
     ) -> Progress:
-        """Resume from the newest checkpoint, or begin: open the logs and evaluate. Returns `progress` (collective).
+        """Resume from the newest checkpoint, or begin: open the logs and evaluate. Returns `progress`.
 
-        models: by name, the policy first; each is saved with its optimizer. folders: where config and tokenizer of
-        a further model come from. own: what the script has to remember between steps, with its first values.
-        resolved: further values for args.json that flags left open.
+        Collective. models: by name, the policy first; each is saved with its optimizer. folders: where config and
+        tokenizer of a further model come from. extra: what the script has to remember between steps, with its
+        first values. resolved: further values for args.json that flags left open.
         """
         sources = {"policy": self.model_folder, **(folders or {})}
         self._engine = engine
-        self._checkpoints = Checkpoints(
-            self._folder, models, sources=sources, keep=self.config.keep_checkpoints
-        )
+        self._folder = self._folder.create()
+        keep = self.config.keep_checkpoints
+        self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=keep)
         state = self._checkpoints.restore(self.config.num_steps)
-        self.progress = Progress.from_state(state, own or {})
+        self.progress = Progress.from_state(state, extra or {})
+        inputs = input_digests(self.config)
+        if rank() == 0:
+            for path in changed_inputs(self._folder.path, inputs):
+                print0(f"note: {path} has changed since this run was last started")
+            keep_script(self._folder.path, step=self.progress.step)
         self._logger = Logger(
             self._folder.path,
-            self._flags | self._resolved() | dict(resolved or {}) | {"flags": self._flags},
+            self._flags | self._resolved() | dict(resolved or {}) | {"flags": self._flags, "inputs": inputs},
             wandb_mode=self.config.wandb,
             after_step=self.progress.step,
             keep_rollouts=self.config.keep_rollouts,
@@ -173,11 +195,23 @@ class Run:
         return self.progress
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do, until the last one or the step in which a signal asked for a stop."""
+        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop."""
         for step in range(self.progress.step + 1, self.config.num_steps + 1):
             yield step
             if self._stop_signal:
                 return
+
+    def generate(self, engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
+        """This rank's rollouts under the present weights; a long phase shows its progress. Not collective."""
+        with progress_bar("generate", total=len(requests)) as bar:
+            return engine.generate(requests, weight_version=self.progress.update, on_finished=bar.update)
+
+    def show_progress(self, name: str, parts: Sequence[T]) -> Iterator[T]:
+        """The parts one by one; if that takes long, a bar in the terminal counts them. Not collective."""
+        with progress_bar(name, total=len(parts)) as bar:
+            for part in parts:
+                yield part
+                bar.update()
 
     def reward(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
         """This rank's rollouts with their rewards. Not collective. Raises RewardError naming function and row."""
@@ -196,11 +230,12 @@ class Run:
     def with_old_logprobs(
         self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
     ) -> Batch:
-        """The batch with the logprobs that ratios are to; without, where the new ones, detached, are the old ones."""
+        """The batch with its old logprobs, unless one update per step makes them the new ones, detached."""
         if self.old_logprobs == "sampled":
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self.old_logprobs == "scored":
-            scored = frozen_logprobs(policy.decoder, batch, microbatches, self.config.temperature)
+            shown = self.show_progress("score", microbatches)
+            scored = frozen_logprobs(policy.decoder, batch, shown, self.config.temperature)
             return batch.replace(old_logprobs=scored)
         return batch
 
@@ -209,11 +244,12 @@ class Run:
     ) -> Batch:
         """The batch with the logprobs of a reference model, which is parked afterwards. Not collective."""
         with unparked(reference, self.device, park=self.config.park_frozen):
-            scored = frozen_logprobs(reference, batch, microbatches, self.config.temperature)
+            shown = self.show_progress("score", microbatches)
+            scored = frozen_logprobs(reference, batch, shown, self.config.temperature)
         return batch.replace(ref_logprobs=scored)
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
-        """Learning rate of the present optimizer step by the flags' schedule, which begins at `first_update`."""
+        """Learning rate of the present optimizer step; the schedule begins at `first_update`."""
         return learning_rate(
             self.progress.update - first_update,
             self.config.num_updates - first_update,
@@ -225,12 +261,18 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, len(self.held_out.rows), group_size=0, num_greedy=1)
-        rollouts = self._engine.generate(requests, weight_version=self.progress.update)
+        rollouts = self.generate(self._engine, requests)
         rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
         is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
+        scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
         metrics = StepMetrics()
-        metrics.add_values("eval/reward", rewarded.rewards @ (self.reward_weights * is_score))
+        metrics.add_values("eval/reward", without_nan(scores))
         add_rewards(metrics, "eval", self._reward_functions, rewarded.rewards)
+        if len(self._eval_files) > 1:
+            files = [row.place.rpartition(":")[0] for row in rewarded.rows]
+            for path in self._eval_files:
+                of_file = scores[[i for i, file in enumerate(files) if file == path]]
+                metrics.add_values(f"eval/{Path(path).stem}/reward", without_nan(of_file))
         return metrics.reduce()
 
     def log_rollouts(self, step: int, rewarded: RewardedRollouts, table: RolloutTable, batch: Batch) -> None:
@@ -244,7 +286,7 @@ class Run:
             step,
             rewarded,
             self._reward_functions,
-            reward=rewarded.rewards @ self.reward_weights,
+            reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[table.indices_of(rewarded.rollouts)],
         )
 
@@ -253,7 +295,7 @@ class Run:
     ) -> None:
         """Add up and log the step's metrics, evaluate and save where they are due (collective).
 
-        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank.
+        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN without one.
         """
         is_last = step == self.config.num_steps
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
@@ -273,12 +315,17 @@ class Run:
             self._checkpoints.save(self.progress.to_state(), score=score)
 
     def close(self) -> int:
-        """Wait for the last save, print what was reached, and return the exit code (collective)."""
+        """Wait for the last save, print what was reached and where it is; returns the exit code (collective)."""
         saved = self._checkpoints.finish()
         self._logger.finish()
         for name, score in self.progress.evaluated.items():
-            print0(f"held-out {name}: {self.progress.before[name]:.3f} before, {score:.3f} after")
-        print0(f"saved {saved}; load it with AutoModelForCausalLM.from_pretrained({str(saved)!r})")
+            before = self.progress.before.get(name)
+            if before is not None:
+                print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
+        folder = self._folder.path
+        print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
+        print0(f"rollouts   {folder}/rollouts/")
+        print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _prompt_stream(self, rows: Sequence[Row], *, purpose: str) -> PromptStream:
@@ -358,7 +405,10 @@ def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
-    """ "auto" where no old logprobs are needed: with one update per step the old policy is the new one, the ratio 1."""
+    """Where old logprobs come from: "sampled", "scored", or "auto" if none are needed.
+
+    With one update per step the old policy is the new one, and the ratio 1.
+    """
     if config.old_logprobs != "auto" or config.updates_per_step == 1:
         return config.old_logprobs
     return "sampled" if is_exact and config.correction == "none" else "scored"

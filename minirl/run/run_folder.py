@@ -1,10 +1,11 @@
-"""Run folders: one run each, found again by its name, with the newest checkpoint that is intact to go on from.
+"""Run folders: open the folder of a run by its name, lock it, and find the checkpoint to resume from.
 
-runs/NAME/lock                  held while a run is going on; who holds it
+runs/NAME/lock                  locked while a run uses the folder; names the process that holds it
 runs/NAME/args.json             the flags, which a resumed run must repeat
-runs/NAME/checkpoints/000050/   manifest.json has the digest of every other file
+runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,85 +24,161 @@ from minirl.files import durable
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import broadcast_object, print0, rank
 
-FORMAT = 1  # of checkpoints
+FORMAT = 1  # version of the layout of checkpoints
+
 # Flags that change neither the weights nor the samples, and may differ in a resumed run.
-FREE_FLAGS = frozenset(
-    "run_name resume wandb save_every keep_checkpoints keep_rollouts eval_every hang_timeout reward_timeout "
-    "park_frozen".split()
-)
+FREE_FLAGS = {
+    "run_name",
+    "resume",
+    "wandb",
+    "save_every",
+    "keep_checkpoints",
+    "keep_rollouts",
+    "eval_every",
+    "hang_timeout",
+    "reward_timeout",
+    "park_frozen",
+}
+# What a run that was killed before it wrote args.json may have left in its folder.
+_LEFT_BEFORE_ARGS = {"lock", "checkpoints", "rollouts", ".half-args.json"}
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that this process group holds."""
+    """The folder of a run. That of a new run is made by `create`, once the run can really start."""
 
     path: Path
-    checkpoint: Path | None  # what to go on from
-    token: str  # of this start: no name of a temporary file is taken twice
-    lock: IO[str] | None  # rank 0's; the system lets go of it when the process ends
+    checkpoint: Path | None  # to resume from; None: start from the first step
+    token: str  # random, for this start of the run; makes the names of temporary folders unique
+    lock: IO[str] | None  # on rank 0, the locked file; the system unlocks it when the process ends
+    is_name_generated: bool = False
+
+    def create(self) -> "RunFolder":
+        """Make and lock the folder, unless that was done when it was found (collective).
+
+        A generated name that another run has taken in the meantime gets a number. Raises InputError on every
+        rank if the folder cannot be made, or another run has taken the name that the user gave.
+        """
+
+        def make() -> tuple[Path, IO[str]]:
+            path = self.path
+            number = 2
+            while self.is_name_generated and path.exists():
+                path = self.path.with_name(f"{self.path.name}-{number}")
+                number += 1
+            _make_folder(path)
+            lock = _take_lock(path)
+            is_taken = (path / "args.json").is_file()
+            refuse(is_taken, f"{path}: another run has just taken this name; choose another --run-name")
+            return path, lock
+
+        is_made = broadcast_object(self.lock is not None)
+        if is_made:
+            return self
+        path, lock = _on_rank_0(make, unshared=1)
+        print0(f"run {path}; the same command with --run-name {path.name} resumes it")
+        return dataclasses.replace(self, path=path, lock=lock)
 
 
 def runs_root() -> Path:
-    """Where runs go: $MINIRL_RUNS, or ./runs."""
+    """The folder that holds all run folders: $MINIRL_RUNS, or ./runs."""
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
 
 
-def open_run_folder(name: str, flags: Mapping[str, Any], *, resume: str = "auto") -> RunFolder:
-    """Make the folder of a new run, or take up the run of that name where its newest intact checkpoint is (collective).
+def open_run_folder(
+    name: str, flags: Mapping[str, Any], *, resume: str = "auto", is_name_generated: bool = False
+) -> RunFolder:
+    """Find and lock the folder of the earlier run `name`, or choose that of a new run (collective).
 
-    resume: "auto" needs the same flags (but `FREE_FLAGS`), "force" takes the new ones, "never" needs a new name.
-    Damaged checkpoints are named and renamed; left-overs of a killed save are removed. Raises InputError on every rank
-    for a name that is a path, a folder that cannot be written or is in use, other flags, or only damaged checkpoints.
+    An earlier run is resumed from its newest intact checkpoint. Newer checkpoints, which are damaged, are
+    reported and renamed. What a killed save has left is removed. For a new run nothing is made yet, so that a
+    start that fails leaves no folder: see `RunFolder.create`.
+
+    resume: "auto": an earlier run must have the same flags, except for `FREE_FLAGS` and a greater num_steps.
+    "force": it takes the new flags. "never": there must be no earlier run.
+
+    Raises InputError on every rank if the name is a path, if the folder cannot be written or is in use, if
+    the flags differ, or if all checkpoints are damaged.
     """
-    found: Any = None
-    lock = None
+
+    def find() -> tuple[Path, Path | None, str, IO[str] | None]:
+        path = _checked_path(name)
+        token = secrets.token_hex(4)
+        if not path.is_dir():
+            return path, None, token, None
+        _make_folder(path)
+        lock = _take_lock(path)
+        _refuse_changes(path, flags, resume)
+        return path, _newest_checkpoint(path), token, lock
+
+    path, checkpoint, token, lock = _on_rank_0(find, unshared=3)
+    if path.is_dir():
+        print0(f"run {path}; the same command with --run-name {name} resumes it")
+    return RunFolder(path, checkpoint, token, lock, is_name_generated)
+
+
+def _on_rank_0(function: Callable[[], tuple[Any, ...]], *, unshared: int) -> tuple[Any, ...]:
+    """Rank 0's result on every rank, or its InputError (collective).
+
+    Element `unshared` of the result is an open file, which stays on rank 0; the others have None.
+    """
+    outcome: Any = None
+    own = None
     if rank() == 0:
         try:
-            folder = _make_folder(name)
-            lock = _take_lock(folder)
-            _refuse_changes(folder, flags, resume)
-            found = folder, _newest_checkpoint(folder), secrets.token_hex(4)
+            result = list(function())
+            own = result[unshared]
+            result[unshared] = None
+            outcome = result
         except InputError as error:
-            found = str(error)
-    found = broadcast_object(found)
-    if isinstance(found, str):
-        raise InputError(found)
-    folder, checkpoint, token = found
-    print0(f"run {folder}; the same command with --run-name {name} resumes it")
-    return RunFolder(folder, checkpoint, token, lock)
+            outcome = str(error)
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, str):
+        raise InputError(outcome)
+    outcome[unshared] = own
+    return tuple(outcome)
 
 
-def _make_folder(name: str) -> Path:
+def _checked_path(name: str) -> Path:
+    """The folder of this name. Raises InputError if it is no plain name, no run's folder, or cannot be written."""
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name):
         raise InputError(
             f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go"
         )
     folder = runs_root() / name
     if folder.is_dir() and not (folder / "args.json").is_file():
-        own = {"lock", "checkpoints", "rollouts", ".half-args.json"}
-        strangers = {path.name for path in folder.iterdir()} - own
+        foreign = {path.name for path in folder.iterdir()} - _LEFT_BEFORE_ARGS
         refuse(
-            strangers,
-            f"{folder}: has {sorted(strangers)[:3]} but no args.json, it is no run; choose another --run-name",
+            foreign,
+            f"{folder}: has {sorted(foreign)[:3]} but no args.json, it is no run; choose another --run-name",
         )
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: File exists; see --run-name and $MINIRL_RUNS")
+    parents = [folder, *folder.absolute().parents]
+    nearest = next(path for path in parents if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{folder}: cannot be written to; see --run-name and $MINIRL_RUNS")
     return folder
 
 
+def _make_folder(folder: Path) -> Path:
+    """Make the folder if it does not exist. Raises InputError if that fails."""
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
+    return folder
+
+
 def _take_lock(folder: Path) -> IO[str]:
+    """Lock the folder for this process. Raises InputError naming the process that has locked it."""
     lock = (folder / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        raise InputError(
-            f"{folder}: in use by {lock.read().strip()}; wait for it or take another --run-name"
-        ) from None
+        holder = lock.read().strip()
+        raise InputError(f"{folder}: in use by {holder}; wait for it or take another --run-name") from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
@@ -109,7 +186,8 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None:
-    if not (folder / "args.json").is_file():  # it was never started
+    """Compare the flags with those of the earlier run in this folder, if there is one. Raises InputError."""
+    if not (folder / "args.json").is_file():
         return
     if resume == "never":
         raise InputError(f"{folder}: there is a run of this name; choose another --run-name")
@@ -117,30 +195,40 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
         old = json.loads((folder / "args.json").read_text())["flags"]
     except (ValueError, KeyError):
         raise InputError(f"{folder}/args.json: cannot be read; choose another --run-name") from None
+    # Through JSON, as the old flags: tuples become lists.
     new = json.loads(json.dumps(redacted(flags)))
-    names = [name for name in {**old, **new} if name not in FREE_FLAGS and old.get(name) != new.get(name)]
-    changes = ", ".join(f"--{n.replace('_', '-')} {new.get(n)} (was {old.get(n)})" for n in names)
-    if changes and resume == "auto":
+    changes = []
+    for name in {**old, **new}:
+        is_longer = name == "num_steps" and old.get(name, 0) < new[name]
+        if name not in FREE_FLAGS and not is_longer and old.get(name) != new.get(name):
+            changes.append(f"--{name.replace('_', '-')} {new.get(name)} (was {old.get(name)})")
+    if not changes:
+        return
+    listed = ", ".join(changes)
+    if resume == "auto":
         raise InputError(
-            f"{folder}: this run was started with other flags: {changes}. Repeat its command to resume it, take "
+            f"{folder}: this run was started with other flags: {listed}. Repeat its command to resume it, take "
             "another --run-name to start afresh, or --resume force to go on with the new ones"
         )
-    if changes:
-        print0(f"resuming with other flags: {changes}")
+    print0(f"resuming with other flags: {listed}")
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint; newer ones that are damaged are named and put aside."""
+    """The newest intact checkpoint, or None if there are no checkpoints. Reports and renames newer ones.
+
+    Raises InputError, and renames nothing, if all are damaged.
+    """
     checkpoints = folder / "checkpoints"
+    # Unfinished saves and deletions of a process that was killed.
     for left_over in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".old-*")):
         shutil.rmtree(left_over)
-    reasons: dict[Path, str] = {}
+    reasons: dict[Path, str] = {}  # of the damaged checkpoints
     for checkpoint in reversed(checkpoints_in(folder)):
         reason = _damage(checkpoint)
         if reason is None:
-            for bad, why in reasons.items():
-                print0(f"warning: {bad}: {why}; going back to {checkpoint.name}")
-                os.rename(bad, bad.with_name(f"{bad.name}-damaged-{secrets.token_hex(2)}"))
+            for damaged, why in reasons.items():
+                print0(f"warning: {damaged}: {why}; going back to {checkpoint.name}")
+                os.rename(damaged, damaged.with_name(f"{damaged.name}-damaged-{secrets.token_hex(2)}"))
             return checkpoint
         reasons[checkpoint] = reason
     if reasons:
@@ -159,15 +247,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """`format`, `state` (of the script), `score`, `world_size` and `files` with their digests."""
+    """manifest.json: `format`, the script's `state`, `score`, `world_size`, and the digests of `files`."""
     return json.loads((checkpoint / "manifest.json").read_text())
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Raises InputError for one of a later version of minirl."""
+    """How a checkpoint differs from its manifest, or None. Reads every file.
+
+    Raises InputError if it was saved by a later version of minirl.
+    """
     try:
         manifest = read_manifest(checkpoint)
-        version, digests = manifest["format"], manifest["files"]
+        version = manifest["format"]
+        digests = manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json is missing or cannot be read"
     if version != FORMAT:
@@ -176,6 +268,7 @@ def _damage(checkpoint: Path) -> str | None:
         )
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda name: durable.damage(checkpoint / name, digests[name]), digests)
-        return next(
-            (f"{name} {reason}" for name, reason in zip(digests, reasons, strict=True) if reason), None
-        )
+        for name, reason in zip(digests, reasons, strict=True):
+            if reason is not None:
+                return f"{name} {reason}"
+    return None

@@ -1,1 +1,1 @@
-"""From rollouts to an update: who trains on what, packed batches, logprobs, FSDP."""
+"""Train on rollouts: assign them to ranks, pack them into batches, score them, update a sharded model."""

@@ -1,8 +1,11 @@
-"""Who trains on what in one step: pure functions of lengths that every rank holds.
+"""Assign the rollouts of a step to minibatches, microbatches and ranks.
 
-`plan_updates` plans a step: rollouts are cut into minibatches (optimizer steps) in their order, and each of those into
-microbatches (forward-backward passes) that balance the tokens the model computes over the ranks. A prompt is computed
-once for all its rollouts in a microbatch, so groups are kept together as far as the balance allows.
+`plan_updates` plans one step. It cuts the rollouts, in their order, into minibatches (optimizer steps), and
+each minibatch into microbatches (forward-backward passes) such that all ranks compute about equally many
+tokens. A prompt is computed once for all its rollouts in a microbatch, so the rollouts of one prompt stay
+together as far as the balance allows.
+
+Everything in this file is a pure function of lengths that every rank holds. Nothing communicates.
 """
 
 import heapq
@@ -16,7 +19,7 @@ from minirl.errors import InputError
 
 
 class PromptPrefix(NamedTuple):
-    """A prompt of the run by its ordinal, and its number of tokens: what its rollouts have in common."""
+    """What rollouts of one prompt share: the prompt's ordinal in the run and its number of tokens."""
 
     ordinal: int
     num_tokens: int
@@ -24,9 +27,19 @@ class PromptPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Who trains on what in one step; the same on every rank. Numbers are rows of the table.
+    """Which rank trains on which rollouts in one step; the same on every rank.
 
-    minibatches[i]: the rollouts of one optimizer step, contiguous rows. microbatches[i][rank][j]: one forward-backward.
+    minibatches[i] lists the rollouts of one optimizer step, which are contiguous. microbatches[i][rank][j]
+    lists the rollouts of one forward-backward pass. Rollouts are given by table index: the place in the
+    step's `RolloutTable`. Within a minibatch all ranks have equally many microbatches; some may be empty.
+
+    Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; 2 minibatches, 2 ranks, at most 95 tokens.
+
+        minibatches = [[0, 1, 2], [3, 4, 5]]
+        microbatches = [
+            [[[2], []], [[0], [1]]],  # minibatch 0: rank 0 computes [2], then nothing; rank 1 [0], then [1]
+            [[[4]], [[3, 5]]],  # minibatch 1: one microbatch on each rank
+        ]
     """
 
     minibatches: list[list[int]]
@@ -34,21 +47,27 @@ class UpdatePlan:
 
     @property
     def rank_of(self) -> list[int]:
-        """The rank that trains on each rollout."""
-        owner = {
-            row: r
-            for ranks in self.microbatches
-            for r, micros in enumerate(ranks)
-            for m in micros
-            for row in m
-        }
-        return [owner[row] for row in range(len(owner))]
+        """The rank that trains on each rollout, by table index."""
+        owner: dict[int, int] = {}
+        for by_rank in self.microbatches:
+            for rank, microbatches in enumerate(by_rank):
+                for table_index in itertools.chain(*microbatches):
+                    owner[table_index] = rank
+        return [owner[table_index] for table_index in range(len(owner))]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
-        """This rank's [minibatch][microbatch], as places in the batch that `exchange` gives it."""
-        rows = sorted(row for ranks in self.microbatches for micro in ranks[rank] for row in micro)
-        place = {row: i for i, row in enumerate(rows)}
-        return [[[place[row] for row in micro] for micro in ranks[rank]] for ranks in self.microbatches]
+        """What the rank trains on, as sequence indices [minibatch][microbatch][...] into its own batch.
+
+        `exchange` makes this batch: it holds the rank's rollouts in table order. In the example above, the
+        batch of rank 1 holds the rollouts [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
+        """
+        owned = [table_index for table_index, owner in enumerate(self.rank_of) if owner == rank]
+        sequence_index = {table_index: i for i, table_index in enumerate(owned)}
+        minibatches = []
+        for by_rank in self.microbatches:
+            microbatches = [[sequence_index[i] for i in micro] for micro in by_rank[rank]]
+            minibatches.append(microbatches)
+        return minibatches
 
 
 def plan_updates(
@@ -59,132 +78,179 @@ def plan_updates(
     num_ranks: int,
     max_tokens: int,
 ) -> UpdatePlan:
-    """Cut the rollouts into minibatches in their order, and each into balanced microbatches. Pure."""
+    """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
+
+    The arguments are those of `plan_microbatches`.
+    """
     cuts = [len(lengths) * i // num_minibatches for i in range(num_minibatches + 1)]
-    minibatches = [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
-    how = dict(num_ranks=num_ranks, max_tokens=max_tokens)
+    minibatches = [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
     microbatches = []
-    for rows in minibatches:
-        bins = plan_microbatches(
-            [lengths[row] for row in rows], prefixes and [prefixes[row] for row in rows], **how
+    for table_indices in minibatches:
+        by_rank = plan_microbatches(
+            [lengths[i] for i in table_indices],
+            [prefixes[i] for i in table_indices] if prefixes else (),
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
         )
-        microbatches.append([[[rows[i] for i in micro] for micro in per_rank] for per_rank in bins])
+        # plan_microbatches counts the sequences of this minibatch from 0: translate back to table indices.
+        translated = []
+        for rank_microbatches in by_rank:
+            translated.append([[table_indices[i] for i in micro] for micro in rank_microbatches])
+        microbatches.append(translated)
     return UpdatePlan(minibatches, microbatches)
 
 
 def shuffled_minibatches(
     minibatches: Sequence[list[list[int]]], num_epochs: int, *, seed: str
 ) -> Iterator[list[list[int]]]:
-    """The minibatches of each epoch in an order that is a function of the seed and the epoch, the same on all ranks."""
+    """Iterate over the minibatches `num_epochs` times, each time in another order.
+
+    The orders depend on the seed and the epoch only, so they are the same on all ranks.
+    """
     for epoch in range(num_epochs):
-        order = random.Random(f"{seed} {epoch}")
-        yield from order.sample(list(minibatches), len(minibatches))
+        generator = random.Random(f"{seed} {epoch}")
+        yield from generator.sample(list(minibatches), len(minibatches))
 
 
 def plan_microbatches(
     lengths: Sequence[int], prefixes: Sequence[PromptPrefix] = (), *, num_ranks: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Microbatches of sequence numbers, [rank][microbatch][...]: at most `max_tokens` each, tokens balanced over ranks.
+    """Cut sequences of these lengths into microbatches; returns sequence indices [rank][microbatch][...].
 
-    What counts are the tokens that the model computes: a prompt once in each microbatch (without `prefixes` nothing is
-    in common). Counts are equal on all ranks, so a microbatch may be empty. Pure. Raises InputError for a sequence over
-    `max_tokens`.
+    A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
+    computed, and counted, once in each microbatch that contains it (without `prefixes`, no two sequences
+    share a prompt). All ranks get equally many microbatches, at least one, so a microbatch may be empty.
+
+    Raises InputError if a sequence is longer than `max_tokens`.
     """
-    if max(lengths, default=0) > max_tokens:
-        raise InputError(
-            f"a rollout has {max(lengths)} tokens; raise --max-tokens-per-microbatch {max_tokens}"
-        )
-    prefixes = prefixes or [PromptPrefix(i, 0) for i in range(len(lengths))]
-    members = _balance(_Pieces(range(len(lengths)), lengths, prefixes), num_ranks)
-    plan = [_first_fit(_Pieces(own, lengths, prefixes), max_tokens) for own in members]
-    most = max(1, *map(len, plan))
-    return [[sorted(micro) for micro in micros] + [[]] * (most - len(micros)) for micros in plan]
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise InputError(f"a rollout has {longest} tokens; raise --max-tokens-per-microbatch {max_tokens}")
+    if not prefixes:
+        prefixes = [PromptPrefix(i, 0) for i in range(len(lengths))]
+    by_rank = []
+    for members in _balance(_PieceQueue(range(len(lengths)), lengths, prefixes), num_ranks):
+        bins = _first_fit(_PieceQueue(members, lengths, prefixes), max_tokens)
+        by_rank.append([sorted(microbatch) for microbatch in bins])
+    num_microbatches = max(1, *(len(microbatches) for microbatches in by_rank))
+    for microbatches in by_rank:
+        num_missing = num_microbatches - len(microbatches)
+        microbatches.extend([] for _ in range(num_missing))
+    return by_rank
+
+
+# Sequences are placed in two stages, both by pieces and bins. A piece is several sequences with one prompt:
+# at first all of them. A bin computes each of its prompts once: it is a rank's share (`_balance`), then a
+# microbatch (`_first_fit`). Pieces are placed largest first; one that is too large for a bin is halved.
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Sequences with one prompt that are placed together."""
+
+    members: list[int]  # longest first
+    prefix: PromptPrefix
+    size: int  # tokens that the model computes for these sequences: the prompt once, and every completion
 
 
 class _Bin:
-    """Sequences that are computed together."""
+    """Sequences that are computed together, and how many tokens the model computes for them."""
 
     def __init__(self) -> None:
         self.members: list[int] = []
         self.prefixes: set[PromptPrefix] = set()
         self.load = 0
 
-    def load_with(self, piece: "_Piece") -> int:
-        return self.load + piece.size - piece.prefix.num_tokens * (piece.prefix in self.prefixes)
+    def load_with(self, piece: _Piece) -> int:
+        """The load after adding the piece, whose prompt is free if the bin already has it."""
+        if piece.prefix in self.prefixes:
+            return self.load + piece.size - piece.prefix.num_tokens
+        return self.load + piece.size
 
-    def add(self, piece: "_Piece") -> None:
+    def add(self, piece: _Piece) -> None:
         self.load = self.load_with(piece)
         self.members += piece.members
         self.prefixes.add(piece.prefix)
 
 
-class _Piece(NamedTuple):
-    """Sequences of one prompt, which order by `key`: most computed tokens first."""
-
-    key: tuple[int, int]
-    members: list[int]
-    prefix: PromptPrefix
-
-    @property
-    def size(self) -> int:
-        """Tokens that the model computes for it alone."""
-        return -self.key[0]
-
-
-class _Pieces:
-    """A heap of whole groups at first, longest first; what `halve` cuts comes back as two."""
+class _PieceQueue:
+    """A priority queue of pieces, largest first; at first one piece for each prompt."""
 
     def __init__(self, members: Sequence[int], lengths: Sequence[int], prefixes: Sequence[PromptPrefix]):
-        self._lengths, self._prompts = lengths, prefixes
+        self._lengths = lengths
+        self._prefixes = prefixes
+        self._heap: list[tuple[int, int, _Piece]] = []
         groups: dict[PromptPrefix, list[int]] = {}
         for i in sorted(members, key=lambda i: (-lengths[i], i)):
             groups.setdefault(prefixes[i], []).append(i)
-        self._heap = [self._piece(group) for group in groups.values()]
-        heapq.heapify(self._heap)
+        for group in groups.values():
+            self._push(group)
 
-    def _piece(self, members: list[int]) -> _Piece:
-        prefix = self._prompts[members[0]]
-        size = prefix.num_tokens + sum(self._lengths[i] - prefix.num_tokens for i in members)
-        return _Piece((-size, members[0]), members, prefix)
+    def __len__(self) -> int:
+        return len(self._heap)
 
-    def __iter__(self) -> Iterator[_Piece]:
-        while self._heap:
-            yield heapq.heappop(self._heap)
+    def pop(self) -> _Piece:
+        """Remove and return the largest piece."""
+        _, _, piece = heapq.heappop(self._heap)
+        return piece
 
-    def halve(self, piece: _Piece) -> None:
-        for half in (piece.members[::2], piece.members[1::2]):
-            heapq.heappush(self._heap, self._piece(half))
+    def push_halves(self, piece: _Piece) -> None:
+        """Put a piece back as two: sorted by length, every second member makes about half of the tokens."""
+        self._push(piece.members[::2])
+        self._push(piece.members[1::2])
 
-    def total(self) -> int:
-        return sum(piece.size for piece in self._heap)
+    def total_size(self) -> int:
+        """Tokens that the model computes for all pieces in the queue."""
+        return sum(piece.size for _, _, piece in self._heap)
+
+    def _push(self, members: list[int]) -> None:
+        prefix = self._prefixes[members[0]]
+        completions = sum(self._lengths[i] - prefix.num_tokens for i in members)
+        piece = _Piece(members, prefix, prefix.num_tokens + completions)
+        # heapq pops the smallest entry: the largest piece, and among equals the one with the smallest first
+        # member. No two pieces have the same first member, so the pieces themselves are never compared.
+        heapq.heappush(self._heap, (-piece.size, members[0], piece))
 
 
-def _balance(pieces: _Pieces, num_bins: int) -> list[list[int]]:
-    """Pieces into bins of about equally many computed tokens, each to where it leaves the fewest.
+def _balance(queue: _PieceQueue, num_bins: int) -> list[list[int]]:
+    """Distribute the pieces over bins of about equal load; returns the members of each bin.
 
-    A piece that would overfill its bin is halved: most prefixes are computed once, and the balance is that of sequences.
+    Each piece, largest first, goes into the bin that has the smallest load with it. If that bin would then
+    hold more than an equal share of all tokens, the piece is halved instead, down to single sequences. So
+    most prompts are computed in one bin only, and the loads are as equal as if single sequences were placed.
     """
-    limit, bins = pieces.total() / num_bins, [_Bin() for _ in range(num_bins)]
-    for piece in pieces:
+    bins = [_Bin() for _ in range(num_bins)]
+    limit = queue.total_size() / num_bins
+    while queue:
+        piece = queue.pop()
         best = min(bins, key=lambda b: b.load_with(piece))
         if len(piece.members) > 1 and best.load_with(piece) > limit:
-            pieces.halve(piece)
+            queue.push_halves(piece)
         else:
             best.add(piece)
     return [b.members for b in bins]
 
 
-def _first_fit(pieces: _Pieces, limit: int) -> list[list[int]]:
-    """Pieces into as few bins as come of the first with room, one that has the prompt before others."""
+def _first_fit(queue: _PieceQueue, limit: int) -> list[list[int]]:
+    """First-fit bin packing, largest piece first; returns the members of each bin.
+
+    Each piece goes into the first bin that it fits into, but a bin that already holds its prompt is
+    preferred. Where it fits nowhere, a new bin is opened. A piece that is larger than a whole bin is halved.
+    """
     bins: list[_Bin] = []
-    for piece in pieces:
+    while queue:
+        piece = queue.pop()
         if piece.size > limit:
-            pieces.halve(piece)
+            queue.push_halves(piece)
             continue
         fitting = [b for b in bins if b.load_with(piece) <= limit]
-        if not fitting:
-            bins.append(_Bin())
-            fitting = bins[-1:]
-        known = [b for b in fitting if piece.prefix in b.prefixes]
-        (known or fitting)[0].add(piece)
+        with_prompt = [b for b in fitting if piece.prefix in b.prefixes]
+        if with_prompt:
+            chosen = with_prompt[0]
+        elif fitting:
+            chosen = fitting[0]
+        else:
+            chosen = _Bin()
+            bins.append(chosen)
+        chosen.add(piece)
     return [b.members for b in bins]

@@ -1,7 +1,9 @@
-"""Rollouts as packed streams, and the one exchange that brings each to the rank that trains on it (`plan`).
+"""Packed batches of rollouts, and the communication that brings each rollout to the rank that trains on it.
 
-`Rollout`: one prompt with one completion, on the host. `Batch`: N rollouts end to end, T tokens, on the device; element
-t of every stream is about token t. `gather_table`, `gather_to_table` and `exchange` communicate.
+A `Rollout` is one prompt with one completion, on the host. A `Batch` holds N rollouts end to end, T tokens in
+all, on the device: a stream is a tensor [T] whose element t is about token t. The `RolloutTable` is what
+every rank knows of the rollouts of all ranks. `gather_table`, `gather_to_table` and `exchange` communicate;
+all else does not.
 """
 
 import dataclasses
@@ -16,57 +18,63 @@ from torch import Tensor
 
 from minirl.model.attention import PackedLayout
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import PromptPrefix
 
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """What every rank knows of the step's N rollouts, in order of their ids (host tensors [N])."""
+    """What every rank knows of the N rollouts of a step. Host tensors [N], in order of the rollouts' ids.
 
-    prompt_ordinal: Tensor
+    The place of a rollout in these tensors is its table index.
+    """
+
+    prompt_ordinal: Tensor  # int64, as are the next four
     sample: Tensor
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: the length limit ended it
+    is_truncated: Tensor  # bool: the length limit ended the completion
     rewards: Tensor  # fp64 [N, K], one column per reward
 
     @property
     def prefixes(self) -> list[PromptPrefix]:
         """The prompt of each rollout."""
-        return [
-            PromptPrefix(*pair)
-            for pair in zip(self.prompt_ordinal.tolist(), self.num_prompt_tokens.tolist(), strict=True)
-        ]
+        ordinals = self.prompt_ordinal.tolist()
+        lengths = self.num_prompt_tokens.tolist()
+        return list(map(PromptPrefix, ordinals, lengths))
 
-    def select(self, rows: Sequence[int]) -> "RolloutTable":
-        """The table of these rows."""
-        return RolloutTable(**{f.name: getattr(self, f.name)[list(rows)] for f in dataclasses.fields(self)})
+    def select(self, indices: Sequence[int]) -> "RolloutTable":
+        """The rollouts at these table indices, in this order."""
+        selected = {}
+        for field in dataclasses.fields(self):
+            column = getattr(self, field.name)
+            selected[field.name] = column[list(indices)]
+        return RolloutTable(**selected)
 
     def indices_of(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """The rows of these rollouts; KeyError for one that is not in the table."""
-        row_of = {
-            key: row
-            for row, key in enumerate(zip(self.prompt_ordinal.tolist(), self.sample.tolist(), strict=True))
-        }
-        return [row_of[r.rollout_id.prompt_ordinal, r.rollout_id.sample] for r in rollouts]
+        """The table indices of these rollouts. Raises KeyError for a rollout that is not in the table."""
+        ordinals = self.prompt_ordinal.tolist()
+        samples = self.sample.tolist()
+        ids = map(RolloutId, ordinals, samples)
+        index_of = {rollout_id: i for i, rollout_id in enumerate(ids)}
+        return [index_of[rollout.rollout_id] for rollout in rollouts]
 
 
-NOT_MADE: Any = None  # a stream that does not exist yet
+NOT_MADE: Any = None  # a stream that has not been made yet
 
 
 @dataclass(frozen=True)
 class Batch:
-    """N rollouts end to end. Streams are [T]; those not made yet are None.
+    """N rollouts end to end, T tokens in all. Streams are tensors [T]; None stands for one not made yet.
 
-    A subclass may add streams, a line each: `select`, `to` and `replace` treat all tensors alike. With `prefixes` the
-    model computes a prompt once for all its rollouts in the batch.
+    A subclass may add streams, with one line each: `select`, `to` and `replace` treat all tensors alike. With
+    `prefixes`, the model computes a prompt once for all its rollouts in the batch.
     """
 
     lengths: tuple[int, ...]
     tokens: Tensor  # int64
-    loss_mask: Tensor  # bool
+    loss_mask: Tensor  # bool: the policy sampled this token
     sample_logprobs: Tensor  # fp32, as are the streams below
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
@@ -74,19 +82,22 @@ class Batch:
     ref_logprobs: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
-    table_index: Tensor = (
-        NOT_MADE  # int64 [N], which rollout of the table each sequence is: the one that is no stream
-    )
+    # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
+    table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
 
     def layout(self) -> PackedLayout:
-        """The layout of this stream for the model."""
-        first: dict[PromptPrefix, int] = {}
-        parents = [first.setdefault(prompt, i) for i, prompt in enumerate(self.prefixes)]
-        shared = tuple((j, self.prefixes[i].num_tokens if i != j else 0) for i, j in enumerate(parents))
-        return PackedLayout(
-            self.lengths, self.tokens.device, shared=shared if len(first) < len(shared) else ()
-        )
+        """The layout of the batch's tokens, for the model."""
+        # The first sequence with a prompt is the parent of the others, which share the parent's prompt
+        # tokens.
+        parent_of: dict[PromptPrefix, int] = {}
+        shared = []
+        for i, prefix in enumerate(self.prefixes):
+            parent = parent_of.setdefault(prefix, i)
+            shared.append((parent, 0 if parent == i else prefix.num_tokens))
+        if len(parent_of) == len(shared):  # each sequence has another prompt
+            shared = []
+        return PackedLayout(self.lengths, self.tokens.device, shared=tuple(shared))
 
     def replace(self, **fields: Tensor) -> "Batch":
         """A copy with these fields set."""
@@ -94,117 +105,158 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`."""
-        return self.replace(**{name: value.to(device) for name, value in self._tensors().items()})
+        moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return self.replace(**moved)
 
-    def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """Where the tokens of these sequences are in the streams, int64."""
+    def token_index(self, indices: Sequence[int]) -> Tensor:
+        """Where the tokens of the sequences at these indices are in the streams, int64."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        spans = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
-        return torch.cat([torch.arange(0), *spans]).to(self.tokens.device)
+        spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
+        for i in indices:
+            spans.append(torch.arange(starts[i], starts[i + 1]))
+        return torch.cat(spans).to(self.tokens.device)
 
-    def select(self, sequences: Sequence[int]) -> "Batch":
-        """The sequences with these numbers, in this order."""
-        of_sequence = torch.tensor(sequences, dtype=torch.int64, device=self.tokens.device)
-        of_token = self.token_index(sequences)
-        chosen = {
-            name: tensor[of_sequence if name == "table_index" else of_token]
-            for name, tensor in self._tensors().items()
-        }
-        lengths = tuple(self.lengths[i] for i in sequences)
-        prefixes = tuple(self.prefixes[i] for i in sequences) if self.prefixes else ()
-        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **chosen)
+    def select(self, indices: Sequence[int]) -> "Batch":
+        """A batch of the sequences at these indices, in this order."""
+        sequence_index = torch.tensor(indices, dtype=torch.int64, device=self.tokens.device)
+        token_index = self.token_index(indices)
+        selected = {}
+        for name, tensor in self._tensors().items():
+            selected[name] = tensor[sequence_index if name == "table_index" else token_index]
+        lengths = tuple(self.lengths[i] for i in indices)
+        prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
+        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
 
     @property
     def num_loss_tokens(self) -> Tensor:
-        """How many tokens of each sequence the policy sampled, int64 [N]."""
-        parts = self.loss_mask.split(list(self.lengths))
-        counts = [int(part.sum()) for part in parts]
+        """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
+        masks = self.loss_mask.split(list(self.lengths))
+        counts = [int(mask.sum()) for mask in masks]
         return torch.tensor(counts, dtype=torch.int64)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values [M] of the sampled tokens, in order, as a stream [T] that is 0 at the others."""
+        """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
         stream = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
         stream[self.loss_mask] = values
         return stream
 
     def spread(self, values: Tensor) -> Tensor:
-        """Per-sequence values [N] as a stream [T] that is 0 outside the loss mask."""
-        repeated = values.to(self.tokens.device).repeat_interleave(
-            torch.tensor(self.lengths, dtype=torch.int64).to(self.tokens.device)
-        )
+        """A stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
+        device = self.tokens.device
+        lengths = torch.tensor(self.lengths, dtype=torch.int64).to(device)
+        repeated = values.to(device).repeat_interleave(lengths)
         return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        """All fields that are tensors, by name."""
+        tensors = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                tensors[field.name] = value
+        return tensors
 
 
 def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
-    """Lengths, ends, rewards [n_r, K] and ids of all ranks' rollouts, in order of their ids (collective)."""
-    facts = [
-        [
-            r.rollout_id.prompt_ordinal,
-            r.rollout_id.sample,
-            r.num_prompt_tokens,
-            len(r.tokens),
-            int(r.loss_mask.sum()),
-        ]
-        for r in rollouts
-    ]
-    is_truncated = torch.tensor([[r.finish_reason == "length"] for r in rollouts]).view(-1, 1)
-    own = torch.cat([torch.tensor(facts).view(-1, 5), is_truncated, rewards], 1).double()
-    table = all_gather_rows(own)
-    keys = list(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
-    table = table[sorted(range(len(keys)), key=keys.__getitem__)]
-    prompt, sample, num_prompt, num_tokens, num_loss = table[:, :5].long().T
-    return RolloutTable(
-        prompt, sample, num_prompt, num_tokens, num_loss, table[:, 5].bool(), rewards=table[:, 6:]
-    )
-
-
-def gather_to_table(batch: Batch, values: Tensor, num_rows: int) -> Tensor:
-    """A number per sequence of each rank's batch [n_r], as [num_rows] in table order on every rank (collective)."""
-    return all_reduce_sum(
-        torch.zeros(num_rows, dtype=torch.float64).index_put(
-            (batch.table_index.cpu(),), values.double().cpu()
+    """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts."""
+    facts = []
+    for rollout in rollouts:
+        facts.append(
+            [
+                rollout.rollout_id.prompt_ordinal,
+                rollout.rollout_id.sample,
+                rollout.num_prompt_tokens,
+                len(rollout.tokens),
+                int(rollout.loss_mask.sum()),
+                rollout.finish_reason == "length",
+            ]
         )
+    # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.
+    own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 6)
+    own = torch.cat([own_facts, rewards.double()], 1)
+    table = all_gather_rows(own)
+    ids = table[:, :2].tolist()  # the prompt ordinal and the sample
+    order = sorted(range(len(ids)), key=lambda i: ids[i])
+    table = table[order]
+
+    prompt_ordinal, sample, num_prompt_tokens, num_tokens, num_loss_tokens = table[:, :5].long().T
+    return RolloutTable(
+        prompt_ordinal=prompt_ordinal,
+        sample=sample,
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=num_tokens,
+        num_loss_tokens=num_loss_tokens,
+        is_truncated=table[:, 5].bool(),
+        rewards=table[:, 6:],
     )
+
+
+def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
+    """Gather one number per sequence from the ranks' batches, in table order (collective).
+
+    values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_rollouts] on the host, the
+    same on every rank, with 0 for a rollout that is in no batch.
+    """
+    table = torch.zeros(num_rollouts, dtype=torch.float64)
+    table[batch.table_index.cpu()] = values.double().cpu()
+    return all_reduce_sum(table)
 
 
 def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
-    """Send each rollout to rank_of[its row in the table]; returns this rank's, in table order, on the host.
+    """Send each rollout to rank_of[its table index]; returns what this rank got, in table order, on the host.
 
-    Collective. Rollouts with one prompt ordinal must begin with the same prompt.
+    Collective. Rollouts with the same prompt ordinal must begin with the same prompt.
     """
-    mine = list(zip(table.indices_of(rollouts), rollouts, strict=True))
-    sent = {rank: [pair for pair in mine if rank_of[pair[0]] == rank] for rank in range(world_size())}
-    rows = _all_to_all([torch.tensor([row for row, _ in sent[r]], dtype=torch.int64) for r in sent])
-    streams = {
-        name: _all_to_all([_cat([getattr(x, name) for _, x in sent[r]], dtype) for r in sent])
-        for name, dtype in (
-            ("tokens", torch.int64),
-            ("loss_mask", torch.bool),
-            ("sample_logprobs", torch.float32),
-        )
-    }
-    lengths, prefixes = tuple(table.num_tokens[rows].tolist()), tuple(table.select(rows.tolist()).prefixes)
-    batch = Batch(lengths, **streams, table_index=rows, prefixes=prefixes).select(rows.argsort().tolist())
-    layout = batch.layout()
-    assert torch.equal(batch.tokens[layout.computed_tokens][layout.hidden_index], batch.tokens), (
-        "one prompt's rollouts begin differently"
+    to_rank: list[list[Rollout]] = [[] for _ in range(world_size())]
+    indices_to_rank: list[list[int]] = [[] for _ in range(world_size())]
+    for index, rollout in zip(table.indices_of(rollouts), rollouts, strict=True):
+        to_rank[rank_of[index]].append(rollout)
+        indices_to_rank[rank_of[index]].append(index)
+
+    # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
+    indices = _all_to_all([torch.tensor(part, dtype=torch.int64) for part in indices_to_rank])
+    tokens = _exchange_stream(to_rank, "tokens", torch.int64)
+    loss_mask = _exchange_stream(to_rank, "loss_mask", torch.bool)
+    sample_logprobs = _exchange_stream(to_rank, "sample_logprobs", torch.float32)
+
+    own = table.select(indices.tolist())
+    batch = Batch(
+        lengths=tuple(own.num_tokens.tolist()),
+        tokens=tokens,
+        loss_mask=loss_mask,
+        sample_logprobs=sample_logprobs,
+        table_index=indices,
+        prefixes=tuple(own.prefixes),
     )
+    batch = batch.select(indices.argsort().tolist())
+    _check_shared_prompts(batch)
     return batch
 
 
-def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *parts])
+def _check_shared_prompts(batch: Batch) -> None:
+    """Assert that rollouts of one prompt begin with the same tokens, as the batch's layout presumes."""
+    layout = batch.layout()
+    computed = batch.tokens[layout.computed_tokens]
+    is_same = torch.equal(computed[layout.hidden_index], batch.tokens)
+    assert is_same, "one prompt's rollouts begin differently"
+
+
+def _exchange_stream(to_rank: list[list[Rollout]], name: str, dtype: torch.dtype) -> Tensor:
+    """Send one stream of the rollouts to_rank[r] to rank r; returns what was received (collective)."""
+    empty = torch.empty(0, dtype=dtype)
+    parts = []
+    for rollouts in to_rank:
+        streams = [getattr(rollout, name) for rollout in rollouts]
+        parts.append(torch.cat([empty, *streams]))
+    return _all_to_all(parts)
 
 
 def _all_to_all(parts: list[Tensor]) -> Tensor:
-    """Send parts[r] to rank r; what came, end to end in rank order (collective)."""
+    """Send parts[r] to rank r; returns what was received, end to end in rank order (collective)."""
     counts = torch.tensor([len(part) for part in parts])
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    out = parts[0].new_empty(int(received.sum()))
-    dist.all_to_all_single(out, torch.cat(parts), received.tolist(), counts.tolist())
-    return out
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts)
+    received = parts[0].new_empty(int(received_counts.sum()))
+    sent = torch.cat(parts)
+    dist.all_to_all_single(received, sent, received_counts.tolist(), counts.tolist())
+    return received

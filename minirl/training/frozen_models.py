@@ -1,6 +1,6 @@
-"""Models that are only read: parked in host memory, and run over a batch without gradient."""
+"""Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from minirl.training.scoring import scalar_outputs, score
 
 @contextmanager
 def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterator[None]:
-    """Have a frozen model on `device` for the block; `park` sends it back to host memory afterwards."""
+    """Move a frozen model to `device` for the block; with `park`, move it back to host memory afterwards."""
     model.to(device)
     yield
     if park:
@@ -22,29 +22,38 @@ def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterato
 
 @torch.no_grad()
 def frozen_logprobs(
-    model: Transformer, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float
+    model: Transformer, batch: Batch, microbatches: Iterable[Sequence[int]], temperature: float
 ) -> Tensor:
-    """Logprobs [T] of a batch's sampled tokens, without gradient, by microbatch; 0 elsewhere. Not collective."""
+    """Logprobs [T] of a batch's sampled tokens, 0 elsewhere.
+
+    The model runs without gradient over one microbatch (sequence indices) after another. Not collective.
+    """
     logprobs = torch.zeros_like(batch.sample_logprobs)
-    for sequences in microbatches:
-        part = batch.select(sequences)
-        scored, _ = score(model, part.tokens, part.layout(), select=part.loss_mask, temperature=temperature)
-        logprobs[batch.token_index(sequences)] = scored.to(logprobs.dtype)
+    for indices in microbatches:
+        micro = batch.select(indices)
+        scored, _ = score(
+            model, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=temperature
+        )
+        logprobs[batch.token_index(indices)] = scored.to(logprobs.dtype)
     return logprobs
 
 
 @torch.no_grad()
 def frozen_scalar_outputs(
-    model: Transformer, batch: Batch, microbatches: Sequence[Sequence[int]]
+    model: Transformer, batch: Batch, microbatches: Iterable[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """`predict` for a batch, without gradient, by microbatch: values [T] and what comes after the end [N].
+    """`scalar_outputs` of a batch: values [T] before the sampled tokens and scores [N] after the last tokens.
 
-    Not collective.
+    The scores of a value model are the values of the states after the last tokens. The model runs without
+    gradient over one microbatch (sequence indices) after another. Not collective.
     """
     values = torch.zeros_like(batch.sample_logprobs)
-    after = values.new_zeros(len(batch.lengths))
-    for sequences in microbatches:
-        part = batch.select(sequences)
-        before, last = scalar_outputs(model, part.tokens, part.layout(), select=part.loss_mask)
-        values[batch.token_index(sequences)], after[list(sequences)] = before.to(values), last.to(values)
-    return values, after
+    scores = values.new_zeros(len(batch.lengths))
+    for indices in microbatches:
+        micro = batch.select(indices)
+        micro_values, micro_scores = scalar_outputs(
+            model, micro.tokens, micro.layout(), select=micro.loss_mask
+        )
+        values[batch.token_index(indices)] = micro_values.to(values)
+        scores[list(indices)] = micro_scores.to(values)
+    return values, scores

@@ -2,13 +2,16 @@
 
 
 def learning_rate(update: int, num_updates: int, *, peak: float, warmup_updates: int, schedule: str) -> float:
-    """Learning rate of the `update`-th (from 0) of `num_updates` optimizer steps: linear warm-up, then the schedule.
+    """The learning rate of optimizer step `update` (counted from 0) of `num_updates`.
 
-    schedule: "constant", or "linear" decay that reaches 0 after the last one.
+    It rises linearly to `peak` over the first `warmup_updates` steps. Then it follows the schedule:
+    "constant", or "linear", which would reach 0 one step after the last.
     """
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
     if schedule == "constant":
         return peak
     assert schedule == "linear", f"unknown schedule {schedule}"
-    return peak * (num_updates - update) / max(1, num_updates - warmup_updates)
+    num_remaining = num_updates - update
+    num_decaying = max(1, num_updates - warmup_updates)
+    return peak * num_remaining / num_decaying

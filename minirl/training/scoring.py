@@ -1,8 +1,10 @@
-"""Logprobs, entropies and values of the tokens of a stream, under gradient or not, never holding logits [T, V].
+"""Run a model over a packed stream: logprobs and entropies of its tokens, or the outputs of a scalar head.
 
-Element t of every stream is about token t: its logprob, and the value of the state it was sampled in, come from the
-hidden state at t - 1. That shift happens in `_states_before` and nowhere else. Only selected tokens (those the policy
-sampled) pass the head.
+Element t of every stream is about token t. Its logprob, and the value of the state that it was sampled in,
+come from the hidden state of token t - 1. This shift happens in `_states_before` and nowhere else.
+
+Only selected tokens (those that the policy sampled) go through the language model's head. Logits [T, V] never
+exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
 """
 
 from collections.abc import Sequence
@@ -11,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
+from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import chunk_logits, log_softmax, vocab_chunk_size
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
 
-CHUNK = 512  # rows of logits alive at once
-LOWEST = -1e4  # a logprob below it is of probability 0 in fp64 too; -inf times 0 would be NaN
+TOKEN_CHUNK = 512  # how many tokens have logits at the same time
+# Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
+# fp64, and -inf times 0 would be NaN.
+LOWEST = -1e4
 
 
 def score(
@@ -29,29 +33,48 @@ def score(
     *,
     select: Tensor,
     temperature: float,
-    chunk: int = CHUNK,
+    token_chunk: int = TOKEN_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of `tokens` int64 [T] where `select` bool [T]; 0 elsewhere.
+    """Logprobs and entropies [T] in fp32 of the tokens that `select` marks; 0 elsewhere.
 
-    `select` must be false at the first token of each sequence. Differentiable in the parameters. Not collective.
+    tokens: int64 [T]. select: bool [T], false at the first token of each sequence. token_chunk: how many
+    tokens have logits at the same time. Differentiable in the parameters. Not collective.
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    chosen = select.nonzero()[:, 0]
+    selected = select.nonzero()[:, 0]
     logprobs, entropies = ChunkedLogprobs.apply(
-        _states_before(hidden, chosen, layout), model.lm_head.weight, tokens[chosen], temperature, chunk
+        _states_before(hidden, selected, layout),
+        model.lm_head.weight,
+        tokens[selected],
+        temperature,
+        token_chunk,
     )
     zeros = logprobs.new_zeros(len(tokens))
-    return zeros.index_put((chosen,), logprobs), zeros.index_put((chosen,), entropies)
+    all_logprobs = zeros.index_put((selected,), logprobs)
+    all_entropies = zeros.index_put((selected,), entropies)
+    return all_logprobs, all_entropies
 
 
 def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere. Differentiable, not collective."""
-    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature)
+    """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
+
+    Differentiable in the parameters. Not collective.
+    """
+    return score(
+        model,
+        batch.tokens,
+        batch.layout(),
+        select=batch.loss_mask,
+        temperature=temperature,
+    )
 
 
 def value_batch(model: Transformer, batch: Batch) -> Tensor:
-    """Values [T] in fp32 of the states before a batch's sampled tokens; 0 elsewhere. Differentiable, not collective."""
+    """Values [T] in fp32 of the states before a batch's sampled tokens; 0 elsewhere.
+
+    Differentiable in the parameters. Not collective.
+    """
     values, _ = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_mask)
     return values
 
@@ -59,111 +82,179 @@ def value_batch(model: Transformer, batch: Batch) -> Tensor:
 def scalar_outputs(
     model: Transformer, tokens: Tensor, layout: PackedLayout, *, select: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a model with a scalar head says, in fp32: of the state before each selected token [T], 0 elsewhere, and of
-    the state after the last token of each sequence [N].
+    """Scalar-head outputs in fp32: values [T] before the selected tokens, and scores [N] of the sequences.
 
-    The first are a value model's values (`select` as in `score`), the second a reward model's scores. Differentiable in
-    the parameters. Not collective.
+    A value is of the state before a selected token, and 0 elsewhere (`select` as in `score`). A score is of
+    the state after the last token of its sequence; for a reward model it is the reward. Differentiable in the
+    parameters. Not collective.
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    chosen, last = select.nonzero()[:, 0], layout.hidden_index[layout.cu_seqlens[1:].long() - 1]
-    states = torch.cat([_states_before(hidden, chosen, layout), hidden.index_select(0, last)])
-    wide = batch_invariance.at_least_fp32(
-        states.dtype
-    )  # row by row: a product with one column is not batch-invariant
-    values, after = (states.to(wide) * model.score.weight.to(wide)).sum(-1).split([len(chosen), len(last)])
-    return values.new_zeros(len(tokens)).index_put((chosen,), values), after
+    selected = select.nonzero()[:, 0]
+    last_tokens = layout.cu_seqlens[1:].long() - 1
+    last = layout.hidden_index[last_tokens]
+    states = torch.cat([_states_before(hidden, selected, layout), hidden.index_select(0, last)])
+    # Multiply and sum each state by itself: a matrix product with one column is not batch-invariant.
+    wide = at_least_fp32(states.dtype)
+    weight = model.score.weight.to(wide)
+    outputs = (states.to(wide) * weight).sum(-1)
+    values, scores = outputs.split([len(selected), len(last)])
+    all_values = values.new_zeros(len(tokens)).index_put((selected,), values)
+    return all_values, scores
 
 
-def _states_before(hidden: Tensor, chosen: Tensor, layout: PackedLayout) -> Tensor:
-    """Hidden states [M, D] that the tokens at `chosen` [M] were sampled from: the one next-token shift."""
-    return hidden.index_select(0, layout.hidden_index[chosen - 1])
+def _states_before(hidden: Tensor, selected: Tensor, layout: PackedLayout) -> Tensor:
+    """The next-token shift: hidden states [M, D] that the tokens at `selected` [M] were sampled from."""
+    hidden_index = layout.hidden_index[selected - 1]
+    return hidden.index_select(0, hidden_index)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Logprobs and entropies [M] of targets [M] from hidden [M, D] and a head [V, D].
+    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D].
 
-    Holds logits of `chunk` rows and a tile of the vocabulary (`vocab_chunk_size`), and that tile's gradient of the head.
-    Backward makes the logits again. With p = softmax(z / T): d logprob / dz_j = (1[j = y] - p_j) / T and
-    d entropy / dz_j = -p_j (log p_j + entropy) / T.
+    Only the logits of `token_chunk` targets and `vocab_chunk` tokens of the vocabulary (0:
+    `vocab_chunk_size`) exist at the same time. Backward computes them again; it also holds one vocabulary
+    chunk of the head's gradient in fp32.
+
+    With logits z, temperature T, p = softmax(z / T), target y and entropy H, the gradients are
+
+        d logprob / dz_j = (1[j = y] - p_j) / T
+        d H / dz_j = -p_j (log p_j + H) / T
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int, tile: int = 0
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        token_chunk: int,
+        vocab_chunk: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        tile = tile or vocab_chunk_size(head.device)
-        divisor = hidden.new_full((1, 1), temperature, dtype=batch_invariance.at_least_fp32(hidden.dtype))
-        chunks = zip(hidden.split(chunk), targets[:, None].split(chunk), strict=True)
-        parts = [_score_rows(states, head.split(tile), wanted, divisor) for states, wanted in chunks]
-        logprobs, entropies, *totals = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.chunk, ctx.tile = chunk, tile
-        ctx.save_for_backward(hidden, head, targets, divisor, entropies, *totals)
+        vocab_chunk = vocab_chunk or vocab_chunk_size(head.device)
+        wide = at_least_fp32(hidden.dtype)
+        divisor = hidden.new_full((1, 1), temperature, dtype=wide)
+        head_chunks = head.split(vocab_chunk)
+        hidden_chunks = hidden.split(token_chunk)
+        target_chunks = targets[:, None].split(token_chunk)
+        results = []
+        for states, wanted in zip(hidden_chunks, target_chunks, strict=True):
+            results.append(_score_token_chunk(states, head_chunks, wanted, divisor))
+        logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.token_chunk = token_chunk
+        ctx.vocab_chunk = vocab_chunk
+        ctx.has_totals = len(head_chunks) > 1
+        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, targets, divisor, entropies, *totals = ctx.saved_tensors
-        by_logprob, by_entropy = (grad[:, None] / divisor for grad in (grad_logprobs, grad_entropies))
+        hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
+        # The incoming gradients, with the 1 / T of the formulas.
+        by_logprob = grad_logprobs[:, None] / divisor
+        by_entropy = grad_entropies[:, None] / divisor
         is_entropy_used = bool(grad_entropies.any())
-        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=divisor.dtype), torch.empty_like(head)
-        for first in range(0, len(head), ctx.tile):
-            tile = head[first : first + ctx.tile]
-            grad_tile = torch.zeros_like(tile, dtype=divisor.dtype)
-            for start in range(0, len(hidden), ctx.chunk):
-                rows = slice(start, start + ctx.chunk)
-                logits = chunk_logits(hidden[rows], tile, divisor)
-                grad = log_softmax(logits, totals[0][rows] if totals else None)
-                if is_entropy_used:
-                    probs = grad.exp()
-                    grad.add_(entropies[rows, None]).clamp_(min=LOWEST).mul_(by_entropy[rows]).add_(
-                        by_logprob[rows]
-                    )
-                    grad.mul_(probs.neg_())
-                else:
-                    grad.exp_().mul_(-by_logprob[rows])
-                place, is_here = _place(targets[rows, None] - first, len(tile))
-                grad.scatter_add_(1, place, by_logprob[rows] * is_here)
-                grad_hidden[rows].add_(batch_invariance.wide_mm(grad, tile, head.dtype))
-                grad_tile.add_(batch_invariance.wide_mm(grad.t(), hidden[rows], head.dtype))
-            grad_head[first : first + ctx.tile] = grad_tile
+        grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
+        grad_head = torch.empty_like(head)
+        for first in range(0, len(head), ctx.vocab_chunk):
+            head_chunk = head[first : first + ctx.vocab_chunk]
+            # In fp32: it is rounded to the head's dtype once, after the sum over all token chunks.
+            grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
+            for start in range(0, len(hidden), ctx.token_chunk):
+                chunk = slice(start, start + ctx.token_chunk)
+                logits = chunk_logits(hidden[chunk], head_chunk, divisor)
+                logprobs = log_softmax(logits, totals[chunk] if ctx.has_totals else None)
+                grad = _logit_gradient(
+                    logprobs,
+                    targets[chunk, None] - first,
+                    entropies[chunk, None],
+                    by_logprob=by_logprob[chunk],
+                    by_entropy=by_entropy[chunk] if is_entropy_used else None,
+                )
+                grad_hidden[chunk].add_(wide_mm(grad, head_chunk, head.dtype))
+                grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
+            grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
 
 
-def _score_rows(
-    hidden: Tensor, tiles: Sequence[Tensor], targets: Tensor, divisor: Tensor
-) -> tuple[Tensor, ...]:
-    """Logprobs and entropies [T] of targets [T, 1]; with several tiles also the logsumexp of each [T, tiles].
+def _score_token_chunk(
+    hidden: Tensor, head_chunks: Sequence[Tensor], targets: Tensor, divisor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs [n] and entropies [n] of the targets [n, 1] of one token chunk, and the totals [n, chunks].
 
-    The entropy is that of the choice of a tile and the mean of those within the tiles.
+    hidden [n, D]; divisor [1, 1]: the temperature. A total is the logsumexp of the logits of one vocabulary
+    chunk. With a single vocabulary chunk the totals are not needed, and an empty tensor is returned.
     """
-    if len(tiles) == 1:
-        logprobs = log_softmax(chunk_logits(hidden, tiles[0], divisor), None)
-        return logprobs.gather(1, targets)[:, 0], _entropies(logprobs)
-    # Results go to tensors made before the loop: small ones between freed tiles keep malloc from using those again.
-    totals, entropies = divisor.new_empty(2, len(hidden), len(tiles))
-    target_logits, first = divisor.new_empty(len(hidden), 1), 0
-    for i, tile in enumerate(tiles):
-        logits = chunk_logits(hidden, tile, divisor)
-        place, is_here = _place(targets - first, len(tile))
-        target_logits.copy_(torch.where(is_here, logits.gather(1, place), target_logits))
+    if len(head_chunks) == 1:
+        logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)
+        target_logprobs = logprobs.gather(1, targets)[:, 0]
+        return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
+    # The results are allocated before the loop: small tensors between the freed logits of chunks would keep
+    # malloc from using that memory again.
+    totals = divisor.new_empty(len(hidden), len(head_chunks))
+    entropies = divisor.new_empty(len(hidden), len(head_chunks))
+    target_logits = divisor.new_empty(len(hidden), 1)
+    first = 0
+    for i, head_chunk in enumerate(head_chunks):
+        logits = chunk_logits(hidden, head_chunk, divisor)
+        index, is_in_chunk = _index_in_chunk(targets - first, len(head_chunk))
+        target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
         totals[:, i] = logits.logsumexp(-1)
-        entropies[:, i] = _entropies(logits.sub_(totals[:, i, None]))
-        first += len(tile)
-    shares = torch.log_softmax(totals, -1)
-    entropy = (shares.exp() * (entropies - shares)).nan_to_num(0.0).sum(-1)
-    return log_softmax(target_logits, totals)[:, 0], entropy, totals
+        # Logprobs of these tokens, given that the token is one of this vocabulary chunk.
+        logprobs = logits.sub_(totals[:, i, None])
+        entropies[:, i] = _entropies(logprobs)
+        first += len(head_chunk)
+    # The entropy of choosing a vocabulary chunk, plus the mean entropy of choosing a token within one.
+    log_shares = torch.log_softmax(totals, -1)
+    terms = log_shares.exp() * (entropies - log_shares)
+    entropy = terms.nan_to_num(0.0).sum(-1)
+    target_logprobs = log_softmax(target_logits, totals)[:, 0]
+    return target_logprobs, entropy, totals
 
 
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Entropies [T] of logprobs [T, W], which are overwritten: a tile has few passes and one copy."""
-    return -logprobs.mul_(logprobs.exp()).nan_to_num_(0.0).sum(-1)
+    """Entropies [n] of logprobs [n, W], which are overwritten, for few passes over memory and one copy."""
+    logprobs.mul_(logprobs.exp()).nan_to_num_(0.0)  # 0 log 0 is 0
+    return -logprobs.sum(-1)
 
 
-def _place(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Where targets, counted from a tile's start, are in the tile of `width` tokens, and whether they are there."""
-    place = targets.clamp(0, width - 1)
-    return place, place == targets
+def _logit_gradient(
+    logprobs: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    *,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient [n, W] of the logits, computed in place of their logprobs [n, W].
+
+    The formulas are those of `ChunkedLogprobs`. targets [n, 1] count from the start of the vocabulary chunk,
+    entropies [n, 1] are those of the whole distribution. by_logprob and by_entropy [n, 1] are the incoming
+    gradients, divided by the temperature; by_entropy is None if no entropy has a gradient.
+    """
+    # For every token j: -p_j (by_logprob + by_entropy (log p_j + H)).
+    grad = logprobs
+    if by_entropy is None:
+        grad.exp_().mul_(-by_logprob)
+    else:
+        probs = logprobs.exp()
+        grad.add_(entropies).clamp_(min=LOWEST)
+        grad.mul_(by_entropy).add_(by_logprob)
+        grad.mul_(probs.neg_())
+    # For the target, if it is in this vocabulary chunk: + by_logprob.
+    index, is_in_chunk = _index_in_chunk(targets, grad.shape[1])
+    return grad.scatter_add_(1, index, by_logprob * is_in_chunk)
+
+
+def _index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The index of each target in a vocabulary chunk of `width` tokens, and whether the target is in it.
+
+    Targets count from the start of the chunk. A target outside of it gets some index inside, so that tensors
+    can be indexed anyway.
+    """
+    index = targets.clamp(0, width - 1)
+    is_in_chunk = index == targets
+    return index, is_in_chunk

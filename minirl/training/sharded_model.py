@@ -1,8 +1,9 @@
-"""FSDP2 with one weight storage: the parameters that training computes with are those that the engine decodes with.
+"""FSDP2 with one weight storage: the engine decodes with the very tensors that training computes with.
 
-The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype, gathered once and
-never resharded; after an optimizer step they are refreshed in place, at addresses that never change. Gradients are
-sums: the loss is weighted by global counts and nothing is averaged here. The only room that knows FSDP.
+The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype: gathered
+once, never resharded, and after each optimizer step refreshed in place, at addresses that never change.
+Gradients are summed over the ranks, never averaged: the weights of the loss are of global counts already. No
+other file uses FSDP.
 """
 
 import math
@@ -23,9 +24,16 @@ from minirl.ranks.process_group import gather_objects
 
 
 class ShardedModel:
-    """A trainable `Transformer`: `module` trains, `masters` are optimized, `compute_weights` are the storage shared by
-    generate, score and update. `decoder` is the module for inference: the very same parameters without FSDP's hooks,
-    which cost a decode step 5 %. The constructor, `step` and `backward(is_last=True)` are collective.
+    """A trainable `Transformer`, sharded over all ranks.
+
+    module: the model that is trained, with FSDP's hooks.
+    masters: its parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
+    compute_weights: its full parameters by name in the compute dtype. Generation, scoring and training use
+        these.
+    decoder: the model for inference. It has the same compute weights, without FSDP's hooks, which cost a
+        decode step 5 %.
+
+    The constructor, `step`, `refresh`, `load_state` and `backward(is_last=True)` are collective.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class ShardedModel:
             reduce_dtype=at_least_fp32(dtype),
             cast_forward_inputs=False,  # it would round the fp32 rope tables
         )
+        # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
             fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
@@ -59,19 +68,21 @@ class ShardedModel:
         self.module.to_empty(device=device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._names_by_layer: dict[str, list[str]] = {}  # "" for the root's own
-        for name in self.masters:
-            self._names_by_layer.setdefault(name.partition("layers.")[2].partition(".")[0], []).append(name)
+        self._names_by_layer = _group_by_layer(self.masters)
+        # Gather the compute weights: from here on they are the module's parameters.
         for unit in self._units:
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
         with torch.device("meta"):
             self.decoder = Transformer(config)
-        self.decoder.load_state_dict(dict(self.module.named_parameters(remove_duplicate=False)), assign=True)
+        # load_state_dict asks for both names of a tied parameter.
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        self.decoder.load_state_dict(parameters, assign=True)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a microbatch's loss; the last one of an optimizer step sums over ranks (collective).
+        """Add the gradient of a microbatch's loss to the gradients.
 
+        With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty).
         """
         watchdog.heartbeat()
@@ -80,20 +91,29 @@ class ShardedModel:
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-        """AdamW over the masters; the learning rate is set by each `step`."""
+        """Make an AdamW over the masters. Each `step` sets the learning rate."""
         return torch.optim.AdamW(
-            self.masters.values(), lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay, fused=True
+            self.masters.values(),
+            lr=0.0,
+            betas=betas,
+            eps=1e-8,
+            weight_decay=weight_decay,
+            fused=True,
         )
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
-        """Clip the global gradient norm (0: do not), update the masters, refresh; returns the norm before clipping.
+        """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
-        A gradient of exactly 0 takes no step: there is nothing to learn, and momentum would still move the weights.
-        Collective. Raises GuardError on all ranks, before any update, when the norm is not finite.
+        It is the norm over all parameters and ranks, before clipping. max_grad_norm 0: do not clip. A
+        gradient of exactly 0 makes no update: there is nothing to learn, and momentum would still move the
+        weights.
+
+        Collective. Raises GuardError on all ranks, before any update, if the norm is not finite.
         """
-        norm = float(torch.nn.utils.get_total_norm(self._gradients()).full_tensor())  # type: ignore[attr-defined]
+        total_norm = torch.nn.utils.get_total_norm(self._gradients())
+        norm = float(total_norm.full_tensor())  # type: ignore[attr-defined]
         if not math.isfinite(norm):
-            where = self._worst_gradients()
+            where = self._describe_nonfinite_gradient()
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
@@ -109,59 +129,98 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies on the host of this rank's shards: "masters.NAME"; of the optimizer, "exp_avg.NAME" and the like."""
+        """Copies on the host of this rank's shards, for a checkpoint. Not collective.
+
+        Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
+        """
         tensors = {f"masters.{name}": master for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            tensors |= {f"{key}.{name}": value for key, value in optimizer.state.get(master, {}).items()}
-        local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in sorted(tensors.items())}
-        return {name: torch.empty_like(x, device="cpu").copy_(x.detach()) for name, x in local.items()}
+            state = optimizer.state.get(master, {})
+            for kind, value in state.items():
+                tensors[f"{kind}.{name}"] = value
+        copies = {}
+        for name, tensor in sorted(tensors.items()):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            copies[name] = torch.empty_like(local, device="cpu").copy_(local.detach())
+        return copies
 
     @torch.no_grad()
-    def load_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], *, place: str) -> None:
-        """Take over what `state_tensors` of any number of ranks returned, whole, and refresh (collective).
+    def load_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        stored: Mapping[str, Any],
+        *,
+        place: str,
+    ) -> None:
+        """Load the masters and the optimizer's state, then refresh (collective).
 
-        Raises InputError naming `place` and the tensor when it is another model's.
+        stored: what `state_tensors` returned, with the shards of any number of ranks joined; each has
+        `get_shape` and can be sliced.
+
+        Raises InputError naming `place` and the tensor if it is the state of another model.
         """
-        kinds = {name: name.partition(".")[::2] for name in stored}
-        strange = {of for _, of in kinds.values()} ^ self.masters.keys()
-        if strange:
-            raise InputError(f"{place}: is of another model: {sorted(strange)[:5]} (first five)")
-        for name, (kind, of) in kinds.items():
-            master = self.masters[of]
+        # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
+        kinds = {key: key.partition(".")[0] for key in stored}
+        names = {key: key.partition(".")[2] for key in stored}
+        unmatched = set(names.values()) ^ self.masters.keys()
+        if unmatched:
+            raise InputError(f"{place}: is of another model: {sorted(unmatched)[:5]} (first five)")
+        for key, source in stored.items():
+            kind = kinds[key]
+            master = self.masters[names[key]]
             target = master
             if kind != "masters":
-                is_scalar = not stored[name].get_shape()
+                # A scalar is the optimizer's step count.
+                is_scalar = not source.get_shape()
                 target = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
                 optimizer.state[master][kind] = target
-            fill(target, stored[name], f"{place}: {name}")
+            fill(target, source, f"{place}: {key}")
         self.refresh()
-
-    def _worst_gradients(self) -> str:
-        """The first parameter whose gradient is not finite, and the ranks in whose shards (collective)."""
-        flags = [bool(x.grad is None or x.grad.to_local().isfinite().all()) for x in self.masters.values()]  # type: ignore
-        for name, finite in zip(self.masters, zip(*gather_objects(flags), strict=True), strict=True):
-            if not all(finite):
-                ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-                return f"first in {name}, in the shard of rank {', '.join(ranks)}"
-        return "every element is finite, their squares overflow"
-
-    def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.masters.values() if master.grad is not None]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place, with one gather per layer (collective)."""
         world = torch.distributed.get_world_size()
         for names in self._names_by_layer.values():
-            full = [self.compute_weights[name] for name in names]
-            sizes = [
-                -(-len(x) // world) * x[0].numel() for x in full
-            ]  # of a shard, to which the last ones are padded
-            own = torch.zeros(sum(sizes), dtype=full[0].dtype, device=full[0].device)
+            weights = [self.compute_weights[name] for name in names]
+            # FSDP shards the first dimension. Pad every shard to the size of rank 0's, which is the largest.
+            sizes = []
+            for weight in weights:
+                rows_per_shard = math.ceil(len(weight) / world)
+                sizes.append(rows_per_shard * weight[0].numel())
+            own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
             for name, part in zip(names, own.split(sizes), strict=True):
                 shard = self.masters[name].to_local()  # type: ignore[attr-defined]
                 part[: shard.numel()] = shard.flatten()
             gathered = own.new_empty(world, len(own))
             torch.distributed.all_gather(list(gathered), own)
-            for x, part in zip(full, gathered.split(sizes, 1), strict=True):
-                x.copy_(part.reshape(-1, *x.shape[1:])[: len(x)])
+            for weight, parts in zip(weights, gathered.split(sizes, 1), strict=True):
+                padded = parts.reshape(-1, *weight.shape[1:])
+                weight.copy_(padded[: len(weight)])
+
+    def _describe_nonfinite_gradient(self) -> str:
+        """Describe where a gradient is not finite: the first such parameter, and the ranks (collective)."""
+        own_is_finite = []
+        for master in self.masters.values():
+            shard = None if master.grad is None else master.grad.to_local()  # type: ignore[attr-defined]
+            own_is_finite.append(shard is None or bool(shard.isfinite().all()))
+        by_rank = gather_objects(own_is_finite)
+        for i, name in enumerate(self.masters):
+            ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
+            if ranks:
+                return f"first in {name}, in the shard of rank {', '.join(ranks)}"
+        return "every element is finite, their squares overflow"
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [master.grad for master in self.masters.values()]
+        return [gradient for gradient in gradients if gradient is not None]
+
+
+def _group_by_layer(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Group the names of parameters by the number of their layer; "" for those outside of the layers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        # "model.layers.12.mlp.up_proj.weight" -> "12"
+        layer = name.partition("layers.")[2].partition(".")[0]
+        groups.setdefault(layer, []).append(name)
+    return groups

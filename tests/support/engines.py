@@ -1,0 +1,113 @@
+"""Engines over tiny random models, and requests for them."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from minirl.generation.engine import Engine, Request
+from minirl.generation.sampling import request_key
+from minirl.model.config import ModelConfig
+from minirl.model.transformer import Transformer
+from minirl.rollouts import Rollout, RolloutId
+
+CPU = torch.device("cpu")
+
+
+VOCAB = 48
+
+
+STOP_IDS = frozenset({3, 11, 29})
+
+
+WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
+
+
+def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
+    """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=mlp_width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        layer_windows=WINDOWS[attention],
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+    )
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim == 2:
+                gain = 1.0 if "embed" in name else (1.3 if "lm_head" in name else 1.5) / param.shape[1] ** 0.5
+                param.copy_(torch.randn(param.shape, generator=generator) * gain)
+    return model.to(dtype)
+
+
+cached_model = functools.cache(make_model)
+
+
+def make_engine(
+    model: Transformer, *, max_running_requests: int = 64, cache_tokens: int = 8192, **kwargs: int | bool
+) -> Engine:
+    dtype = model.lm_head.weight.dtype
+    return Engine(
+        model,
+        max_running_requests=max_running_requests,
+        cache_tokens=cache_tokens,
+        dtype=dtype,
+        device=CPU,
+        **kwargs,
+    )
+
+
+def make_request(
+    prompt: Sequence[int],
+    *,
+    number: int = 0,
+    member: int = 0,
+    max_new_tokens: int = 32,
+    temperature: float = 1.0,
+    stop_ids: frozenset[int] = STOP_IDS,
+) -> Request:
+    key = request_key(7, purpose="train", prompt_ordinal=number, sample=member)
+    return Request(tuple(prompt), RolloutId(number, member), key, max_new_tokens, temperature, stop_ids)
+
+
+def make_prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def mixed_requests() -> list[Request]:
+    """Pairs at two temperatures; prompts short, just under, at and over the border of a cache block."""
+    return [
+        make_request(make_prompt(length), number=number, member=member, temperature=(1.0, 0.7)[number % 2])
+        for number, length in enumerate((1, 5, 100, 117, 126, 127, 128, 129, 150))
+        for member in range(2)
+    ]
+
+
+def finish(engine: Engine, count: int, *, max_steps: int = 4000) -> list[Rollout]:
+    rollouts: list[Rollout] = []
+    for _ in range(max_steps):
+        rollouts += engine.step()
+        if len(rollouts) == count:
+            return rollouts
+    raise AssertionError(f"{len(rollouts)} of {count} rollouts after {max_steps} steps")
+
+
+def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
+    """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
+    engine.submit(requests, weight_version=weight_version)
+    return finish(engine, len(requests))

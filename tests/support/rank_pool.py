@@ -1,0 +1,52 @@
+"""Processes in one gloo group that run functions; starting them for each test would be too slow."""
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+class RankPool:
+    """Two processes in one gloo group that run functions; starting them for each test would be too slow."""
+
+    def __init__(self, world_size: int):
+        context = mp.get_context("spawn")
+        rendezvous = tempfile.mkdtemp()
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, rendezvous), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(rank, *args)` on every rank at once; its results in rank order. Raises what a rank raised."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(120), f"rank {rank} has not answered within 120 s"
+            answers.append(pipe.recv())
+        errors = [error for error, _ in answers if error]
+        assert not errors, "\n".join(errors)
+        return [result for _, result in answers]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{rendezvous}/store", world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((None, function(rank, *args)))
+        except Exception:
+            pipe.send((f"rank {rank}: {traceback.format_exc()}", None))

@@ -1,0 +1,84 @@
+"""The training scripts as users start them, and what their runs leave."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from minirl.run.flags import chosen_preset, parse
+from support.rank_pool import RankPool
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = ("train_grpo.py", "train_ppo.py")
+FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4")
+
+
+def script_command(script: Path, *flags: str, ranks: int) -> list[str]:
+    """The script under torchrun, or plain Python for one rank."""
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    return [sys.executable, *torchrun, str(script), *flags]
+
+
+def script_environment(runs: Path) -> dict[str, str]:
+    return {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
+    """Run a script to its end and return its output; fails with its errors."""
+    command, environment = script_command(script, *flags, ranks=ranks), script_environment(runs)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subprocess.Popen:
+    """Start a script in a session of its own, so that all its processes can be killed."""
+    return subprocess.Popen(
+        script_command(script, *flags, ranks=ranks),
+        env=script_environment(runs),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def run_in_pool(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
+    """Run a script's main on every rank of a pool, which is faster than to start processes; rank 0's output."""
+    return pool.run(_run_main, script, str(runs), flags)[0]
+
+
+def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
+    os.environ["MINIRL_RUNS"] = runs
+    module = importlib.import_module(script.removesuffix(".py"))
+    presets = getattr(module, "ALGORITHMS", {"default": {}})
+    preset = chosen_preset("--algorithm", presets, flags)
+    config = parse(module.Config, description="", preset=preset, arguments=flags)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = module.main(config)
+    assert code == 0, f"exit code {code}"
+    return printed.getvalue()
+
+
+def wait_for(condition: Callable[[], bool], failure: str, timeout_s: float = 300) -> None:
+    """Wait until the condition holds."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, failure
+        time.sleep(0.05)
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(line: dict) -> dict:
+    """The numbers of a step that a second run must give again."""
+    return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}

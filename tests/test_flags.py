@@ -1,0 +1,117 @@
+"""The command line of a config, whoever wrote it: groups, comments as help, presets, refusals."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+import train_grpo
+import train_ppo
+from minirl.errors import InputError
+from minirl.run.config import RunConfig, check_shared
+from minirl.run.flags import check_needed, check_numbers, chosen_preset, field_comments, parse
+
+PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
+
+
+@dataclass(frozen=True)
+class ForkConfig(train_grpo.Config):
+    """Fork"""
+
+    bonus: float = 1.0  # what this fork adds
+    lr: float | None = 0.5  # a shared flag with another default
+    penalty: float = 0.0
+    """a comment
+    on two lines"""
+
+
+def parsed(*arguments, preset=None):
+    return parse(ForkConfig, description="", preset=preset or {}, arguments=arguments)
+
+
+def test_a_config_without_arguments_has_its_own_defaults():
+    """Those of the class itself win over those of the classes that it inherits from."""
+    assert parsed() == ForkConfig()
+    assert parsed().lr == 0.5
+    assert parse(train_ppo.Config, description="", preset={}, arguments=[]) == train_ppo.Config()
+
+
+def test_flags_of_every_group_are_read_into_one_flat_config():
+    """Of the fork, of the script and of the library; several values; on and off; the preset's unless given."""
+    config = parsed(
+        *("--bonus", "3", "--baseline", "none", "--reward", "a.py:f", "b.py:g"),
+        *("--chat", "--no-park-frozen", "--run", "mine"),
+        preset={"lr": 0.1, "bonus": 2.0, "kl_coef": 0.2},
+    )
+    assert config.bonus == 3.0
+    assert config.lr == 0.1
+    assert config.kl_coef == 0.2
+    assert config.baseline == "none"
+    assert config.reward == ("a.py:f", "b.py:g")
+    assert config.chat
+    assert not config.park_frozen
+    assert config.run_name == "mine"
+
+
+def test_help_has_a_box_per_group_and_the_comments(capsys):
+    """The docstring of each class is a title; a field is in the box of the class that declares it first."""
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    shown = capsys.readouterr().out
+    titles = re.findall(r"^\W*([A-Z][\w ]+) options\W*$", shown, re.MULTILINE)
+    assert titles == [
+        "Fork",
+        "Objective",
+        "Model and data",
+        "Generate",
+        "Reward",
+        "Update",
+        "Policy loss",
+        "Run and report",
+        "Machine",
+    ]
+    assert re.search(r"--bonus X +what this fork adds", shown)
+    assert shown.index("--lr X") > shown.index("Update options")
+    assert re.search(r"--lr X +a shared flag with another default", shown)
+    assert "a comment" in shown
+    assert "{None}" not in shown, "a type that nobody reads"
+
+
+def test_the_comment_of_each_line_is_its_help_and_no_other():
+    """Also where a string under the field says it; every shared flag has one."""
+    comments = field_comments(ForkConfig)
+    assert comments["bonus"] == "what this fork adds"
+    assert comments["penalty"].split() == ["a", "comment", "on", "two", "lines"]
+    inherited = [field_comments(base) for base in RunConfig.__mro__]
+    assert {name for found in inherited for name in found} >= set(RunConfig.__dataclass_fields__)
+
+
+def test_a_preset_is_chosen_by_name_and_by_default_the_first():
+    """Whatever else is on the command line; an unknown name is refused later, with the names there are."""
+    assert chosen_preset("--algorithm", PRESETS, ["--lr", "1"]) == {}
+    assert chosen_preset("--algorithm", PRESETS, ["--lr", "1", "--algorithm", "fast"]) == PRESETS["fast"]
+    assert chosen_preset("--algorithm", PRESETS, ["--algorithm=fast"]) == PRESETS["fast"]
+    with pytest.raises(InputError, match="--algorithm nope: one of default, grpo"):
+        train_grpo.check(train_grpo.Config(algorithm="nope"))
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: check_numbers(ForkConfig(bonus=-1.0), positive=()), "--bonus -1.0: must not be negative"),
+        (lambda: check_numbers(ForkConfig(bonus=float("nan")), positive=()), "--bonus nan"),
+        (lambda: check_numbers(ForkConfig(bonus=0.0), positive=("bonus",)), "--bonus 0.0: must be greater"),
+        (
+            lambda: check_needed(ForkConfig(bonus=2.0), needs={"bonus": "penalty"}),
+            "--bonus 2.0: has no effect without --penalty",
+        ),
+        (lambda: check_shared(RunConfig(model="x")), "--model needs --data"),
+        (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
+    ],
+)
+def test_a_refusal_names_the_flag(check, message):
+    """Also of a flag that a fork has added; the fork's defaults pass."""
+    check_numbers(ForkConfig(), positive=("bonus",))
+    check_needed(ForkConfig(), needs={"bonus": "penalty"})
+    with pytest.raises(InputError, match=re.escape(message)):
+        check()

@@ -1,0 +1,82 @@
+"""The picture of runs: what it reads, what it says when there is nothing to draw, and that it is drawn."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from minirl.errors import InputError
+from minirl.plot import main, read_run, running_mean, series
+
+LINES = [
+    {
+        "step": step,
+        "reward/mean": step / 20,
+        "policy/entropy": 1 / step,
+        "time/generate": 0.1,
+        "time/update": 0.2,
+    }
+    for step in range(1, 16)
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder under $MINIRL_RUNS, with one evaluation and a line that a crash has cut off."""
+    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    lines = [*LINES[:-1], LINES[-1] | {"eval/reward": 0.9, "policy/entropy": None}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 16, "rew')
+    return folder
+
+
+def test_a_run_is_found_by_folder_and_by_name_and_a_cut_line_is_left_out(run, capsys):
+    """What is there is drawn; what is left out is named."""
+    for name in (str(run), "mine"):
+        found, lines = read_run(name)
+        assert found == "mine"
+        assert [line["step"] for line in lines] == list(range(1, 16))
+    assert "metrics.jsonl:16" in capsys.readouterr().err
+
+
+def test_a_series_has_the_steps_that_have_a_number(run):
+    """None (a number that was not finite) and steps without the metric are no points."""
+    _, lines = read_run("mine")
+    assert series(lines, "eval/reward") == ([15], [0.9])
+    assert series(lines, "policy/entropy")[0] == list(range(1, 15))
+    assert series(lines, "nothing") == ([], [])
+
+
+def test_a_running_mean_looks_back_only():
+    """The first values have fewer before them."""
+    assert running_mean([1.0, 2.0, 6.0, 10.0], 2) == [1.0, 1.5, 4.0, 8.0]
+
+
+def test_runs_without_steps_are_refused_by_name(run, tmp_path):
+    """A folder that is none, a name that is none, a run that has not made a step."""
+    with pytest.raises(InputError, match=r"nowhere: no metrics\.jsonl"):
+        read_run("nowhere")
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(InputError, match="has no steps yet"):
+        read_run("mine")
+
+
+def test_the_command_draws_a_picture(run, tmp_path, monkeypatch):
+    """Of one run and of two, one of them given twice by another name; it says where."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
+    assert main() == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_command_says_how_to_get_it(run, tmp_path):
+    """Exit code 2 and one line."""
+    code = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['mine']\n"
+    code += "from minirl.plot import main\nsys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: matplotlib is not installed: pip install -e '.[plot]'"
