@@ -1,12 +1,16 @@
 """Shared by all tests: the data folder, one thread, and one pool of two ranks for everything distributed."""
 
+import contextlib
+import io
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from minirl.run.embedded_model import embedded_model_folder
 from support.rank_pool import RankPool
 
 torch.set_num_threads(1)
@@ -34,3 +38,23 @@ def two_ranks() -> Iterator[RankPool]:
     pool = RankPool(2)
     yield pool
     pool.stop()
+
+
+def _make_embedded_model(rank: int, runs: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return str(embedded_model_folder(Path(runs)))
+
+
+@pytest.fixture(scope="session")
+def embedded_model(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the embedded model, which takes seconds to make."""
+    (folder,) = one_rank.run(_make_embedded_model, str(tmp_path_factory.mktemp("embedded")))
+    return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs for the module, with the embedded model in it."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(embedded_model, folder / embedded_model.name)
+    return folder

@@ -40,9 +40,17 @@ SOME_VARIANTS = [
 ]
 
 
+FAST_VARIANTS = [("full", torch.float32), ("mixed", torch.bfloat16)]
+
+
 def variants(chosen: list[tuple[str, torch.dtype]]) -> pytest.MarkDecorator:
+    """Models of these kinds of attention and dtypes; all but two are slow tests."""
+    params = [
+        pytest.param(*variant, marks=[] if variant in FAST_VARIANTS else pytest.mark.slow)
+        for variant in chosen
+    ]
     return pytest.mark.parametrize(
-        ("attention", "dtype"), chosen, ids=lambda x: str(x).removeprefix("torch.")
+        ("attention", "dtype"), params, ids=lambda x: str(x).removeprefix("torch.")
     )
 
 
@@ -378,9 +386,9 @@ def test_an_asynchronous_engine_computes_no_row_past_its_limit():
     assert engine.stats.decode_tokens == sum(len(r.completion) - 1 for r in rollouts)
 
 
-@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("attention", [pytest.param("full", marks=pytest.mark.slow), "mixed"])
 @pytest.mark.parametrize("cache_tokens", [384, 8192])
-@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
 def test_an_asynchronous_engine_can_be_aborted_again_and_again(attention, cache_tokens, steps):
     """What was launched and not read is sampled again by the next phase, with its version; nothing is lost."""
     model = cached_model(attention, torch.float32)

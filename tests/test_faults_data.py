@@ -140,7 +140,12 @@ def test_row_20_long_prompts_are_refused_if_asked():
 def test_row_20_long_prompts_keep_their_end_if_asked():
     """The last six tokens; short ones as they are; all have room for a completion."""
     prompts = make_prompts(*LONG[:3], "abcdefghij", long_prompts="left")
-    assert ["".join(map(chr, tokens)) for tokens in prompts.prompt_ids] == ["aaaaaa", "bbbbbb", "cc", "efghij"]
+    assert ["".join(map(chr, tokens)) for tokens in prompts.prompt_ids] == [
+        "aaaaaa",
+        "bbbbbb",
+        "cc",
+        "efghij",
+    ]
     assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
     assert "2 of 4 prompts have more than 6 tokens (f:2, f:4): cut from the left" in prompts.notes()[0]
 

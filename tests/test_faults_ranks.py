@@ -135,12 +135,6 @@ def grpo(*flags: str) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the whole runs, so that the embedded model is made once."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def children(pid: int) -> list[int]:
     """Live processes that this one started."""
     stats = [
@@ -193,6 +187,7 @@ def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path
         assert job.codes(within=8) == [1, -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
     """On every rank, also on one that is stuck in a collective."""
     body = SAVING.format(seconds=1.5, action="raise RewardError('no')")
@@ -322,10 +317,11 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
     ("error", "code", "message"),
     [
         ("SystemExit(0)", 1, r"^rank 1 raised:\nTraceback(.|\n)*SystemExit: 0$"),
-        (
+        pytest.param(
             "RewardError('reward few raised')",
             4,
             r"^error: reward few raised \[rank 1, step 3, phase reward\]$",
+            marks=pytest.mark.slow,
         ),
         ("KeyError('answer')", 1, r"^rank 1 raised:\nTraceback(.|\n)*KeyError: 'answer'$"),
     ],
@@ -343,6 +339,7 @@ def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, erro
         assert code == 1 or "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
     """Rank 0 fails later with another error: rank 1's is the one that is told."""
     body = "joined()\ntime.sleep(0.3 if rank else 0.6)\nif rank:\n    raise GuardError('loss is nan')\ntime.sleep(300)"
@@ -435,6 +432,7 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
     assert done.exists()
 
 
+@pytest.mark.slow
 def test_rows_43_and_44_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
     """Before there is a process group: code 2, one line in all. A misspelt flag, and CUDA where there is none."""
     cases = [("--grop-size", "4", "--group-size")]

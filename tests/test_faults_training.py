@@ -15,12 +15,6 @@ ROOT = Path(__file__).parent.parent
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """One folder of runs for the module, so that the embedded model is made once."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def ends_at_once(sample):
     """A `sample` that takes the stop token first."""
 
@@ -36,7 +30,7 @@ def end_at_once(rank: int, is_on: bool) -> None:
     engine.sample = ends_at_once(sample) if is_on else sample
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("row", "flags", "metric", "advice"),
     [

@@ -31,7 +31,9 @@ from support.models import RAW_CONFIG, make_folder
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(
         tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": request.param}

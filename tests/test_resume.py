@@ -38,12 +38,6 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """One folder of runs for the module, so that the embedded model is made once."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
     """The run as a kill leaves it some time after the checkpoint of `last_step` (0: before the first)."""
     copy = folder.with_name(name)
@@ -57,22 +51,37 @@ def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("num_ranks", POOLS)
-@pytest.mark.parametrize("case", CASES)
-def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks):
+EVERY_SPLIT = range(NUM_STEPS + 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "splits"),
+    [
+        ("grpo", 2, [1, NUM_STEPS]),
+        ("ppo", 1, [0, 2]),
+        pytest.param("grpo", 1, EVERY_SPLIT, marks=pytest.mark.slow),
+        pytest.param("grpo", 2, EVERY_SPLIT, marks=pytest.mark.slow),
+        pytest.param("ppo", 1, EVERY_SPLIT, marks=pytest.mark.slow),
+        pytest.param("ppo", 2, EVERY_SPLIT, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int | str) else "all" if len(value) > 2 else "some",
+)
+def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
+    request, runs, tmp_path, case, num_ranks, splits
+):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
     """
     pool = request.getfixturevalue(POOLS[num_ranks])
-    name = f"{case}{num_ranks}"
+    name = f"{case}{num_ranks}-{len(splits)}"
     train(pool, case, runs, name)
     expected = digests(runs / name)
     assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
     assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (num_ranks + 1) * (
         1 + (case == "ppo")
     )
-    for last_step in range(NUM_STEPS + 1):
+    for last_step in splits:
         copy = interrupted_copy(runs / name, f"{name}-after-{last_step}", last_step)
         output = train(pool, case, runs, copy.name)
         assert ("already finished" in output) == (last_step == NUM_STEPS)
@@ -83,6 +92,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
         assert not list((copy / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks):
     """From two ranks to one and back: the same prompts and, given equal weights, the same samples."""
     train(two_ranks, "grpo", runs, "ranks")

@@ -383,7 +383,7 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     assert len(task.eval_rows) == 5
     (tmp_path / "other").mkdir()
     again = write([GOOD], "other/easy.jsonl")
-    with pytest.raises(InputError, match="--eval-data .* two files of one name"):
+    with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
         load_task("jsonl", data=first, eval_data=(first, again), reward_model="dir")
 
 
@@ -392,7 +392,7 @@ def test_a_column_with_the_name_of_a_rewards_argument_is_refused(tmp_path, name)
     """Else the reward would read the column in place of what was sampled; as the prompt's field it does no harm."""
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": "a", name: "b"}) + "\n")
-    with pytest.raises(InputError, match=f"data.jsonl:1: field '{name}' has the name of an argument"):
+    with pytest.raises(InputError, match=rf"data\.jsonl:1: field '{name}' has the name of an argument"):
         read_rows(str(path), "prompt")
     path.write_text(json.dumps({name: "b"}) + "\n")
     assert read_rows(str(path), name)[0].prompt == "b"

@@ -104,7 +104,7 @@ def open_run_folder(
     def find() -> tuple[Path, Path | None, str, IO[str] | None]:
         path = _checked_path(name)
         token = secrets.token_hex(4)
-        if not path.is_dir():
+        if is_name_generated or not path.is_dir():
             return path, None, token, None
         _make_folder(path)
         lock = _take_lock(path)
@@ -112,7 +112,7 @@ def open_run_folder(
         return path, _newest_checkpoint(path), token, lock
 
     path, checkpoint, token, lock = _on_rank_0(find, unshared=3)
-    if path.is_dir():
+    if not is_name_generated and path.is_dir():
         print0(f"run {path}; the same command with --run-name {name} resumes it")
     return RunFolder(path, checkpoint, token, lock, is_name_generated)
 

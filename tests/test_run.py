@@ -1,0 +1,185 @@
+"""What stands around the loop: folders, what a run keeps of its inputs, held-out files, rewards that do not apply."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from minirl.run import inputs
+from minirl.run import run as run_module
+from minirl.run.config import RunConfig
+from minirl.run.inputs import changed_inputs, input_digests, keep_script
+from minirl.run.run import Progress
+from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
+
+TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
+
+
+def test_progress_is_saved_flat_and_found_again():
+    """What a script remembers stands beside the run's own; in a new run it has its first value."""
+    progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
+    state = json.loads(json.dumps(progress.to_state()))
+    assert state["kl_coef"] == 0.1
+    assert Progress.from_state(state, {"kl_coef": 0.2}) == progress
+    assert Progress.from_state({}, {"kl_coef": 0.2}) == Progress(extra={"kl_coef": 0.2})
+
+
+def test_a_start_that_fails_leaves_no_folder(runs, tmp_path):
+    """The name is free for the next try; exit 2 and one line."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    flags = ["--run-name", "failed", "--model", "/no/such/folder", "--data", str(data), "--task", "gsm8k"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train_ppo.py"), *flags],
+        capture_output=True,
+        text=True,
+        env=script_environment(runs / "other"),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --model /no/such/folder")
+    assert not (runs / "other" / "failed").exists()
+
+
+def _freeze_names(rank, is_frozen):
+    """Have every run of this process start at the same second, or no longer."""
+    clock = SimpleNamespace(strftime=lambda form: form.partition("%")[0] + "now", time=time.time)
+    run_module.time = clock if is_frozen else time
+
+
+def test_two_runs_of_one_moment_get_two_folders(one_rank, runs):
+    """Without a name, a second run in the same second gets a number behind the name."""
+    before = set(runs.iterdir())
+    one_rank.run(_freeze_names, True)
+    try:
+        for _ in range(2):
+            run_in_pool(one_rank, "train_grpo.py", *TINY, runs=runs)
+    finally:
+        one_rank.run(_freeze_names, False)
+    names = {path.name for path in set(runs.iterdir()) - before}
+    assert names == {"grpo-now", "grpo-now-2"}
+
+
+def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):
+    """With a constant learning rate as if it had been asked for all of them at once; fewer steps are refused."""
+    flags = (*TINY, "--lr-schedule", "constant", "--eval-every", "1")
+    run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+    output = run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+    assert "already finished; a greater --num-steps goes on" in output
+    more = (*flags, "--num-steps", "3")
+    run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "grown", runs=runs)
+    run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "whole", runs=runs)
+    grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))
+    assert len(grown) == 3
+    assert grown == whole
+    with pytest.raises(AssertionError, match=r"--num-steps 2 \(was 3\)"):
+        run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+
+
+def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_path):
+    """And all rows together are the score; --eval-rows limits each file."""
+    lines = (data_folder / "stories" / "prompts.jsonl").read_text().splitlines()
+    for name, part in (("few", lines[:2]), ("many", lines[2:9])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+    (tmp_path / "mine.py").write_text(
+        "def size(completions):\n    return [float(len(c)) for c in completions]\n"
+    )
+    flags = (
+        "--model",
+        str(data_folder / "stories260K"),
+        "--data",
+        f"{tmp_path}/many.jsonl",
+        "--eval-rows",
+        "4",
+    )
+    flags += ("--eval-data", f"{tmp_path}/few.jsonl", f"{tmp_path}/many.jsonl", "--max-new-tokens", "8")
+    flags += ("--reward", f"{tmp_path}/mine.py:size", "--num-steps", "1", "--prompts-per-step", "2")
+    run_in_pool(one_rank, "train_grpo.py", *flags, "--group-size", "2", "--run-name", "files", runs=runs)
+    (line,) = read_metrics(runs / "files")
+    few, many = line["eval/few/reward"], line["eval/many/reward"]
+    assert line["eval/reward"] == pytest.approx((2 * few + 4 * many) / 6)
+    assert few != many
+
+
+SOMETIMES = """
+def sometimes(completions):
+    return [None if c.endswith(tuple("13579")) else float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
+    two_ranks, runs, tmp_path, script
+):
+    """Its reward is null in the files; numbers stay finite; the others' advantages are by the others alone."""
+    (tmp_path / "mine.py").write_text(SOMETIMES)
+    flags = (*TINY, "--prompts-per-step", "8", "--reward", f"{tmp_path}/mine.py:sometimes")
+    name = f"none-{script}"
+    run_in_pool(two_ranks, script, *flags, "--num-minibatches", "1", "--run-name", name, runs=runs)
+    for step, line in enumerate(read_metrics(runs / name), 1):
+        assert None not in line.values()
+        assert 0 < line["reward/not_applicable"] < 1
+        text = (runs / name / "rollouts" / f"{step:06d}.jsonl").read_text()
+        rollouts = [json.loads(rollout) for rollout in text.splitlines()]
+        without = [rollout for rollout in rollouts if rollout["reward"] is None]
+        assert len(without) == round(len(rollouts) * line["reward/not_applicable"])
+        assert all(rollout["advantage"] == 0 for rollout in without)
+        assert all(rollout["rewards"]["sometimes"] is None for rollout in without)
+        rewards = [rollout["reward"] for rollout in rollouts if rollout["reward"] is not None]
+        assert line["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        if script == "train_grpo.py":
+            for prompt in {rollout["id"][0] for rollout in rollouts}:
+                group = [rollout["advantage"] for rollout in rollouts if rollout["id"][0] == prompt]
+                assert math.fsum(group) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch):
+    """The first copy is never overwritten; the same version is not kept twice; a name that is no script is none."""
+    script = tmp_path / "my_grpo.py"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setattr(inputs.sys, "argv", [str(script), "--lr", "1"])
+    for step, text in ((0, "first"), (5, "first"), (7, "second"), (9, "second")):
+        script.write_text(text)
+        keep_script(folder, step=step)
+    kept = {path.name: path.read_text() for path in folder.iterdir()}
+    assert kept == {"my_grpo.py": "first", "my_grpo-from-step-8.py": "second"}
+    monkeypatch.setattr(inputs.sys, "argv", ["-c"])
+    keep_script(folder, step=10)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
+    """Script, data and reward files; not one that is new or gone, and nothing where there is no earlier start."""
+    files = {name: tmp_path / name for name in ("my.py", "train.jsonl", "held.jsonl", "reward.py")}
+    for path in files.values():
+        path.write_text("before")
+    monkeypatch.setattr(inputs.sys, "argv", [str(files["my.py"])])
+    config = RunConfig(
+        data=str(files["train.jsonl"]),
+        eval_data=(str(files["held.jsonl"]),),
+        reward=(f"{files['reward.py']}:f", "minirl.data.gsm8k:strict_score"),
+    )
+    before = input_digests(config)
+    assert set(before) == set(map(str, files.values()))
+    assert changed_inputs(tmp_path, before) == []
+    (tmp_path / "args.json").write_text(json.dumps({"inputs": before}))
+    assert changed_inputs(tmp_path, before) == []
+    files["reward.py"].write_text("after")
+    files["held.jsonl"].unlink()
+    assert changed_inputs(tmp_path, input_digests(config)) == [str(files["reward.py"])]
+
+
+def test_the_last_lines_say_where_everything_is(one_rank, runs):
+    """Checkpoint, metrics and rollouts, as paths that exist."""
+    output = run_in_pool(one_rank, "train_ppo.py", *TINY, "--run-name", "lines", runs=runs)
+    last = output.splitlines()[-3:]
+    assert [line.split()[0] for line in last] == ["metrics", "rollouts", "checkpoint"]
+    for line in last:
+        assert Path(re.split(r"\s+", line)[1]).exists()
