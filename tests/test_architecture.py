@@ -218,6 +218,13 @@ def test_a_misspelt_flag_is_refused_with_the_right_one():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_no_test_file_imports_another(path):
+    """What several need is in tests/support."""
+    imported = {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(node)}
+    assert not [name for name in imported if name.startswith(("test_", "tests."))]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
 def test_benchmarks_import_only_what_the_library_has(path):
     """They run by hand: a name that moved would be noticed late."""

@@ -21,7 +21,7 @@ def shown(monkeypatch, stderr, *, rank=0, delay_s=0.0):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(progress, "rank", lambda: rank)
     monkeypatch.setattr(progress, "DELAY_S", delay_s)
-    with progress_bar("generate", total=4) as bar:
+    with progress_bar("generate", total=4, unit="completions") as bar:
         for _ in range(4):
             bar.update(1)
             bar.refresh()
@@ -33,6 +33,7 @@ def test_a_long_phase_counts_its_parts_in_a_terminal(monkeypatch):
     text = shown(monkeypatch, Terminal())
     assert "generate" in text
     assert "2/4" in text
+    assert "completions/s" in text
     assert text.rstrip(" ").endswith("\r")
 
 
@@ -50,6 +51,6 @@ def test_a_phase_that_ends_soon_shows_nothing(monkeypatch):
     """Without refreshing by hand, as the scripts do."""
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with progress_bar("update", total=2) as bar:
+    with progress_bar("update", total=2, unit="microbatches") as bar:
         bar.update(2)
     assert stderr.getvalue().strip("\r ") == ""

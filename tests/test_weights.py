@@ -552,7 +552,7 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
     """A saved folder can be served by itself; weights and config of the source stay behind."""
     copied = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
-        "vocab.json merges.txt added_tokens.json chat_template.jinja"
+        "vocab.json vocab.txt merges.txt added_tokens.json chat_template.jinja spiece.model qwen.tiktoken"
     ).split()
     source = tmp_path / "source"
     source.mkdir()
@@ -562,6 +562,23 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
     assert {path.name for path in folder.iterdir()} == {*copied, "config.json", "model.safetensors"}
     assert all((folder / name).read_text() == f"{name} of the source" for name in copied)
     assert json.loads((folder / "config.json").read_text()) == TINY | {"dtype": "float32"}
+
+
+def test_a_folder_without_generation_config_gets_one_with_the_configs_ids(tmp_path):
+    """Servers read there where a completion ends; ids that the config does not have are left out."""
+    from transformers import GenerationConfig
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    config = TINY | {"eos_token_id": [2, 3], "bos_token_id": None}
+    save_folder(
+        tmp_path / "saved", dict(named_parameters(random_model())), config=config, tokenizer_from=source
+    )
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
+    assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [2, 3]
+    folder = save(random_model(), tmp_path / "bare")
+    assert not (folder / "generation_config.json").exists()
 
 
 def test_a_failure_while_writing_leaves_no_folder_under_the_final_name(tmp_path):

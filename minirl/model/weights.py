@@ -26,11 +26,24 @@ _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "added_tokens.json",
+    "*.model",
+    "*.tiktoken",
     "*.jinja",
 )
-_DOWNLOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+_DOWNLOADED_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]
+# What other programs read from generation_config.json to know where a completion ends.
+_GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
 
 def resolve_folder(model: str, *, flag: str = "--model") -> Path:
@@ -181,7 +194,8 @@ def write_folder(
     """Write the files of a Hugging Face folder; returns their digests by file name.
 
     Writes the tensors in their dtype, `config` with that dtype, and copies of the tokenizer files of
-    `tokenizer_from`. Needs memory for one tensor at a time.
+    `tokenizer_from`. A folder with a tokenizer also gets a generation_config.json, from the ids in `config` if
+    there is none to copy. Needs memory for one tensor at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
@@ -189,6 +203,9 @@ def write_folder(
         for pattern in _TOKENIZER_FILES:
             for path in tokenizer_from.glob(pattern):
                 contents[path.name] = path.read_bytes()
+        if "generation_config.json" not in contents:
+            ids = {key: config[key] for key in _GENERATION_KEYS if config.get(key) is not None}
+            contents["generation_config.json"] = (json.dumps(ids, indent=2) + "\n").encode()
     first_tensor = next(iter(tensors.values()))
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}

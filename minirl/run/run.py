@@ -191,7 +191,8 @@ class Run:
         )
         self._print_start()
         self.progress.before = self.progress.before or self.evaluate()
-        print0("held-out before training:", self.progress.before or "no held-out rows; see --eval-data")
+        scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
+        print0("held-out before training:", scores or "no held-out rows; see --eval-data")
         return self.progress
 
     def steps(self) -> Iterator[int]:
@@ -203,12 +204,12 @@ class Run:
 
     def generate(self, engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
         """This rank's rollouts under the present weights; a long phase shows its progress. Not collective."""
-        with progress_bar("generate", total=len(requests)) as bar:
+        with progress_bar("generate", total=len(requests), unit="completions") as bar:
             return engine.generate(requests, weight_version=self.progress.update, on_finished=bar.update)
 
     def show_progress(self, name: str, parts: Sequence[T]) -> Iterator[T]:
-        """The parts one by one; if that takes long, a bar in the terminal counts them. Not collective."""
-        with progress_bar(name, total=len(parts)) as bar:
+        """The microbatches one by one; if that takes long, a bar in the terminal counts them. Not collective."""
+        with progress_bar(name, total=len(parts), unit="microbatches") as bar:
             for part in parts:
                 yield part
                 bar.update()
