@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -262,3 +263,20 @@ def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, g
         if content is not None:
             (tmp_path / name).write_text(json.dumps({"model_type": "llama", **content}))
     assert Tokenizer(tmp_path).stop_ids == frozenset(expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "generation_config.json: not JSON"),
+        ('{"eos_token_id": "2"}', "generation_config.json: eos_token_id is '2'; expected a token id"),
+        ('{"eos_token_id": [1, null, 2.0]}', "eos_token_id is .1, None, 2.0.; expected a token id"),
+    ],
+)
+def test_stop_ids_that_cannot_be_read_are_named(text_folder, tmp_path, content, message):
+    """The file and its value, before a model is loaded."""
+    folder = tmp_path / "folder"
+    shutil.copytree(text_folder, folder)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        Tokenizer(folder)

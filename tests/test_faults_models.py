@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -83,9 +84,74 @@ def test_row_33_a_shard_that_the_index_promises_is_named(folder):
     """The index is there, the file is not."""
     names = named_parameters(load(folder))
     weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError, match=r"model-00001-of-00001\.safetensors: no whole safetensors file"):
         load(folder)
+
+
+def test_a_single_file_wins_over_an_index_beside_it(folder):
+    """As in transformers: what the index names is not even looked for."""
+    expected = load(folder)
+    index = {"weight_map": dict.fromkeys(named_parameters(expected), "old-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    got = named_parameters(load(folder))
+    assert all(torch.equal(got[name], weight) for name, weight in named_parameters(expected).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", r"config\.json: not JSON: .* line 1, column 2"),
+        ("config.json", "[1]", r"config\.json: expected a JSON object, got \[1\]"),
+        ("config.json", "[" * 100_000, r"config\.json: cannot be read"),
+        ("model.safetensors.index.json", "no", r"index\.json: not JSON"),
+        ("model.safetensors.index.json", "{}", r"index\.json: has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', r"weight_map names 1; expected a file"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "../x"}}',
+            r"weight_map names '\.\./x'; expected",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/x"}}', r"weight_map names '/etc/x'"),
+    ],
+)
+def test_row_33_a_json_file_that_cannot_be_used_is_named_with_its_fault(folder, name, content, message):
+    """No traceback, and no file outside of the folder is opened."""
+    if name != "config.json":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size=None; expected a positive integer"),
+        ({"vocab_size": "33"}, "vocab_size='33'; expected a positive integer"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0; expected a positive integer"),
+        ({"head_dim": True}, "head_dim=True; expected a positive integer"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings=None; expected a positive integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'; expected true or false"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 is no multiple of num_key_value_heads=2"),
+    ],
+)
+def test_row_33_a_value_of_another_type_is_named(folder, keys, message):
+    """Sizes, numbers and switches, before any tensor is read."""
+    change_config(folder, **keys)
+    with pytest.raises(InputError, match=re.escape(message)):
+        load(folder)
+
+
+def test_row_33_a_missing_size_is_named(folder):
+    """Each that has no default."""
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"):
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
+        with pytest.raises(InputError, match=f"config.json: has no {key}"):
+            load(folder)
 
 
 @pytest.mark.parametrize(

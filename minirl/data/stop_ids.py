@@ -1,16 +1,27 @@
 """The token ids that end a completion."""
 
-import json
 from pathlib import Path
+
+from minirl.errors import InputError
+from minirl.files.json_files import read_json_object
 
 
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
-    """Return `eos_id` of the tokenizer and the stop ids of config.json and generation_config.json."""
+    """Return `eos_id` of the tokenizer and the stop ids of config.json and generation_config.json.
+
+    Raises InputError naming the file that cannot be read.
+    """
     stop_ids = {eos_id}
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.is_file():
             # One id, a list of ids, or null.
-            listed = json.loads(path.read_text()).get("eos_token_id")
-            stop_ids.update(listed if isinstance(listed, list) else [listed])
+            listed = read_json_object(path).get("eos_token_id")
+            ids = listed if isinstance(listed, list) else [listed]
+            for stop_id in ids:
+                if isinstance(stop_id, bool) or not isinstance(stop_id, int | None):
+                    raise InputError(
+                        f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them"
+                    )
+            stop_ids.update(ids)
     return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)

@@ -16,12 +16,12 @@ A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, 
 `OPTIONAL_KEYS` of `tests/test_weights.py`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
+from minirl.files.json_files import read_json_object
 from minirl.model.config import ModelConfig, RopeScaling
 
 # By `model_type`: features that config.json does not name, and the family's own defaults for missing keys.
@@ -62,6 +62,19 @@ _HARMLESS_KEYS = frozenset(
 # Keys of which one value is supported.
 _NEUTRAL_VALUES: dict[str, Any] = {"pretraining_tp": 1, "hidden_act": "silu", "attention_dropout": 0}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 
 
 def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig:
@@ -71,8 +84,7 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     Raises InputError, which names the folder and the key that is not supported.
     """
     try:
-        raw = json.loads((folder / "config.json").read_text())
-        config = config_from_dict(raw)
+        config = config_from_dict(read_json_object(folder / "config.json"))
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from None
     if scalar_head not in (None, config.scalar_head):
@@ -93,10 +105,16 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         supported = ", ".join(FAMILIES)
         raise InputError(f"config.json: model_type {family!r} is not supported (supported: {supported})")
     _check_keys(raw)
+    _check_values(raw)
     is_classifier = _is_classifier(raw)
     raw = {**FAMILIES[family], **raw}
     theta, scaling = _rope(raw)
     heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
     has_attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         vocab_size=raw["vocab_size"],
@@ -104,7 +122,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=raw["intermediate_size"],
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        num_key_value_heads=kv_heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -147,6 +165,25 @@ def _check_keys(raw: Mapping[str, Any]) -> None:
             raise InputError(
                 f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it"
             )
+
+
+def _check_values(raw: Mapping[str, Any]) -> None:
+    """Raise InputError for a size, number or switch that is missing or of another type."""
+    for key in _SIZES:
+        value = raw.get(key)
+        if value is None and key in _OPTIONAL_SIZES:
+            continue
+        if key not in raw:
+            raise InputError(f"config.json: has no {key}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"config.json: {key}={value!r}; expected a positive integer")
+    for key in _NUMBERS:
+        value = raw.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise InputError(f"config.json: {key}={value!r}; expected a positive number")
+    for key in _SWITCHES:
+        if not isinstance(raw.get(key), bool | None):
+            raise InputError(f"config.json: {key}={raw[key]!r}; expected true or false")
 
 
 def _is_classifier(raw: Mapping[str, Any]) -> bool:

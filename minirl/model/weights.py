@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
+from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
@@ -121,16 +122,21 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor, from the index or from the only file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
+    """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index."""
     path = folder / "model.safetensors"
-    if not path.is_file():
+    if path.is_file():
+        with open_tensors(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
         raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
-    with open_tensors(path) as file:
-        return dict.fromkeys(file.keys(), path)
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: has no weight_map; fetch or save it again")
+    for file_name in weight_map.values():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise InputError(f"{index}: weight_map names {file_name!r}; expected a file in the same folder")
+    return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
 @torch.no_grad()
