@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
@@ -90,6 +91,20 @@ def test_row_33_a_shard_that_the_index_promises_is_named(folder):
         load(folder)
 
 
+def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    """transformers would use the stored one; an equal one is merely redundant."""
+    folder = make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    expected = named_parameters(load(folder))
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    got = named_parameters(load(folder))
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path)
+    with pytest.raises(InputError, match=r"lm_head\.weight differs .* set it to false, or remove the tensor"):
+        load(folder)
+
+
 def test_a_single_file_wins_over_an_index_beside_it(folder):
     """As in transformers: what the index names is not even looked for."""
     expected = load(folder)
@@ -158,7 +173,7 @@ def test_row_33_a_missing_size_is_named(folder):
     ("keys", "message"),
     [
         ({"vocab_size": 40}, r"shape \[33, 32\], the model's has \[40, 32\]"),
-        ({"tie_word_embeddings": True}, None),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"hidden_size": 64}, "shape"),
         ({"num_hidden_layers": 3}, r"missing tensors \['model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"unexpected tensors \['model\.layers\.1"),
@@ -166,11 +181,8 @@ def test_row_33_a_missing_size_is_named(folder):
     ids=["vocabulary", "tied", "hidden", "more layers", "fewer layers"],
 )
 def test_row_33_weights_that_do_not_fit_the_config_are_named(folder, keys, message):
-    """A head that is tied by config.json is redundant in the file, as in transformers; all else is refused."""
+    """Another vocabulary, width or number of layers, and a head of its own that config.json ties."""
     change_config(folder, **keys)
-    if message is None:
-        assert "lm_head.weight" not in named_parameters(load(folder))
-        return
     with pytest.raises(InputError, match=message):
         load(folder)
 

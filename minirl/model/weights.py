@@ -91,6 +91,8 @@ def load_weights(model: Transformer, folder: Path) -> None:
         raise InputError(
             f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)"
         )
+    if model.config.tie_word_embeddings and "lm_head.weight" in files:
+        _check_tied_head(files)
     for path in sorted(set(files.values())):
         names = {name for name in params if files[name] == path}
         with open_tensors(path) as file:
@@ -99,6 +101,19 @@ def load_weights(model: Transformer, folder: Path) -> None:
                 raise InputError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
             for name in sorted(names):
                 fill(params[name], file.get_slice(name), f"{path}: {name}")
+
+
+def _check_tied_head(files: Mapping[str, Path]) -> None:
+    """Raise InputError if the head that is stored is not the embedding that the config ties it to."""
+    stored = []
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        with open_tensors(files[name]) as file:
+            stored.append(file.get_tensor(name))
+    if not torch.equal(*stored):
+        raise InputError(
+            f"{files['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight although config.json "
+            "has tie_word_embeddings=true; set it to false, or remove the tensor"
+        )
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False) -> Transformer:
