@@ -125,7 +125,7 @@ def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    figure.savefig(output, dpi=110)
+    figure.savefig(output, dpi=80)
 
 
 def main() -> int:
