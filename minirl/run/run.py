@@ -177,11 +177,10 @@ class Run:
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=keep)
         state = self._checkpoints.restore(self.config.num_steps)
         self.progress = Progress.from_state(state, extra or {})
-        inputs = input_digests(self.config)
+        inputs = input_digests(self.config) if rank() == 0 else {}
         if rank() == 0:
             for path in changed_inputs(self._folder.path, inputs):
                 print0(f"note: {path} has changed since this run was last started")
-            keep_script(self._folder.path, step=self.progress.step)
         self._logger = Logger(
             self._folder.path,
             self._flags | self._resolved() | dict(resolved or {}) | {"flags": self._flags, "inputs": inputs},
@@ -189,6 +188,8 @@ class Run:
             after_step=self.progress.step,
             keep_rollouts=self.config.keep_rollouts,
         )
+        if rank() == 0:
+            keep_script(self._folder.path, step=self.progress.step)
         self._print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
