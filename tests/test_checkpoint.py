@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,19 @@ def fork(function) -> int:
     if (pid := os.fork()) == 0:
         try:
             function()
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     return pid
+
+
+def wait_for_save(pid: int, folder: Path) -> None:
+    """Wait until the process has begun to save; fails if it has ended instead."""
+    while not any(folder.glob(".tmp-*")):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        assert not ended, f"the saver ended with status {status}"
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("num_kills", [25, pytest.param(200, marks=pytest.mark.slow)])
@@ -165,8 +176,7 @@ def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older
 
         folder = root / "a" / "checkpoints"
         pid = fork(save_for_ever)
-        while not any(folder.glob(".tmp-*")):
-            time.sleep(0.001)
+        wait_for_save(pid, folder)
         time.sleep(rng.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -72,7 +72,8 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_NULLABLE_SIZES = ("num_key_value_heads", "head_dim")
 _NUMBERS = ("rms_norm_eps", "rope_theta")
 _SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 
@@ -170,11 +171,13 @@ def _check_keys(raw: Mapping[str, Any]) -> None:
 def _check_values(raw: Mapping[str, Any]) -> None:
     """Raise InputError for a size, number or switch that is missing or of another type."""
     for key in _SIZES:
-        value = raw.get(key)
-        if value is None and key in _OPTIONAL_SIZES:
+        if key not in raw and key in _OPTIONAL_SIZES:
             continue
         if key not in raw:
             raise InputError(f"config.json: has no {key}")
+        value = raw[key]
+        if value is None and key in _NULLABLE_SIZES:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"config.json: {key}={value!r}; expected a positive integer")
     for key in _NUMBERS:
