@@ -261,7 +261,7 @@ def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
     last = len((runs / "row-04" / "metrics.jsonl").read_text().splitlines())
     assert 2 <= last < 10000
     assert [path.name for path in (runs / "row-04" / "checkpoints").iterdir()] == [f"{last:06d}"]
-    assert "Traceback" not in job.output(0).partition("saved ")[0]
+    assert "Traceback" not in job.output(0).partition("\ncheckpoint ")[0]
 
 
 @pytest.mark.slow
