@@ -106,8 +106,8 @@ def advantages_and_returns(
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
     scores fp64 (NaN where no reward applies) and is_truncated bool are of all ranks' rollouts;
-    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token; end_values
-    [N]: values of the states after the last tokens. All ranks call it (collective).
+    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token;
+    end_values [N]: values of the states after the last tokens. All ranks call it (collective).
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
