@@ -295,15 +295,7 @@ def check(config: Config) -> None:
         config.algorithm not in ALGORITHMS, f"--algorithm {config.algorithm}: one of {', '.join(ALGORITHMS)}"
     )
     check_shared(config)
-    check_needed(
-        config,
-        needs={
-            "kl_estimator": "kl_coef",
-            "max_refills": "dynamic_sampling",
-            "correction_low": "correction",
-            "correction_high": "correction",
-        },
-    )
+    check_needed(config, needs={"kl_estimator": "kl_coef", "max_refills": "dynamic_sampling"})
     size = f"--group-size {config.group_size}"
     is_grouped = config.baseline in ("mean", "leave_one_out")
     refuse(is_grouped and config.group_size < 2, f"{size}: --baseline {config.baseline} needs at least 2")

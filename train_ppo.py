@@ -306,15 +306,7 @@ def check(config: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
     check_shared(config)
     check_numbers(config, positive=("value_lr", "kl_horizon"))
-    check_needed(
-        config,
-        needs={
-            "kl_target": "kl_reward_coef",
-            "kl_horizon": "kl_target",
-            "correction_low": "correction",
-            "correction_high": "correction",
-        },
-    )
+    check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})
     refuse(config.gamma > 1, f"--gamma {config.gamma}: must be at most 1")
     refuse(config.gae_lambda > 1, f"--gae-lambda {config.gae_lambda}: must be at most 1")
     warmup = f"--value-warmup-steps {config.value_warmup_steps}"

@@ -474,6 +474,7 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
         ({"lr": math.nan}, "--lr nan"),
         ({"max_refills": 3}, "--max-refills 3: has no effect without --dynamic-sampling"),
         ({"kl_estimator": "k2"}, "--kl-estimator k2: has no effect without --kl-coef"),
+        ({"correction_low": 0.5}, "--correction-low 0.5: has no effect without --correction"),
         (
             {"correction": "token_mask", "correction_low": 3.0},
             "--correction-low: must be less than --correction-high",
@@ -501,6 +502,7 @@ def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
     ("options", "message"),
     [
         ({"kl_target": 6.0}, "--kl-target"),
+        ({"correction_high": 3.0}, "--correction-high 3.0: has no effect without --correction"),
         ({"gamma": 1.5}, "--gamma 1.5"),
         ({"gae_lambda": -0.1}, "--gae-lambda -0.1"),
         ({"value_lr": 0.0}, "--value-lr 0.0"),

@@ -5,11 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.data.task import Row, Task
+from minirl.data.task import STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError
-
-# Arguments of reward functions that a column of the data would hide.
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str], *, prompt_field: str) -> Task:
@@ -38,7 +35,7 @@ def read_rows(path: str, prompt_field: str) -> list[Row]:
             expected = "expected text, or messages with role and content"
             others = f"the row has {sorted(fields)}, see --prompt-field"
             raise InputError(f"{found}; {expected}; {others}")
-        reserved = [name for name in RESERVED_COLUMNS if name in fields and name != prompt_field]
+        reserved = [name for name in STANDARD_ARGUMENTS if name in fields and name != prompt_field]
         if reserved:
             raise InputError(
                 f"{place}: field {reserved[0]!r} has the name of an argument that every reward function gets; "

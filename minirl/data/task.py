@@ -10,6 +10,8 @@ from typing import Any
 
 # Called as `rewards.functions` describes.
 RewardFunction = Callable[..., Any]
+# The arguments of every reward function; the others are named after columns of the data.
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 # Each has "role" and "content".
 Messages = list[dict[str, str]]
 

@@ -40,6 +40,12 @@ def replace_file(path: Path, content: str) -> None:
     os.replace(temporary, path)
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def damage(path: Path, digest: Digest) -> str | None:
     """Return how a file differs from its digest, or None if it does not."""
     if not path.is_file():
@@ -47,9 +53,7 @@ def damage(path: Path, digest: Digest) -> str | None:
     num_bytes = path.stat().st_size
     if num_bytes != digest["num_bytes"]:
         return f"has {num_bytes} bytes instead of {digest['num_bytes']}"
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != digest["sha256"]:
+    if file_sha256(path) != digest["sha256"]:
         return "has other content than was written (SHA-256)"
     return None
 

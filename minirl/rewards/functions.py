@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Row
+from minirl.data.task import STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
 from minirl.generation.sampling import request_key
 from minirl.ranks import watchdog
@@ -27,9 +27,6 @@ from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
 from minirl.rollouts import Rollout
-
-# The arguments that do not come from the columns of the data.
-STANDARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
@@ -79,7 +76,7 @@ def required_arguments(function: RewardFunction) -> set[str]:
 def check_columns(functions: Mapping[str, RewardFunction], rows: Sequence[Row]) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires."""
     for name, function in functions.items():
-        required = required_arguments(function) - STANDARD_ARGUMENTS
+        required = required_arguments(function).difference(STANDARD_ARGUMENTS)
         for row in rows:
             missing = sorted(required - row.columns.keys())
             if missing:

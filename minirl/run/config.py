@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from minirl.errors import refuse
-from minirl.run.flags import check_numbers
+from minirl.run.flags import check_needed, check_numbers
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
@@ -184,6 +184,7 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     check_numbers(config, positive=POSITIVE)
+    check_needed(config, needs={"correction_low": "correction", "correction_high": "correction"})
     num_rollouts = config.prompts_per_step * config.group_size
     num_minibatches = config.minibatches_per_epoch
     refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")

@@ -1,12 +1,12 @@
 """The files that a run was started with: a copy of the script, and what has changed since."""
 
-import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from minirl.files.durable import file_sha256
 from minirl.run.config import RunConfig
 
 
@@ -15,12 +15,7 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     rewards = [spec.rpartition(":")[0] for spec in config.reward]
     named = [sys.argv[0], config.data, *config.eval_data, *rewards]
     paths = [Path(name) for name in named if name]
-    return {str(path): _digest(path) for path in paths if path.is_file()}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {str(path): file_sha256(path) for path in paths if path.is_file()}
 
 
 def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:

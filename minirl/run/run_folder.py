@@ -23,6 +23,7 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import broadcast_object, print0, rank
+from minirl.run.flags import flag_of
 
 FORMAT = 1  # version of the layout of checkpoints
 
@@ -201,7 +202,7 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     for name in {**old, **new}:
         is_longer = name == "num_steps" and old.get(name, 0) < new[name]
         if name not in FREE_FLAGS and not is_longer and old.get(name) != new.get(name):
-            changes.append(f"--{name.replace('_', '-')} {new.get(name)} (was {old.get(name)})")
+            changes.append(f"{flag_of(name)} {new.get(name)} (was {old.get(name)})")
     if not changes:
         return
     listed = ", ".join(changes)
