@@ -1,0 +1,41 @@
+"""How many bytes of tensors a piece of code has at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+
+def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:
+    """The most bytes that a call adds to those before it, and how many of them stay. On the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    assert profiler.profiler is not None
+    kineto = profiler.profiler.kineto_results
+    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    allocated = 0
+    peak = 0
+    for event in events:
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    del result  # until here it counts
+    return peak, allocated
+
+
+def saved_bytes(model: nn.Module, function: Callable[[], Any]) -> int:
+    """How many bytes a forward call keeps for backward, besides the model's parameters. On any device, also meta."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function()
+    own = [tensor for storage, tensor in saved.items() if storage not in parameters]
+    del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in own)
