@@ -25,7 +25,6 @@ import tyro
 from torch import Tensor
 
 from minirl.errors import refuse
-from minirl.model.weights import load_replica
 from minirl.objective.advantages import (
     group_advantages,
     returns_to_go,
@@ -204,7 +203,7 @@ def main(config: Config) -> int:
     engine = run.make_engine(policy)
     reference = None
     if config.kl_coef or config.kl_reward_coef:
-        reference = load_replica(run.model_folder, dtype=run.dtype)
+        reference = run.load_reference()
     progress = run.begin({"policy": (policy, optimizer)}, engine)
     num_greedy = 1 if config.baseline == "greedy" else 0
     max_rounds = 1 + config.max_refills if config.dynamic_sampling else 1

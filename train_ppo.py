@@ -31,7 +31,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.weights import load_replica, resolve_folder
+from minirl.model.weights import resolve_folder
 from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
 from minirl.objective.kl import adapted_kl_coef, kl_penalty
 from minirl.objective.loss_weights import loss_weights
@@ -175,7 +175,7 @@ def main(config: Config) -> int:
     engine = run.make_engine(policy)
     reference = None
     if config.kl_reward_coef:
-        reference = load_replica(run.model_folder, dtype=run.dtype)
+        reference = run.load_reference()
     progress = run.begin(
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         engine,
@@ -279,9 +279,10 @@ def main(config: Config) -> int:
 
 def value_model_source(config: Config, run: Run) -> tuple[ModelConfig, Path]:
     """Shape and folder of the value model, which must read the policy's tokens. Raises InputError."""
-    folder = run.model_folder
-    if config.value_model:
+    folder = run.saved_folder("value")
+    if folder is None and config.value_model:
         folder = resolve_folder(config.value_model, flag="--value-model")
+    folder = folder or run.model_folder
     model_config = dataclasses.replace(read_config(folder), scalar_head=True)
     vocabulary = run.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()

@@ -113,7 +113,7 @@ def make_policy(shape: str, device: torch.device) -> ShardedModel:
         model = Transformer(config).to(torch.bfloat16)
         # The embeddings are also the head: at their full size the next token would be all but certain.
         model.model.embed_tokens.weight.data.mul_(0.05)
-        write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_from=None)
+        write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_files=None)
         return ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
 
 

@@ -313,6 +313,24 @@ class TestWhatIsGoneOnFrom:
         assert newest_step(tmp_path) == 1
         assert "manifest.json" in capsys.readouterr().out
 
+    def test_row_52_a_checkpoint_of_weights_that_are_not_finite_is_damaged(self, tmp_path, source, capsys):
+        """Its digests are right: it was saved like this."""
+        save_steps(tmp_path, source, [1, 2])
+        run, model = open_at(tmp_path), TinyModel()
+        checkpoints = saver(run, source, model)
+        model.compute_weights["weight"][7] = torch.nan
+        checkpoints.save({"step": 3})
+        checkpoints.finish()
+        close(run)
+        assert newest_step(tmp_path) == 2
+        assert "has values that are not finite in" in capsys.readouterr().out
+
+    def test_checkpoints_are_in_the_order_of_their_numbers(self, tmp_path, source):
+        """Also beyond six digits."""
+        save_steps(tmp_path, source, [999_999, 1_000_000], keep=1)
+        assert newest_step(tmp_path) == 1_000_000
+        assert [path.name for path in checkpoints_in(tmp_path / "a")] == ["1000000"]
+
     def test_row_10_all_damaged_is_an_error_that_lists_each(self, tmp_path, source):
         """No fresh start, and nothing is renamed or deleted."""
         folder = save_steps(tmp_path, source, [1, 2])
@@ -490,6 +508,37 @@ def test_the_newest_and_the_best_checkpoints_stay(tmp_path, source, keep, scores
     assert [int(path.name) for path in checkpoints_in(folder)] == left
     prune(folder, keep=keep)
     assert [int(path.name) for path in checkpoints_in(folder)] == left
+
+
+@pytest.mark.usefixtures("one_process")
+def test_row_52_saves_go_on_beside_what_is_no_checkpoint(tmp_path, source):
+    """A damaged older checkpoint, strange folders and a file with a number for a name; nothing of it is deleted."""
+    folder = save_steps(tmp_path, source, [1, 2])
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "000001" / "manifest.json").write_text("{")
+    for name in ("notes", "7", "000003-damaged-ab"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "mine.txt").write_text("mine")
+    (checkpoints / "8").write_text("mine")
+    strange = {path for path in checkpoints.iterdir() if path.name != "000002"}
+    save_steps(tmp_path, source, [4, 5, 9], keep=1)
+    assert_is_whole(checkpoints / "000009")
+    kept = {path.name.partition("-damaged")[0] for path in checkpoints.iterdir()}
+    assert kept == {path.name.partition("-damaged")[0] for path in strange} | {"000009"}
+
+
+@pytest.mark.usefixtures("one_process")
+def test_row_51_a_save_does_not_need_the_folder_that_the_run_began_with(tmp_path, source):
+    """Config and tokenizer were read at the start: that folder may be a checkpoint that another run prunes."""
+    run, model = open_at(tmp_path), TinyModel()
+    checkpoints = saver(run, source, model)
+    shutil.rmtree(source)
+    model.set(1)
+    checkpoints.save({"step": 1})
+    assert checkpoints.finish().name == "000001"
+    assert_is_whole(run.path / "checkpoints" / "000001")
+    assert json.loads((run.path / "checkpoints" / "000001" / "tokenizer.json").read_text()) == {}
+    close(run)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from support.rank_pool import RankPool
 from support.scripts import run_in_pool, untimed
@@ -21,10 +22,10 @@ CASES = {
 POOLS = {1: "one_rank", 2: "two_ranks"}
 
 
-def train(pool: RankPool, case: str, runs: Path, name: str) -> str:
+def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
     """Train on all ranks of a pool; what rank 0 prints."""
     script, flags = CASES[case]
-    return run_in_pool(pool, script, *COMMON.split(), *flags.split(), "--run-name", name, runs=runs)
+    return run_in_pool(pool, script, *COMMON.split(), *flags.split(), *more, "--run-name", name, runs=runs)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -90,6 +91,40 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
             f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
         )
         assert not list((copy / "checkpoints").glob(".*"))
+
+
+def negate_weights(folder: Path) -> None:
+    """Make it another model of the same shape."""
+    path = folder / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedded_model, tmp_path, case):
+    """Not the models that it began with, nor the checkpoint of another run. Where they have changed, it says so."""
+    models = [tmp_path / "policy"] + ([tmp_path / "value"] if case == "ppo" else [])
+    flags = [text for model in models for text in (f"--{model.name}-model", str(model))]
+    flags[0] = "--model"
+    for model in models:
+        shutil.copytree(embedded_model, model)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}32=", "answer": "2"}) + "\n" for i in range(10)))
+    reward = tmp_path / "mine.py"
+    reward.write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
+    flags += ["--lr", "1e-3", "--data", str(data), "--eval-data", str(data), "--reward", f"{reward}:length"]
+    train(one_rank, case, runs, f"{case}-own", *flags)
+    expected = digests(runs / f"{case}-own")
+    for model in models:
+        negate_weights(model)
+    copy = interrupted_copy(runs / f"{case}-own", f"{case}-own-changed", 1)
+    output = train(one_rank, case, runs, copy.name, *flags)
+    assert digests(copy) == expected
+    for model in models:
+        assert f"note: {model}/model.safetensors has changed" in output
+        shutil.rmtree(model)
+    copy = interrupted_copy(runs / f"{case}-own", f"{case}-own-gone", 2)
+    train(one_rank, case, runs, copy.name, *flags)
+    assert digests(copy) == expected
 
 
 @pytest.mark.slow

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from minirl.errors import InputError
 from minirl.run import inputs
 from minirl.run import run as run_module
 from minirl.run.config import RunConfig
 from minirl.run.inputs import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress
+from minirl.run.run_folder import read_args
 from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
@@ -169,11 +171,41 @@ def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
     before = input_digests(config)
     assert set(before) == set(map(str, files.values()))
     assert changed_inputs(tmp_path, before) == []
-    (tmp_path / "args.json").write_text(json.dumps({"inputs": before}))
+    (tmp_path / "args.json").write_text(json.dumps({"flags": {}, "inputs": before}))
     assert changed_inputs(tmp_path, before) == []
     files["reward.py"].write_text("after")
     files["held.jsonl"].unlink()
     assert changed_inputs(tmp_path, input_digests(config)) == [str(files["reward.py"])]
+
+
+def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tmp_path):
+    """A run on other data is another run: it needs --resume force. A mended reward may go on."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{i}32=", "answer": "x"} for i in range(1, 6)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    reward = tmp_path / "mine.py"
+    reward.write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
+    flags = [*TINY, "--data", str(data), "--reward", f"{reward}:length", "--run-name", "inputs"]
+    run_in_pool(one_rank, "train_grpo.py", *flags, runs=runs)
+    reward.write_text(reward.read_text() + "# mended\n")
+    output = run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "3", runs=runs)
+    assert f"note: {reward} has changed since this run was last started" in output
+    data.write_text("\n".join(map(json.dumps, reversed(rows))))
+    with pytest.raises(AssertionError, match=r"data\.jsonl: the data has changed.*--resume force"):
+        run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "4", runs=runs)
+    output = run_in_pool(
+        one_rank, "train_grpo.py", *flags, "--num-steps", "4", "--resume", "force", runs=runs
+    )
+    assert f"note: {data} has changed" in output
+    assert [line["step"] for line in read_metrics(runs / "inputs")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"flags": []}', '{"flags": {}, "inputs": 3}', "[" * 99_999])
+def test_damaged_args_are_refused_by_name(tmp_path, content):
+    """Neither a traceback nor a fresh start over the run."""
+    (tmp_path / "args.json").write_text(content)
+    with pytest.raises(InputError, match=r"args\.json: is damaged; restore it, or choose another --run-name"):
+        read_args(tmp_path)
 
 
 def test_the_last_lines_say_where_everything_is(one_rank, runs):

@@ -28,6 +28,16 @@ def open_tensors(path: Path) -> Any:
         raise InputError(f"{path}: no whole safetensors file ({error}); fetch it again") from None
 
 
+def nonfinite_tensor(path: Path) -> str | None:
+    """The name of a tensor with a value that is not finite, or None. Needs memory for one tensor."""
+    with open_tensors(path) as file:
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                return name
+    return None
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     """Write a file of these tensors and wait until it is on the disk.
 

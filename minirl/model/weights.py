@@ -43,6 +43,7 @@ _DOWNLOADED_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
+_INDEX = "model.safetensors.index.json"
 # What other programs read from generation_config.json to know where a completion ends.
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
@@ -142,7 +143,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if path.is_file():
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if not index.is_file():
         raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
     weight_map = read_json_object(index).get("weight_map")
@@ -198,11 +199,38 @@ def save_folder(
     It is written under a temporary name and then renamed. Raises OSError if a folder of that name exists.
     """
     half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
+    tokenizer_files = None if tokenizer_from is None else read_tokenizer_files(tokenizer_from)
     try:
-        write_folder(half_made, tensors, config=config, tokenizer_from=tokenizer_from)
+        write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files)
         durable.publish(half_made, folder)
     finally:
         shutil.rmtree(half_made, ignore_errors=True)
+
+
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return what a folder's tokenizer consists of, with generation_config.json: contents by file name."""
+    paths = [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """Copy a folder's config and weights to `folder`, which is complete or absent. One process calls it.
+
+    An earlier copy is replaced. Raises OSError, for example if the disk is full.
+    """
+    half_made = folder.with_name(f".half-{folder.name}")
+    shutil.rmtree(half_made, ignore_errors=True)  # of a copy that was killed
+    half_made.mkdir()
+    paths = {source / "config.json", *_file_of_each_tensor(source).values()}
+    if (source / _INDEX).is_file():
+        paths.add(source / _INDEX)
+    for path in paths:
+        copy = half_made / path.name
+        shutil.copyfile(path, copy)
+        durable.sync(copy)
+    if folder.exists():
+        durable.remove_folder(folder)
+    durable.publish(half_made, folder)
 
 
 def write_folder(
@@ -210,20 +238,18 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     *,
     config: Mapping[str, Any],
-    tokenizer_from: Path | None,
+    tokenizer_files: Mapping[str, bytes] | None,
 ) -> dict[str, Digest]:
     """Write the files of a Hugging Face folder; returns their digests by file name.
 
-    Writes the tensors in their dtype, `config` with that dtype, and copies of the tokenizer files of
-    `tokenizer_from`. A folder with a tokenizer also gets a generation_config.json, from the ids in `config` if
-    there is none to copy. Needs memory for one tensor at a time.
+    Writes the tensors in their dtype, `config` with that dtype, and `tokenizer_files`. A folder with a tokenizer
+    also gets a generation_config.json, from the ids in `config` if it is not among them. Needs memory for one
+    tensor at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
-    if tokenizer_from is not None:
-        for pattern in _TOKENIZER_FILES:
-            for path in tokenizer_from.glob(pattern):
-                contents[path.name] = path.read_bytes()
+    if tokenizer_files is not None:
+        contents |= tokenizer_files
         if "generation_config.json" not in contents:
             ids = {key: config[key] for key in _GENERATION_KEYS if config.get(key) is not None}
             contents["generation_config.json"] = (json.dumps(ids, indent=2) + "\n").encode()

@@ -42,9 +42,10 @@ from torch import Tensor
 from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.durable import Digest
+from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.model.families import scalar_config
-from minirl.model.weights import write_folder
+from minirl.model.weights import read_tokenizer_files, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.run.run_folder import FORMAT, RunFolder, checkpoints_in, read_manifest
@@ -61,7 +62,8 @@ class Checkpoints:
     """Saves and restores models with their optimizers.
 
     models: by name; the first one becomes the checkpoint's own Hugging Face folder.
-    sources: for each model, the folder that its config and tokenizer come from.
+    sources: for each model, the folder that its config and tokenizer come from. They are read once, here: a save
+        needs nothing but the run's folder.
     keep: how many of the newest checkpoints stay (0: all), besides the one with the best score.
     """
 
@@ -75,7 +77,7 @@ class Checkpoints:
     ):
         self._run = run
         self._models = models
-        self._sources = sources
+        self._origins = {name: _Origin.read(sources[name]) for name in models} if rank() == 0 else {}
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
@@ -118,7 +120,7 @@ class Checkpoints:
             writers.append(_shards_writer(path, model.state_tensors(optimizer)))
             if rank() == 0:
                 prefix = "" if i == 0 else f"{name}/"
-                writers.append(_model_writer(prefix, model, self._sources[name]))
+                writers.append(_model_writer(prefix, model, self._origins[name]))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
         self._blocked_s += time.perf_counter() - began
@@ -169,15 +171,29 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
     return lambda folder: {path: write_tensors(folder / path, tensors)}
 
 
-def _model_writer(prefix: str, model: ShardedModel, source: Path) -> _FileWriter:
+@dataclass(frozen=True)
+class _Origin:
+    """What a model's folder has besides the weights."""
+
+    config: dict[str, Any]
+    tokenizer_files: dict[str, bytes]
+
+    @staticmethod
+    def read(folder: Path) -> "_Origin":
+        return _Origin(read_json_object(folder / "config.json"), read_tokenizer_files(folder))
+
+
+def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWriter:
     """Copies the compute weights to host memory now; the writer makes a Hugging Face folder of them."""
-    config = json.loads((source / "config.json").read_text())
+    config = origin.config
     if model.module.config.scalar_head:
         config = scalar_config(config)
     weights = {name: weight.detach().cpu().clone() for name, weight in model.compute_weights.items()}
 
     def write(folder: Path) -> dict[str, Digest]:
-        digests = write_folder(folder / prefix, weights, config=config, tokenizer_from=source)
+        digests = write_folder(
+            folder / prefix, weights, config=config, tokenizer_files=origin.tokenizer_files
+        )
         return {prefix + name: digest for name, digest in digests.items()}
 
     return write
@@ -303,12 +319,16 @@ class _Save:
 def prune(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints except the newest `keep` (0: delete none) and the one with the best score.
 
-    Of equal scores the newest is the best.
+    Of equal scores the newest is the best. A folder without a readable manifest is left alone.
     """
-    checkpoints = checkpoints_in(run_folder)
+    checkpoints = []
     scored = []
-    for path in checkpoints:
-        score = read_manifest(path)["score"]
+    for path in checkpoints_in(run_folder):
+        try:
+            score = read_manifest(path)["score"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        checkpoints.append(path)
         if score is not None:
             scored.append((score, path))
     best = max(scored)[1] if scored else None

@@ -1,30 +1,53 @@
 """The files that a run was started with: a copy of the script, and what has changed since."""
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from minirl.errors import refuse
 from minirl.files.durable import file_sha256
+from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.config import RunConfig
+from minirl.run.run_folder import read_args
 
 
 def input_digests(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the script, the data files and the reward files, by path. Files that are gone are left out."""
+    """SHA-256 of the script, and of the files of data, rewards and models, by path; of those that are there."""
     rewards = [spec.rpartition(":")[0] for spec in config.reward]
     named = [sys.argv[0], config.data, *config.eval_data, *rewards]
     paths = [Path(name) for name in named if name]
-    return {str(path): file_sha256(path) for path in paths if path.is_file()}
+    models = (config.model, config.reward_model, getattr(config, "value_model", None))
+    for folder in (Path(model) for model in models if model):
+        paths += [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    files = sorted({path for path in paths if path.is_file()})
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(file_sha256, files)
+    return {str(path): digest for path, digest in zip(files, digests, strict=True)}
+
+
+def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) -> list[str]:
+    """Notes on the files that have changed since the run in this folder was last started (collective).
+
+    digests: on rank 0, those of today. Raises InputError, on every rank, if the data has changed: the run would not
+    go on as it began. --resume force takes it.
+    """
+    changed = broadcast_object(changed_inputs(folder, digests) if rank() == 0 else None)
+    data = {str(Path(name)) for name in (config.data, *config.eval_data) if name}
+    for path in changed:
+        refuse(
+            path in data and config.resume != "force",
+            f"{path}: the data has changed since this run was last started; restore it, take another --run-name to "
+            "start afresh, or --resume force to go on with the new data",
+        )
+    return [f"{path} has changed since this run was last started" for path in changed]
 
 
 def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
     """The files that are not what they were when the run in this folder was last started."""
-    try:
-        before = json.loads((folder / "args.json").read_text())["inputs"]
-    except (OSError, ValueError, KeyError):
-        return []
-    return [path for path, digest in digests.items() if path in before and before[path] != digest]
+    before = read_args(folder).get("inputs", {})
+    return [name for name, digest in digests.items() if name in before and before[name] != digest]
 
 
 def keep_script(folder: Path, *, step: int) -> None:

@@ -19,11 +19,12 @@ from torch import Tensor
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row, Task
 from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import resolve_folder
+from minirl.model.weights import copy_model, load_replica, resolve_folder
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import process_group
@@ -38,7 +39,7 @@ from minirl.rollouts import Request, Rollout
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
-from minirl.run.inputs import changed_inputs, input_digests, keep_script
+from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
 from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
@@ -48,6 +49,7 @@ from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
 ADAM_BETAS = (0.9, 0.95)
+REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 T = TypeVar("T")
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
@@ -111,10 +113,9 @@ class Run:
             resume=config.resume,
             is_name_generated=config.run_name is None,
         )
-        if config.model is None:
-            self.model_folder = embedded_model_folder(runs_root())
-        else:
-            self.model_folder = resolve_folder(config.model)
+        self._inputs = input_digests(config) if rank() == 0 else {}
+        self._notes = check_inputs(self._folder.path, self._inputs, config)
+        self.model_folder = self._folder.checkpoint or self._original_model()
         self.model_config = read_config(self.model_folder, scalar_head=False)
         self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
@@ -131,6 +132,12 @@ class Run:
         self.old_logprobs = _source_of_old_logprobs(config, is_exact=self.is_exact)
         self.progress = Progress()
         self._stop_signal = 0
+        self._reference_folder: Path | None = None
+
+    def saved_folder(self, name: str) -> Path | None:
+        """In a run that is resumed, the Hugging Face folder of a further model, as it was saved; else None."""
+        checkpoint = self._folder.checkpoint
+        return None if checkpoint is None else checkpoint / name
 
     def load_trainable(
         self, model_config: ModelConfig, folder: Path
@@ -144,6 +151,13 @@ class Run:
             recompute_layers=self.config.recompute_layers,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+
+    def load_reference(self) -> Transformer:
+        """The model that the run began with, frozen, on the host (collective). `begin` keeps a copy for resumes."""
+        kept = self._folder.path / REFERENCE
+        is_kept = self._folder.checkpoint is not None and kept.is_dir()
+        self._reference_folder = kept if is_kept else self._original_model()
+        return load_replica(self._reference_folder, dtype=self.dtype)
 
     def make_engine(self, policy: ShardedModel) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
@@ -177,19 +191,19 @@ class Run:
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=keep)
         state = self._checkpoints.restore(self.config.num_steps)
         self.progress = Progress.from_state(state, extra or {})
-        inputs = input_digests(self.config) if rank() == 0 else {}
-        if rank() == 0:
-            for path in changed_inputs(self._folder.path, inputs):
-                print0(f"note: {path} has changed since this run was last started")
         self._logger = Logger(
             self._folder.path,
-            self._flags | self._resolved() | dict(resolved or {}) | {"flags": self._flags, "inputs": inputs},
+            self._flags
+            | self._resolved()
+            | dict(resolved or {})
+            | {"flags": self._flags, "inputs": self._inputs},
             wandb_mode=self.config.wandb,
             after_step=self.progress.step,
             keep_rollouts=self.config.keep_rollouts,
         )
         if rank() == 0:
             keep_script(self._folder.path, step=self.progress.step)
+            self._keep_reference()
         self._print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
@@ -330,6 +344,25 @@ class Run:
         print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
+    def _original_model(self) -> Path:
+        """The folder of --model, or of the embedded model (collective)."""
+        if self.config.model is None:
+            return embedded_model_folder(runs_root())
+        return resolve_folder(self.config.model)
+
+    def _keep_reference(self) -> None:
+        """Copy the reference's weights into the run's folder, unless they come from there. On rank 0.
+
+        Raises InputError if the disk is full.
+        """
+        kept = self._folder.path / REFERENCE
+        if self._reference_folder in (None, kept):
+            return
+        try:
+            copy_model(self._reference_folder, kept)
+        except OSError as error:
+            raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
+
     def _prompt_stream(self, rows: Sequence[Row], *, purpose: str) -> PromptStream:
         return PromptStream(
             rows,
@@ -380,7 +413,9 @@ class Run:
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self.is_exact}")
         counts = f"{len(self.prompts.rows)} prompts, {len(self.held_out.rows)} held out"
         print0(f"task {self._task_name}: {counts}")
-        for note in self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes():
+        for note in (
+            self._notes + self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
+        ):
             print0(f"note: {note}")
 
 

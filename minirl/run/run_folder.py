@@ -2,6 +2,7 @@
 
 runs/NAME/lock                  locked while a run uses the folder; names the process that holds it
 runs/NAME/args.json             the flags, which a resumed run must repeat
+runs/NAME/reference/            the weights of the reference model, if there is one
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
@@ -22,6 +23,7 @@ from typing import IO, Any
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.redaction import redacted
+from minirl.files.safetensors_files import nonfinite_tensor
 from minirl.ranks.process_group import broadcast_object, print0, rank
 from minirl.run.flags import flag_of
 
@@ -188,14 +190,12 @@ def _take_lock(folder: Path) -> IO[str]:
 
 def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None:
     """Compare the flags with those of the earlier run in this folder, if there is one. Raises InputError."""
-    if not (folder / "args.json").is_file():
+    args = read_args(folder)
+    if not args:
         return
     if resume == "never":
         raise InputError(f"{folder}: there is a run of this name; choose another --run-name")
-    try:
-        old = json.loads((folder / "args.json").read_text())["flags"]
-    except (ValueError, KeyError):
-        raise InputError(f"{folder}/args.json: cannot be read; choose another --run-name") from None
+    old = args["flags"]
     # Through JSON, as the old flags: tuples become lists.
     new = json.loads(json.dumps(redacted(flags)))
     changes = []
@@ -214,6 +214,23 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     print0(f"resuming with other flags: {listed}")
 
 
+def read_args(folder: Path) -> dict[str, Any]:
+    """The args.json of a run's folder, {} if there is none.
+
+    It has the run's `flags`, and the digests of its `inputs`. Raises InputError if it is damaged.
+    """
+    path = folder / "args.json"
+    if not path.is_file():
+        return {}
+    try:
+        args = {"inputs": {}, **json.loads(path.read_text())}
+    except (OSError, ValueError, TypeError, RecursionError):
+        args = {}
+    if not isinstance(args.get("flags"), dict) or not isinstance(args.get("inputs"), dict):
+        raise InputError(f"{path}: is damaged; restore it, or choose another --run-name")
+    return args
+
+
 def _newest_checkpoint(folder: Path) -> Path | None:
     """The newest intact checkpoint, or None if there are no checkpoints. Reports and renames newer ones.
 
@@ -222,7 +239,7 @@ def _newest_checkpoint(folder: Path) -> Path | None:
     checkpoints = folder / "checkpoints"
     # Unfinished saves and deletions of a process that was killed.
     for left_over in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".old-*")):
-        shutil.rmtree(left_over)
+        shutil.rmtree(left_over, ignore_errors=True)
     reasons: dict[Path, str] = {}  # of the damaged checkpoints
     for checkpoint in reversed(checkpoints_in(folder)):
         reason = _damage(checkpoint)
@@ -243,8 +260,9 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first."""
-    return sorted(path for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    """The checkpoints of a run folder, oldest first: folders whose names are numbers."""
+    found = [path for path in (folder / "checkpoints").iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -253,14 +271,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """How a checkpoint differs from its manifest, or None. Reads every file.
+    """How a checkpoint differs from its manifest, or None; also if a tensor is not finite. Reads every file.
 
     Raises InputError if it was saved by a later version of minirl.
     """
     try:
         manifest = read_manifest(checkpoint)
         version = manifest["format"]
-        digests = manifest["files"]
+        digests = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json is missing or cannot be read"
     if version != FORMAT:
@@ -272,4 +290,9 @@ def _damage(checkpoint: Path) -> str | None:
         for name, reason in zip(digests, reasons, strict=True):
             if reason is not None:
                 return f"{name} {reason}"
+    for name in digests:
+        if name.endswith(".safetensors"):
+            tensor = nonfinite_tensor(checkpoint / name)
+            if tensor is not None:
+                return f"{name} has values that are not finite in {tensor}"
     return None

@@ -7,7 +7,7 @@ other file uses FSDP.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,12 @@ class ShardedModel:
         gradient of exactly 0 makes no update: there is nothing to learn, and momentum would still move the
         weights.
 
-        Collective. Raises GuardError on all ranks, before any update, if the norm is not finite.
+        Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
+        weights are not, so that they are never saved.
         """
-        total_norm = torch.nn.utils.get_total_norm(self._gradients())
-        norm = float(total_norm.full_tensor())  # type: ignore[attr-defined]
+        norm = _total_norm(self._gradients())
         if not math.isfinite(norm):
-            where = self._describe_nonfinite_gradient()
+            where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
@@ -125,6 +125,13 @@ class ShardedModel:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        weight_norm = _total_norm(self.masters.values())
+        if not math.isfinite(weight_norm):
+            where = self._describe_nonfinite(self.masters)
+            raise GuardError(
+                f"after this update the norm of the weights is {weight_norm}: {where}. They are not saved, the last "
+                "checkpoint is as it was; try a lower --lr"
+            )
         self.refresh()
         return norm
 
@@ -198,14 +205,14 @@ class ShardedModel:
                 padded = parts.reshape(-1, *weight.shape[1:])
                 weight.copy_(padded[: len(weight)])
 
-    def _describe_nonfinite_gradient(self) -> str:
-        """Describe where a gradient is not finite: the first such parameter, and the ranks (collective)."""
+    def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
+        """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
         own_is_finite = []
-        for master in self.masters.values():
-            shard = None if master.grad is None else master.grad.to_local()  # type: ignore[attr-defined]
+        for tensor in tensors.values():
+            shard = None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]
             own_is_finite.append(shard is None or bool(shard.isfinite().all()))
         by_rank = gather_objects(own_is_finite)
-        for i, name in enumerate(self.masters):
+        for i, name in enumerate(tensors):
             ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
             if ranks:
                 return f"first in {name}, in the shard of rank {', '.join(ranks)}"
@@ -214,6 +221,12 @@ class ShardedModel:
     def _gradients(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters.values()]
         return [gradient for gradient in gradients if gradient is not None]
+
+
+def _total_norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all ranks' sharded tensors together; NaN or infinite if one of them is (collective)."""
+    total = torch.nn.utils.get_total_norm(tensors)
+    return float(total.full_tensor())  # type: ignore[attr-defined]
 
 
 def _group_by_layer(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
