@@ -304,7 +304,7 @@ def test_an_engine_can_be_aborted_again_and_again_under_preemption():
     rollouts, unfinished, phase = [], mixed_requests(), 0
     while unfinished:
         engine.submit(unfinished, weight_version=phase)
-        for _ in range(5):
+        for _ in range(4):
             rollouts += engine.step()
         unfinished, phase = engine.abort(), phase + 1
         assert phase < 500

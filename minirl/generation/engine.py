@@ -2,8 +2,8 @@
 
 `submit` queues requests and `step` advances all running ones by one token. A waiting request is admitted as
 soon as there is a free place in the batch and there are enough free cache blocks. Requests that share a
-prompt prefill it once and fork it. When the cache is full, the youngest running request is preempted: it
-gives its blocks back and is recomputed later.
+prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. When
+the cache is full, the youngest running request is preempted: it gives its blocks back and is recomputed later.
 
 The engine handles token ids only, never text. Nothing in it is collective: each rank decodes on its own. A
 rollout depends only on its request and the weights, not on the other requests in the batch. The cache lives
@@ -16,7 +16,6 @@ by their token limit is known in advance. A request that ends with a stop token 
 which is thrown away.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,18 +38,30 @@ from minirl.ranks import watchdog
 from minirl.rollouts import Request, Rollout, RolloutId
 
 
-@dataclass
-class _AdmittedGroup:
-    """Admitted requests with the same tokens so far, and the cached sequence of their common prefill."""
+@dataclass(eq=False)
+class _Stem:
+    """What the requests of a group begin with, in the cache. The requests are forks of it.
 
-    requests: list[Request]
+    hidden: the last token's hidden state [D], which the next tokens are sampled from; None until the prefill.
+    """
+
+    first: Request
     cached: CachedSequence
+    hidden: Tensor | None = None
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to prefill: the prompt, and those sampled before a preemption or an abort."""
-        request = self.requests[0]
-        return [*request.prompt_ids, *(sampled.token for sampled in request.sampled)]
+        """The prompt, and what the request had sampled before it was preempted or aborted."""
+        return [*self.first.prompt_ids, *(sampled.token for sampled in self.first.sampled)]
+
+
+@dataclass
+class _AdmittedGroup:
+    """Admitted requests with their stem. It is kept if others of the group still wait."""
+
+    requests: list[Request]
+    stem: _Stem
+    keeps_stem: bool
 
 
 class Engine:
@@ -65,12 +76,16 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         max_prefill_tokens: int = 8192,
+        room_tokens: int = 112,
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
     ):
         """dtype: that of the weights, which the cache takes too.
 
         max_prefill_tokens: of one forward pass; a longer prompt is prefilled alone.
+        room_tokens: how far every running request can decode after an admission, at least, before one is
+        preempted. More room means fewer requests at a time: with 112, under 2 % are preempted
+        (`benchmarks/scheduler.py`).
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         """
@@ -81,6 +96,7 @@ class Engine:
         self.max_running_requests = max_running_requests
         self.cache_tokens = cache_tokens
         self.max_prefill_tokens = max_prefill_tokens
+        self.room_tokens = room_tokens
         is_cuda = device.type == "cuda"
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
@@ -90,6 +106,8 @@ class Engine:
         self._waiting: deque[Request] = deque()
         # Oldest first.
         self._running: list[RunningRequest] = []
+        # Of the group of which only a part is admitted. The other part is waiting.
+        self._stem: _Stem | None = None
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
         # On the device, the newest token of each running request, at its `RunningRequest.token_index`.
@@ -220,6 +238,7 @@ class Engine:
         for pending in self._pending:
             pending.wait()
         self._running = []
+        self._stem = None
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
         self._cache = None
@@ -229,78 +248,104 @@ class Engine:
     def _admit(self) -> list[_AdmittedGroup]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
 
-        Each group has the blocks of its prompt already. Only blocks for the tokens at hand are reserved, none
-        for the tokens to be sampled: lengths are not known in advance, and `_extend_or_preempt` copes with a
-        full cache.
+        Blocks are reserved for the tokens at hand only: lengths are not known in advance. But a request is admitted
+        only where all can then decode `room_tokens` more, since one that is soon preempted was prefilled for
+        nothing. `_extend_or_preempt` copes with a full cache.
         """
         groups: list[_AdmittedGroup] = []
+        if not self._waiting:
+            return groups
+        cache = self._live_cache
         num_running = len(self._running)
         num_prefill_tokens = 0
-        # Forks are made after the prefill, when the prompt's keys exist. Until then their blocks count as
-        # free in the cache, so those that are promised are counted here.
-        num_fork_blocks = 0
+        # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
+        # prefill, when the stem's keys exist.
+        num_promised = sum(map(self._blocks_soon, self._running))
         while self._waiting and num_running < self.max_running_requests:
-            requests = self._next_group(self.max_running_requests - num_running)
-            length = len(requests[0].prompt_ids) + len(requests[0].sampled)
-            if groups and num_prefill_tokens + length > self.max_prefill_tokens:
+            first = self._waiting[0]
+            length = len(first.prompt_ids) + len(first.sampled)
+            stem = self._stem if self._stem and _have_one_stem(first, self._stem.first) else None
+            if stem is None and groups and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
-            num_spare = self._live_cache.spare_blocks(length) - num_fork_blocks
+            num_spare = cache.num_free_blocks if stem else cache.spare_blocks(length)
+            blocks_per_request = cache.num_new_blocks(length, self.room_tokens)
+            if length % cache.block_size != 0:
+                blocks_per_request += 1  # a fork's copy of the last, partial block
+            max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
+            if max_admitted < 1 and num_running > 0:
+                break
             if num_spare < 0:
-                break
-            if length % self._live_cache.block_size != 0:
-                # Each fork copies the last, partial block. Requests for which there is none go on waiting.
-                requests = requests[: 1 + num_spare]
-                num_fork_blocks += len(requests) - 1
-            cached = self._live_cache.add(length)
-            assert cached is not None, "there were spare blocks"
-            groups.append(_AdmittedGroup(requests, cached))
+                # Nothing is running, and a stem of requests further behind takes the room of the first.
+                self._drop_stem()
+            if stem is None:
+                cached = cache.add(length)
+                assert cached is not None, "there were spare blocks"
+                stem = _Stem(first, cached)
+                num_prefill_tokens += length
+            num_places = self.max_running_requests - num_running
+            # If nothing is running, the first request is admitted in any case, without a fork.
+            requests = self._take_group(min(num_places, max(1, max_admitted)))
+            has_more = bool(self._waiting) and _have_one_stem(self._waiting[0], first)
+            group = _AdmittedGroup(requests, stem, keeps_stem=has_more and max_admitted >= 1)
+            if group.keeps_stem:
+                assert self._stem in (None, stem), "requests of another stem wait further ahead"
+                self._stem = stem
+            elif stem is self._stem:
+                self._stem = None
+            groups.append(group)
             num_running += len(requests)
-            num_prefill_tokens += length
-            for _ in requests:
-                self._waiting.popleft()
+            num_promised += len(requests) * blocks_per_request
         return groups
 
-    def _next_group(self, max_requests: int) -> list[Request]:
-        """The first waiting request, and those right behind it that can share its prefill.
-
-        These have the same prompt and, as the first one, no sampled tokens.
-        """
-        first = self._waiting[0]
-        group = [first]
-        if first.sampled:
-            return group
-        for request in itertools.islice(self._waiting, 1, max_requests):
-            if request.prompt_ids != first.prompt_ids or request.sampled:
-                break
-            group.append(request)
+    def _take_group(self, max_requests: int) -> list[Request]:
+        """Take the first waiting request off the queue, and those right behind it that can share its stem."""
+        group = [self._waiting.popleft()]
+        while len(group) < max_requests and self._waiting and _have_one_stem(self._waiting[0], group[0]):
+            group.append(self._waiting.popleft())
         return group
 
+    def _drop_stem(self) -> None:
+        """Free the blocks of the stem. It is prefilled again for what is left of its group."""
+        assert self._stem is not None, "a request was submitted that exceeds the cache"
+        self._live_cache.free(self._stem.cached)
+        self._stem = None
+
+    def _blocks_soon(self, running: RunningRequest) -> int:
+        """How many blocks a request may need within `room_tokens` tokens."""
+        num_left = running.request.max_new_tokens - running.num_launched
+        return self._live_cache.num_new_blocks(running.cached.length, min(num_left, self.room_tokens))
+
     def _prefill(self, groups: list[_AdmittedGroup]) -> None:
-        """Run the groups' tokens packed end to end, fork them, and sample the next token of each request."""
+        """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
         if not groups:
             return
-        layout = self._live_cache.prefill_layout([group.cached for group in groups])
-        packed_tokens = [token for group in groups for token in group.tokens]
-        tokens = upload(torch.tensor(packed_tokens), self.device)
-        hidden = self.model(tokens, layout.positions, layout)
-        self.stats.prefill_tokens += len(tokens)
+        new_stems = [group.stem for group in groups if group.stem.hidden is None]
+        if new_stems:
+            layout = self._live_cache.prefill_layout([stem.cached for stem in new_stems])
+            packed_tokens = [token for stem in new_stems for token in stem.tokens]
+            tokens = upload(torch.tensor(packed_tokens), self.device)
+            hidden = self.model(tokens, layout.positions, layout)
+            self.stats.prefill_tokens += len(tokens)
+            ends = torch.tensor(layout.lengths).cumsum(0)
+            for stem, end in zip(new_stems, ends.tolist(), strict=True):
+                stem.hidden = hidden[end - 1]
 
-        # The first request of a group takes the prefilled sequence, the others take forks. Every one of them
-        # samples from the hidden state of the group's last token.
+        # The last request of a group takes the stem's own sequence, if none waits for it; the others take forks.
+        # Every one of them samples from the stem's hidden state.
         admitted: list[RunningRequest] = []
-        group_indices: list[int] = []
-        for i, group in enumerate(groups):
-            for member, request in enumerate(group.requests):
-                cached = group.cached if member == 0 else self._live_cache.fork(group.cached)
+        states: list[Tensor] = []
+        for group in groups:
+            assert group.stem.hidden is not None
+            for left, request in zip(reversed(range(len(group.requests))), group.requests, strict=True):
+                takes_stem = left == 0 and not group.keeps_stem
+                cached = group.stem.cached if takes_stem else self._live_cache.fork(group.stem.cached)
                 assert cached is not None, "admission reserved no block for a fork"
                 admitted.append(RunningRequest(request, cached, list(request.sampled)))
-                group_indices.append(i)
-        last_of_group = torch.tensor(layout.lengths).cumsum(0) - 1
-        hidden_index = upload(last_of_group[group_indices], self.device)
+                states.append(group.stem.hidden)
         positions = torch.tensor([running.cached.length for running in admitted])
         keys, temperature = self._keys_and_temperature(admitted)
         tokens, logprobs = sample(
-            hidden[hidden_index],
+            torch.stack(states),
             self.model.lm_head.weight,
             keys=keys,
             positions=upload(positions, self.device),
@@ -338,6 +383,9 @@ class Engine:
         while i < len(requests):
             if self._live_cache.extend(requests[i].cached):
                 i += 1
+                continue
+            if self._stem is not None:
+                self._drop_stem()
                 continue
             # Unread tokens would be lost, but `step` has read them all, as `_can_extend_all` was false.
             assert not self._pending, "a request is preempted whose tokens were not read"
@@ -416,6 +464,7 @@ class Engine:
                 self._live_cache.free(request.cached)
             # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
             if not self._waiting:
+                # Nor is there a stem.
                 sequences = [running.cached for running in self._running]
                 self._live_cache.compact(sequences + self._padding_sequences)
         return [request.rollout() for request in finished]
@@ -425,3 +474,8 @@ class Engine:
         num_discarded = sum(request.num_launched - len(request.sampled) for request in requests)
         self.stats.decode_tokens -= num_discarded
         self.stats.discarded_tokens += num_discarded
+
+
+def _have_one_stem(request: Request, other: Request) -> bool:
+    """Whether two requests can be forks of one stem: they have the same prompt and no sampled tokens."""
+    return request.prompt_ids == other.prompt_ids and not request.sampled and not other.sampled

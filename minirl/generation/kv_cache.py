@@ -165,6 +165,10 @@ class KVCache:
             spare.append(len(free_list.free) - num_needed)
         return min(spare)
 
+    def num_new_blocks(self, length: int, num_more: int) -> int:
+        """How many blocks a sequence of `length` tokens needs for so many more."""
+        return ceil_div(length + num_more, self.block_size) - ceil_div(length, self.block_size)
+
     @property
     def num_free_blocks(self) -> int:
         """Free blocks in the pool that has the fewest."""

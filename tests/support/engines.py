@@ -58,13 +58,20 @@ cached_model = functools.cache(make_model)
 
 
 def make_engine(
-    model: Transformer, *, max_running_requests: int = 64, cache_tokens: int = 8192, **kwargs: int | bool
+    model: Transformer,
+    *,
+    max_running_requests: int = 64,
+    cache_tokens: int = 8192,
+    room_tokens: int = 0,
+    **kwargs: int | bool,
 ) -> Engine:
+    """Without room to decode after an admission, so that full caches preempt requests of few tokens too."""
     dtype = model.lm_head.weight.dtype
     return Engine(
         model,
         max_running_requests=max_running_requests,
         cache_tokens=cache_tokens,
+        room_tokens=room_tokens,
         dtype=dtype,
         device=CPU,
         **kwargs,
