@@ -8,6 +8,7 @@ other file uses FSDP.
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import fill, load_weights
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import gather_objects
+
+GATHER_BYTES = 32 * 2**20  # of compute weights that `refresh` gathers at a time
 
 
 class ShardedModel:
@@ -68,11 +71,12 @@ class ShardedModel:
         self.module.to_empty(device=device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._names_by_layer = _group_by_layer(self.masters)
         # Gather the compute weights: from here on they are the module's parameters.
         for unit in self._units:
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
+        num_ranks = torch.distributed.get_world_size()
+        self._gathers = _plan_gathers(self.compute_weights, num_ranks, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
         # load_state_dict asks for both names of a tied parameter.
@@ -186,24 +190,36 @@ class ShardedModel:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the masters into the compute weights, in place, with one gather per layer (collective)."""
+        """Copy the masters into the compute weights, in place (collective).
+
+        On several ranks it takes memory for twice `GATHER_BYTES`, on one for nothing.
+        """
         world = torch.distributed.get_world_size()
-        for names in self._names_by_layer.values():
-            weights = [self.compute_weights[name] for name in names]
-            # FSDP shards the first dimension. Pad every shard to the size of rank 0's, which is the largest.
-            sizes = []
-            for weight in weights:
-                rows_per_shard = math.ceil(len(weight) / world)
-                sizes.append(rows_per_shard * weight[0].numel())
+        shards = {name: master.to_local() for name, master in self.masters.items()}  # type: ignore[attr-defined]
+        if world == 1:
+            torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
+            return
+        for parts in self._gathers:
+            weights = [self.compute_weights[part.name] for part in parts]
+            sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
+            # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
             own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
-            for name, part in zip(names, own.split(sizes), strict=True):
-                shard = self.masters[name].to_local()  # type: ignore[attr-defined]
-                part[: shard.numel()] = shard.flatten()
-            gathered = own.new_empty(world, len(own))
-            torch.distributed.all_gather(list(gathered), own)
-            for weight, parts in zip(weights, gathered.split(sizes, 1), strict=True):
-                padded = parts.reshape(-1, *weight.shape[1:])
-                weight.copy_(padded[: len(weight)])
+            for part, sent in zip(parts, own.split(sizes), strict=True):
+                rows = shards[part.name][part.first : part.first + part.num_rows]
+                sent[: rows.numel()] = rows.flatten()
+            gathered = own.new_empty(world * len(own))
+            torch.distributed.all_gather_into_tensor(gathered, own)
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
+            for part, weight, by_rank in zip(
+                parts, weights, gathered.view(world, -1).split(sizes, 1), strict=True
+            ):
+                for rank, received in enumerate(by_rank):
+                    start = rank * part.rows_per_shard + part.first
+                    target = weight[start : start + part.num_rows]
+                    targets.append(target)
+                    sources.append(received[: target.numel()].view_as(target))
+            torch._foreach_copy_(targets, sources)
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
         """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
@@ -229,11 +245,29 @@ def _total_norm(tensors: Iterable[Tensor]) -> float:
     return float(total.full_tensor())  # type: ignore[attr-defined]
 
 
-def _group_by_layer(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Group the names of parameters by the number of their layer; "" for those outside of the layers."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        # "model.layers.12.mlp.up_proj.weight" -> "12"
-        layer = name.partition("layers.")[2].partition(".")[0]
-        groups.setdefault(layer, []).append(name)
-    return groups
+@dataclass(frozen=True)
+class _Rows:
+    """The rows `first` to `first + num_rows` of each rank's shard of a parameter. FSDP shards the first dimension."""
+
+    name: str
+    first: int
+    num_rows: int
+    rows_per_shard: int
+
+
+def _plan_gathers(weights: Mapping[str, Tensor], num_ranks: int, max_bytes: int) -> list[list[_Rows]]:
+    """Cut the shards of all parameters into rows that are gathered together, at most `max_bytes` from all ranks."""
+    gathers: list[list[_Rows]] = [[]]
+    num_bytes = 0
+    for name, weight in weights.items():
+        rows_per_shard = math.ceil(len(weight) / num_ranks)
+        bytes_per_row = weight[0].nbytes * num_ranks
+        max_rows = max(1, max_bytes // bytes_per_row)
+        for first in range(0, rows_per_shard, max_rows):
+            num_rows = min(max_rows, rows_per_shard - first)
+            if gathers[-1] and num_bytes + num_rows * bytes_per_row > max_bytes:
+                gathers.append([])
+                num_bytes = 0
+            gathers[-1].append(_Rows(name, first, num_rows, rows_per_shard))
+            num_bytes += num_rows * bytes_per_row
+    return gathers
