@@ -264,6 +264,7 @@ class Run:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, len(self.held_out.rows), group_size=0, num_greedy=1)
         rollouts = self.generate(self._engine, requests)
+        self._engine.take_stats()  # dropped: the next step's metrics are about that step alone
         rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
         is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
         scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
