@@ -30,7 +30,7 @@ class HangError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """The last checkpoint could not be written; earlier ones are intact."""
+    """The last checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are intact."""
 
     exit_code = 6
 

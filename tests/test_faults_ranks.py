@@ -432,6 +432,36 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
     assert done.exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_row_41_output_to_a_full_disk_stops_no_run(tmp_path):
+    """stdout and stderr take nothing; the run goes on to its end."""
+    body = "for i in range(300):\n    process_group.print0('x' * 100)\nopen(sys.argv[1], 'w').close()"
+    shell = f"{' '.join(python(tmp_path, body))} {tmp_path}/done > /dev/full 2>&1"
+    with started(tmp_path, [["bash", "-c", shell]]) as job:
+        assert job.codes(within=30) == [0]
+    assert (tmp_path / "done").exists()
+
+
+FULL_DISK = """
+import resource
+from pathlib import Path
+from minirl.files import durable
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+try:
+    durable.replace_file(Path(__file__).parent / "args.json", "{}" * 9)
+finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+"""
+
+
+def test_row_06_a_disk_that_is_full_at_the_start_is_no_bug(tmp_path):
+    """One line with the file, and exit 2."""
+    with started(tmp_path, [python(tmp_path, FULL_DISK)]) as job:
+        assert job.codes(within=20) == [2]
+        assert job.output(0) == f"error: {tmp_path}/.half-args.json: File too large\n"
+
+
 @pytest.mark.slow
 def test_rows_43_and_44_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
     """Before there is a process group: code 2, one line in all. A misspelt flag, and CUDA where there is none."""

@@ -82,15 +82,23 @@ def world_size() -> int:
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0 and flush. Not collective.
-
-    When the reader of the output has gone (as in `| head`), this and all later output is dropped.
-    """
+    """Print on rank 0, as `print_here`. Not collective."""
     if rank() == 0:
-        try:
-            print(*parts, flush=True)
-        except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
+        print_here(*parts)
+
+
+def print_here(*parts: Any) -> None:
+    """Print on this rank and flush; output that cannot be written stops no run. Not collective.
+
+    When the reader of the output has gone (as in `| head`), this and all later output is dropped. On a full disk
+    the last lines are written with later output, once there is room.
+    """
+    try:
+        print(*parts, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
+    except OSError:  # a full disk, a terminal that has gone
+        pass
 
 
 def broadcast_object(value: Any) -> Any:

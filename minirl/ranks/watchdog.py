@@ -22,13 +22,14 @@ The main thread calls `heartbeat` wherever it makes progress. Every POLL_S secon
    at the end of each step (`process_group.stop_requested`). A second signal, or one before the first step, is
    a claim.
 
-Errors with an `exit_code` (`minirl.errors`) are printed as a message, all others with their traceback. The
-module's only state is `this_process`, which describes the main thread of this process.
+Errors with an `exit_code` (`minirl.errors`) and those of a full disk are printed as a message, all others with their
+traceback. The module's only state is `this_process`, which describes the main thread of this process.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import faulthandler
 import functools
 import io
@@ -48,9 +49,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from minirl.errors import HangError
+from minirl.errors import HangError, InputError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Errors of a write that are no bug.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 # Times in seconds.
 POLL_S = 0.25  # between two looks at the store
@@ -180,6 +183,8 @@ def _exit_code_and_message(error: BaseException) -> tuple[int, str]:
     if exit_code:
         where = f" [rank {_rank()}, {this_process.phase}]" if this_process.phase else ""
         return exit_code, f"error: {error}{where}"
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return InputError.exit_code, f"error: {error.filename or 'a file'}: {error.strerror}"
     stack = "".join(traceback.format_exception(error)).rstrip()
     return 1, f"rank {_rank()} raised:\n{stack}"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
-from minirl.ranks.process_group import rank
+from minirl.ranks.process_group import print_here, rank
 from minirl.rewards import worker
 
 # For the imports of the user's file, in addition to the time limit of a call.
@@ -221,7 +221,7 @@ class RewardProcess:
         """Print a note on this rank unless one of this kind was printed before."""
         if kind not in self._printed_notes:
             self._printed_notes.add(kind)
-            _print(f"note: {text}")
+            print_here(f"note: {text}")
 
 
 def _signature(description: dict[str, Any]) -> inspect.Signature:
@@ -288,14 +288,6 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     # Leaving the block closes the pipes and reaps the process.
     with process, contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _print(text: str) -> None:
-    """Print on this rank; nothing from then on if the reader of stdout has gone (`| head`)."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
 
 
 def _escaped(text: str) -> str:

@@ -180,9 +180,10 @@ def _take_lock(folder: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip()
         raise InputError(f"{folder}: in use by {holder}; wait for it or take another --run-name") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    with durable.naming(folder / "lock"):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
     return lock
 
 
