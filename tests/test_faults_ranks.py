@@ -232,6 +232,21 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
         assert [job.output(rank).count("SIGTERM: finishing this step") for rank in (0, 1)] == [0, 1]
 
 
+@pytest.mark.parametrize("start", ["trap '' HUP; exec", "exec"], ids=["nohup", "terminal"])
+def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, start):
+    """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
+    command = ["bash", "-c", f"{start} {' '.join(python(tmp_path, LOOP))}"]
+    with started(tmp_path, [command]) as job:
+        job.until("joined", 0)
+        job.processes[0].send_signal(signal.SIGHUP)
+        if start != "exec":
+            time.sleep(1)
+            assert job.processes[0].poll() is None
+            job.processes[0].terminate()
+        assert job.codes(within=5) == [129 if start == "exec" else 143]
+        assert job.output(0).count("saved") == 1
+
+
 def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
     """One rank sits in user code, the other in a collective; a signal that is delivered twice counts once."""
     body = "joined()\nif rank == 1:\n    time.sleep(300)\nprocess_group.barrier()"

@@ -18,7 +18,7 @@ The main thread calls `heartbeat` wherever it makes progress. Every POLL_S secon
 4. If no rank has had a heartbeat for `hang_timeout` seconds, it writes a claim with HangError's exit code;
    the message lists the status of every rank. While one rank makes progress, the ranks that wait for it do
    not count as hung.
-5. It handles signals. The first SIGTERM or SIGINT sets `this_process.stop_signal`, which the ranks exchange
+5. It handles signals. The first SIGTERM, SIGINT or SIGHUP sets `this_process.stop_signal`, which the ranks exchange
    at the end of each step (`process_group.stop_requested`). A second signal, or one before the first step, is
    a claim.
 
@@ -51,7 +51,7 @@ import torch.distributed as dist
 
 from minirl.errors import HangError, InputError
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Errors of a write that are no bug.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -114,8 +114,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     The exit code is what `main` returns (None: 0). When `main` raises on one rank, all ranks end, wherever
     they are. All ranks call it (collective at the end).
 
-    SIGTERM and SIGINT ask for a stop at the end of the step (`process_group.stop_requested`); a second one,
-    or one before the first step, ends the run at once. SIGUSR1 prints the stacks of all threads. Under
+    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask for a stop at the end of the step
+    (`process_group.stop_requested`); a second one, or one before the first step, ends the run at once. SIGHUP has no
+    effect where it is ignored at the start, as by nohup. SIGUSR1 prints the stacks of all threads. Under
     torchrun the process is killed when torchrun dies.
     """
     _prepare_process()
@@ -212,6 +213,8 @@ def _restore_default_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _find_main_thread() -> tuple[str, bool]:
@@ -282,7 +285,8 @@ class _Watchdog(threading.Thread):
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=_restore_default_signals)
 
     def report_failure(self, error: BaseException) -> NoReturn:
