@@ -163,6 +163,22 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
         assert "Traceback" not in job.output(0)
 
 
+@pytest.mark.slow
+def test_row_01_restarted_ranks_resume_the_run_without_a_name(tmp_path, runs):
+    """torchrun --max-restarts: no second folder, and every step once."""
+    before = set(runs.iterdir())
+    command = torchrun(*grpo("--num-steps", "30", "--save-every", "1"))
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        job.until("step  3/", 0)
+        os.kill(children(job.processes[0].pid)[1], signal.SIGKILL)
+        assert job.codes(within=60) == [0]
+        assert "resuming after step" in job.output(0)
+    (folder,) = set(runs.iterdir()) - before
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+
+
 SAVING = """
 def save():
     time.sleep({seconds})

@@ -4,9 +4,12 @@ Under torchrun the ranks come from its environment variables; otherwise this pro
 rank runs the same script.
 """
 
+import contextlib
 import os
+import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -79,6 +82,20 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launcher() -> str:
+    """A name of the torchrun that started this process, which no other has; "" without torchrun. Not collective.
+
+    It stays the same when torchrun restarts its ranks (--max-restarts): run id, host, process and its start.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    torchrun = os.getppid()
+    started = ""
+    with contextlib.suppress(OSError):  # no /proc
+        started = Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {torchrun} {started}".rstrip()
 
 
 def print0(*parts: Any) -> None:

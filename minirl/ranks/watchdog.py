@@ -105,7 +105,9 @@ def rendezvous() -> Any:
     if "RANK" not in os.environ:
         return dist.HashStore()
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
-    return store
+    # torchrun may restart all ranks and keep its store: addresses and claims of an earlier attempt must not count.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -271,10 +273,8 @@ class _Watchdog(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._rank = _rank()
         self._world_size = int(os.environ.get("WORLD_SIZE", 1))
-        # torchrun may restart all ranks and keep its store: a claim of an earlier attempt must not count. The
-        # clone has its own connection: on a shared one, this thread would wait for the main thread's calls.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"watchdog/{attempt}", rendezvous().clone())
+        # The clone has its own connection: on a shared one, this thread would wait for the main thread's calls.
+        self._store = dist.PrefixStore("watchdog", rendezvous().clone())
         self._failure: _Failure | None = None  # set by the main thread when it has failed
         self._num_heartbeats_seen = 0
         self._last_heartbeat_at = 0.0

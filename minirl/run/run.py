@@ -40,7 +40,7 @@ from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import changed_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
-from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.run.run_folder import open_run_folder, run_before_restart, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
 from minirl.training.frozen_models import frozen_logprobs, unparked
@@ -105,11 +105,12 @@ class Run:
         )
         self.dtype = _compute_dtype(config.dtype, self.device)
         self._flags = dataclasses.asdict(config)
+        run_name = config.run_name or broadcast_object(run_before_restart())
         self._folder = open_run_folder(
-            config.run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
             self._flags,
             resume=config.resume,
-            is_name_generated=config.run_name is None,
+            is_name_generated=run_name is None,
         )
         if config.model is None:
             self.model_folder = embedded_model_folder(runs_root())
@@ -374,6 +375,7 @@ class Run:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
+            "launcher": process_group.launcher(),
         }
 
     def _print_start(self) -> None:

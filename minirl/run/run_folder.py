@@ -5,8 +5,10 @@ runs/NAME/args.json             the flags, which a resumed run must repeat
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
+import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -21,8 +23,9 @@ from typing import IO, Any
 
 from minirl.errors import InputError, refuse
 from minirl.files import durable
+from minirl.files.json_files import read_json_object
 from minirl.files.redaction import redacted
-from minirl.ranks.process_group import broadcast_object, print0, rank
+from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
 FORMAT = 1  # version of the layout of checkpoints
@@ -62,11 +65,7 @@ class RunFolder:
         """
 
         def make() -> tuple[Path, IO[str]]:
-            path = self.path
-            number = 2
-            while self.is_name_generated and path.exists():
-                path = self.path.with_name(f"{self.path.name}-{number}")
-                number += 1
+            path = claim_folder(self.path) if self.is_name_generated else self.path
             _make_folder(path)
             lock = _take_lock(path)
             is_taken = (path / "args.json").is_file()
@@ -84,6 +83,20 @@ class RunFolder:
 def runs_root() -> Path:
     """The folder that holds all run folders: $MINIRL_RUNS, or ./runs."""
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
+
+
+def run_before_restart() -> str | None:
+    """The name of the run that this torchrun began before it restarted its ranks (--max-restarts), or None.
+
+    Not collective. It is the run whose args.json has the same `launcher`.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    for path in runs_root().glob("*/args.json"):
+        with contextlib.suppress(InputError):  # a damaged file of another run
+            if read_json_object(path).get("launcher") == launcher():
+                return path.parent.name
+    return None
 
 
 def open_run_folder(
@@ -159,6 +172,24 @@ def _checked_path(name: str) -> Path:
     nearest = next(path for path in parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{folder}: cannot be written to; see --run-name and $MINIRL_RUNS")
+    return folder
+
+
+def claim_folder(folder: Path) -> Path:
+    """Make a folder that was not there, with a number behind its name if need be; of two processes one gets each.
+
+    Not collective. Raises InputError if that fails.
+    """
+    first = folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+            folder = first.with_name(f"{first.name}-{number}")
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; see $MINIRL_RUNS") from None
     return folder
 
 
