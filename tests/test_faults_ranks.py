@@ -163,6 +163,15 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
         assert "Traceback" not in job.output(0)
 
 
+def test_row_01_a_rank_that_dies_before_it_joins_is_not_waited_for_for_ever(tmp_path):
+    """Without torchrun, which would end the others at once: after JOIN_S one line says which rank it was."""
+    body = "process_group.JOIN_S = 3.0\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\njoined()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        assert job.codes(within=15) == [1, -signal.SIGKILL]
+        assert "rank 1 is gone, killed or crashed (last seen: before the first step)" in job.output(0)
+        assert "Traceback" not in job.output(0)
+
+
 @pytest.mark.slow
 def test_row_01_restarted_ranks_resume_the_run_without_a_name(tmp_path, runs):
     """torchrun --max-restarts: no second folder, and every step once."""

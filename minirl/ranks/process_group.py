@@ -19,6 +19,8 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.ranks import watchdog
 
+JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
+
 
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
@@ -31,7 +33,8 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
     knows a hang from a slow rank, collectives wait up to a day.
 
-    Raises InputError for a device that does not exist.
+    Raises InputError for a device that does not exist, and torch's DistStoreError if another rank does not come
+    within JOIN_S.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: choose auto, cpu or cuda")
@@ -43,10 +46,14 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
     if not dist.is_initialized():
+        store = watchdog.rendezvous()
+        # init_process_group would wait for a rank that has died as long as collectives do.
+        store.set(f"joins/{rank()}", "")
+        store.wait([f"joins/{other}" for other in range(world_size())], timedelta(seconds=JOIN_S))
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=None if hang_timeout is None else timedelta(days=1),
-            store=watchdog.rendezvous(),
+            store=store,
             rank=rank(),
             world_size=world_size(),
         )
