@@ -160,7 +160,7 @@ def _start_guard() -> None:
         return
     if os.fork() != 0:
         os._exit(0)
-    # The trainer must see the answers' pipe closed when this process's sibling has ended.
+    # The trainer must see the answers' pipe closed when the worker has ended.
     os.closerange(1, 3)
     hangup = select.poll()
     # Without a mask, poll reports nothing but the hangup: requests are not the guard's.

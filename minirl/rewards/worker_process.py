@@ -270,10 +270,9 @@ def _signature(description: dict[str, Any]) -> inspect.Signature:
 def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: float) -> bytes | None:
     """Send a message and read one line.
 
-    Returns less than a line if the process died, closed its pipes or sent more than MAX_ANSWER bytes, and None after
-    the deadline. Both pipes
-    are served in one loop that never blocks for longer than POLL_S: a message may be larger than a pipe
-    holds, and the worker may neither read nor answer.
+    Returns less than a line if the process died, closed its pipes or sent more than MAX_ANSWER bytes, and None
+    after the deadline. Both pipes are served in one loop that never blocks for longer than POLL_S: a message may
+    be larger than a pipe holds, and the worker may neither read nor answer.
     """
     assert process.stdin is not None
     assert process.stdout is not None
