@@ -182,14 +182,15 @@ class Logger:
         path = self._rollouts_file(step)
         try:
             path.write_text(text)
-            if self._keep_rollouts:
-                self._rollouts_file(step - self._keep_rollouts).unlink(missing_ok=True)
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
             print0(
                 f"warning: {path}: {error.strerror or error}; the run goes on without the rollouts of this step"
             )
+        if self._keep_rollouts:
+            with contextlib.suppress(OSError):
+                self._rollouts_file(step - self._keep_rollouts).unlink()
 
     def _rollouts_file(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:06d}.jsonl"
