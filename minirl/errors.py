@@ -1,7 +1,8 @@
 """The errors that end a run on purpose, each with the exit code of every rank.
 
 Their message is for the user and is printed without a traceback. Any other exception is a bug: traceback,
-exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM) or 130 (Ctrl-C).
+exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C)
+or 129 (SIGHUP, a closed terminal).
 """
 
 
@@ -30,7 +31,7 @@ class HangError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """The last checkpoint could not be written; earlier ones are intact."""
+    """The last checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are intact."""
 
     exit_code = 6
 

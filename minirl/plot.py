@@ -6,12 +6,12 @@ pip install -e '.[plot]'.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
+from minirl.report.logger import read_metrics
 from minirl.run.run_folder import runs_root
 
 PHASES = ("generate", "reward", "score", "update", "report")
@@ -27,12 +27,9 @@ def read_run(name: str) -> tuple[str, list[dict[str, Any]]]:
         raise InputError(
             f"{name}: no metrics.jsonl in {folders[0]} or {folders[1]}; give a run's folder or name"
         )
-    lines = []
-    for number, text in enumerate((folder / "metrics.jsonl").read_text().splitlines(), 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            print(f"note: {folder}/metrics.jsonl:{number} is no whole line and is left out", file=sys.stderr)
+    lines, damaged = read_metrics(folder / "metrics.jsonl")
+    for number in damaged:
+        print(f"note: {folder}/metrics.jsonl:{number} is no whole line and is left out", file=sys.stderr)
     if not lines:
         raise InputError(f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines

@@ -50,6 +50,14 @@ def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **opti
         pytest.param(
             b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs", id="row-15-deep"
         ),
+        pytest.param(
+            b'{"prompt": "a", "answer": 1, "answer": 2}',
+            "cannot be read: key 'answer' is there twice",
+            id="row-15-twice",
+        ),
+        pytest.param(
+            b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "key 'c' is there twice", id="row-15-twice-inside"
+        ),
         pytest.param(b'["prompt"]', "expected an object", id="row-15-list"),
         pytest.param(
             b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see", id="row-16-missing"

@@ -120,6 +120,11 @@ def test_a_single_file_wins_over_an_index_beside_it(folder):
         ("config.json", "{", r"config\.json: not JSON: .* line 1, column 2"),
         ("config.json", "[1]", r"config\.json: expected a JSON object, got \[1\]"),
         ("config.json", "[" * 100_000, r"config\.json: cannot be read"),
+        (
+            "config.json",
+            '{"vocab_size": 5, "vocab_size": 6}',
+            r"config\.json: cannot be read: key 'vocab_size' is there twice",
+        ),
         ("model.safetensors.index.json", "no", r"index\.json: not JSON"),
         ("model.safetensors.index.json", "{}", r"index\.json: has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', r"weight_map names 1; expected a file"),

@@ -163,6 +163,31 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
         assert "Traceback" not in job.output(0)
 
 
+def test_row_01_a_rank_that_dies_before_it_joins_is_not_waited_for_for_ever(tmp_path):
+    """Without torchrun, which would end the others at once: after JOIN_S one line says which rank it was."""
+    body = "process_group.JOIN_S = 3.0\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\njoined()"
+    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
+        assert job.codes(within=15) == [1, -signal.SIGKILL]
+        assert "rank 1 is gone, killed or crashed (last seen: before the first step)" in job.output(0)
+        assert "Traceback" not in job.output(0)
+
+
+@pytest.mark.slow
+def test_row_01_restarted_ranks_resume_the_run_without_a_name(tmp_path, runs):
+    """torchrun --max-restarts: no second folder, and every step once."""
+    before = set(runs.iterdir())
+    command = torchrun(*grpo("--num-steps", "30", "--save-every", "1"))
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        job.until("step  3/", 0)
+        os.kill(children(job.processes[0].pid)[1], signal.SIGKILL)
+        assert job.codes(within=60) == [0]
+        assert "resuming after step" in job.output(0)
+    (folder,) = set(runs.iterdir()) - before
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+
+
 SAVING = """
 def save():
     time.sleep({seconds})
@@ -230,6 +255,21 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
         assert job.codes(within=5) == [143, 143]
         assert [job.output(rank).count("saved") for rank in (0, 1)] == [1, 1]
         assert [job.output(rank).count("SIGTERM: finishing this step") for rank in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize("start", ["trap '' HUP; exec", "exec"], ids=["nohup", "terminal"])
+def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, start):
+    """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
+    command = ["bash", "-c", f"{start} {' '.join(python(tmp_path, LOOP))}"]
+    with started(tmp_path, [command]) as job:
+        job.until("joined", 0)
+        job.processes[0].send_signal(signal.SIGHUP)
+        if start != "exec":
+            time.sleep(1)
+            assert job.processes[0].poll() is None
+            job.processes[0].terminate()
+        assert job.codes(within=5) == [129 if start == "exec" else 143]
+        assert job.output(0).count("saved") == 1
 
 
 def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
@@ -430,6 +470,36 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
         assert "code 0" in job.output(0)
         assert "Error" not in job.output(0)
     assert done.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_row_41_output_to_a_full_disk_stops_no_run(tmp_path):
+    """stdout and stderr take nothing; the run goes on to its end."""
+    body = "for i in range(300):\n    process_group.print0('x' * 100)\nopen(sys.argv[1], 'w').close()"
+    shell = f"{' '.join(python(tmp_path, body))} {tmp_path}/done > /dev/full 2>&1"
+    with started(tmp_path, [["bash", "-c", shell]]) as job:
+        assert job.codes(within=30) == [0]
+    assert (tmp_path / "done").exists()
+
+
+FULL_DISK = """
+import resource
+from pathlib import Path
+from minirl.files import durable
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+try:
+    durable.replace_file(Path(__file__).parent / "args.json", "{}" * 9)
+finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+"""
+
+
+def test_row_06_a_disk_that_is_full_at_the_start_is_no_bug(tmp_path):
+    """One line with the file, and exit 2."""
+    with started(tmp_path, [python(tmp_path, FULL_DISK)]) as job:
+        assert job.codes(within=20) == [2]
+        assert job.output(0) == f"error: {tmp_path}/.half-args.json: File too large\n"
 
 
 @pytest.mark.slow

@@ -70,9 +70,44 @@ def is_killed(completions):
 
 def closes_everything(completions):
     if "bad" in completions:
-        os.closerange(0, 100)
+        os.closerange(0, 5000)
         time.sleep(100)
     return [1.0] * len(completions)
+
+def closes_much(completions):
+    os.closerange(0, 500)
+    return [1.0] * len(completions)
+
+def write_to_all(text):
+    for fd in range(5000):
+        try:
+            os.write(fd, text)
+        except OSError:
+            pass
+
+def writes_to_all(completions):
+    write_to_all(b"hello")
+    return [1.0] * len(completions)
+
+def answers_itself(completions):
+    write_to_all(b'{"rewards": [7.0], "error": null, "printed": ""}\\n')
+    return [1.0] * len(completions)
+
+def floods(completions):
+    for fd in range(2000, 5000):
+        try:
+            while True:
+                os.write(fd, b"x" * 1_000_000)
+        except OSError:
+            pass
+
+def replaces_modules(completions):
+    import json, math
+    json.dumps = json.loads = math.isfinite = lambda *args, **kwargs: True
+    return [float("nan") if c == "bad" else 1.0 for c in completions]
+
+def dies_of_a_signal_without_a_name(completions):
+    return [os.kill(os.getpid(), 40) if c == "bad" else 1.0 for c in completions]
 
 def recurses(completions):
     return [recurses(completions) if c == "bad" else 1.0 for c in completions]
@@ -334,6 +369,18 @@ def test_row_24_numbers_of_every_kind_are_accepted(returning, expression):
         pytest.param("[1, '1.0']", "f.jsonl:2.*'b': returned '1.0'", id="row-24-text"),
         pytest.param("[1, b'1']", "f.jsonl:2.*'b': returned b'1'", id="row-24-bytes"),
         pytest.param("[1, [1.0]]", r"f.jsonl:2.*'b': returned \[1.0\]", id="row-24-list"),
+        pytest.param("[1, bytearray(b'1')]", r"f.jsonl:2.*'b': returned bytearray", id="row-24-buffer"),
+        pytest.param(
+            "[1, 10**9000]", "f.jsonl:2.*'b': returned a value of <class 'int'>", id="row-24-endless"
+        ),
+        pytest.param("[1, 1e30]", r"f.jsonl:2.*'b': returned 1e\+30; .* at most 1e\+12", id="row-24-1e30"),
+        pytest.param("[1, -1e300]", r"f.jsonl:2.*'b': returned -1e\+300; .* at most", id="row-24-1e300"),
+        pytest.param("[1, 10**30]", "f.jsonl:2.*'b': returned 1000.*; .* at most", id="row-24-great-int"),
+        pytest.param(
+            "[1, numpy.float32(1e30)]", "f.jsonl:2.*'b': returned .* at most", id="row-24-great-numpy"
+        ),
+        pytest.param("[1, decimal.Decimal('1e30')]", "f.jsonl:2.*; .* at most", id="row-24-great-decimal"),
+        pytest.param("[1, decimal.Decimal('1e400')]", "f.jsonl:2.*; expected a finite", id="row-24-decimal"),
         pytest.param("numpy.ones((2, 1))", r"f.jsonl:1.*'a': returned array\(\[1.\]\)", id="row-24-2-d"),
         pytest.param("[1, numpy.nan]", "f.jsonl:2.*'b': returned nan", id="row-24-numpy-nan"),
         pytest.param("[1, 10**400]", "f.jsonl:2.*'b': returned 1000", id="row-24-huge"),
@@ -405,6 +452,7 @@ def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(lo
     [
         pytest.param("dies", "ended its process, exit code 3", id="row-25-exit"),
         pytest.param("is_killed", "ended its process, SIGKILL", id="row-25-kill"),
+        pytest.param("dies_of_a_signal_without_a_name", "ended its process, signal 40", id="row-25-signal"),
         pytest.param("closes_everything", "closed the pipes of its process", id="row-25-close"),
     ],
 )
@@ -486,6 +534,58 @@ def test_row_26_a_fork_that_returns_answers_nothing(load, name):
     function = load(name)
     for count in (1, 2, 3):
         assert rewards_of(function, ["fine"] * count) == [1.0] * count
+
+
+@pytest.mark.parametrize("name", ["writes_to_all", "answers_itself", "floods"])
+def test_row_26_what_user_code_writes_is_never_taken_for_an_answer(load, name):
+    """It is said, with the function, and the next call has a new worker: no wrong number, no hang, no traceback."""
+    with pytest.raises(RewardError, match=f"reward {name} .*: its process sent something that is no answer"):
+        rewards_of(load(name), ("fine",))
+    with pytest.raises(RewardError, match=f"reward {name} .*: its process sent something that is no answer"):
+        rewards_of(load(name), ("fine", "fine"))
+
+
+def test_row_26_low_descriptors_may_all_be_closed(load):
+    """As daemons do it: the pipes of the worker are not among them."""
+    function = load("closes_much")
+    assert rewards_of(function) == rewards_of(function) == [1.0] * 3
+
+
+def test_row_26_replaced_modules_do_not_reach_the_trainer(load):
+    """The worker reads and writes with the functions that it had at first; the trainer looks at each number itself."""
+    with pytest.raises(RewardError, match=r"f\.jsonl:2, completion 'bad': returned nan; expected a finite"):
+        rewards_of(load("replaces_modules"))
+    assert rewards_of(load("replaces_modules"), ("fine",)) == [1.0]
+
+
+ANSWERS = {
+    "number": "3",
+    "other_id": '{"id": "0", "rewards": [1.0], "error": None, "printed": ""}',
+    "no_print": '{"id": ID, "rewards": [1.0], "error": None}',
+    "no_rewards": '{"id": ID, "error": None, "printed": ""}',
+    "too_many": '{"id": ID, "rewards": [1.0, 1.0], "error": None, "printed": ""}',
+    "error_of_no_text": '{"id": ID, "rewards": [1.0], "error": 3, "printed": ""}',
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_row_26_an_answer_of_another_shape_is_an_error(tmp_path, monkeypatch, answer):
+    """Whatever a worker sends, the trainer takes nothing but what the protocol says."""
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import json, sys\n"
+        "ID = json.loads(sys.stdin.readline())['id']\n"
+        "start = dict(id=ID, required=['completions'], optional=[], takes_all=False, printed='')\n"
+        "print(json.dumps(start), flush=True)\n"
+        "ID = json.loads(sys.stdin.readline())['id']\n"
+        f"print(json.dumps({answer}), flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    monkeypatch.setattr(worker, "__file__", str(program))
+    function = load_reward("minirl.data.gsm8k:f")
+    with pytest.raises(RewardError, match="its process sent something that is no answer"):
+        rewards_of(function, ("fine",))
+    function.close()
 
 
 def test_row_26_working_directory_and_generators_are_the_trainers(load):
@@ -588,19 +688,23 @@ def test_no_process_is_left_after_close(load, name):
     assert_gone(*processes)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_after_the_trainer_was_killed(folder):
-    """SIGKILL while the worker waits and while it hangs in a call."""
+    """SIGKILL while the worker waits and while it hangs in a call; a program that user code started goes too."""
     program = (
         "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
-        f"pids, hangs = (load_reward('{folder}/mine.py:' + name) for name in ('pids', 'hangs_in_c'))\n"
-        "print(*map(int, pids(completions=['a', 'b'])), hangs._process.pid, flush=True)\n"
+        "pids, starts, hangs = (\n"
+        f"    load_reward('{folder}/mine.py:' + name) for name in ('pids', 'starts', 'hangs_in_c')\n"
+        ")\n"
+        "for function in (pids, starts):\n"
+        "    print(*map(int, function(completions=['a', 'b'])), end=' ')\n"
+        "print(hangs._process.pid, flush=True)\n"
         "hangs(completions=['bad'])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     processes = [int(pid) for pid in trainer.stdout.readline().split()]
     time.sleep(0.2)
-    assert len(processes) == 3
+    assert len(processes) == 5
     assert all(map(is_alive, processes))
     trainer.kill()
     trainer.wait()

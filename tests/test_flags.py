@@ -1,6 +1,7 @@
 """The command line of a config, whoever wrote it: groups, comments as help, presets, refusals."""
 
 import re
+import typing
 from dataclasses import dataclass
 
 import pytest
@@ -95,6 +96,33 @@ def test_a_preset_is_chosen_by_name_and_by_default_the_first():
         train_grpo.check(train_grpo.Config(algorithm="nope"))
 
 
+def number_fields(config_class):
+    """The names of the fields whose type has an int or a float in it, and whether they hold several."""
+    for name, annotation in typing.get_type_hints(config_class).items():
+        if {int, float} & {annotation, *typing.get_args(annotation)}:
+            yield name, typing.get_origin(annotation) is tuple
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_tuple"),
+    [(module, *field) for module in (train_grpo, train_ppo) for field in number_fields(module.Config)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_every_number_flag_must_be_finite(module, name, is_tuple):
+    """Of both scripts, by the types of their fields; ints of any length too, which the command line takes."""
+    for number in (float("inf"), float("-inf"), float("nan"), float("1e400"), 1e30, 10**400):
+        with pytest.raises(InputError, match=rf"--{name.replace('_', '-')}\b"):
+            module.check(module.Config(**{name: (number,) if is_tuple else number}))
+
+
+def test_the_fields_with_numbers_are_found():
+    """All kinds of annotations: plain, optional, several."""
+    found = dict(number_fields(train_ppo.Config))
+    assert {"lr", "num_steps", "seed", "kl_horizon", "max_new_tokens", "hang_timeout"} <= found.keys()
+    assert found["reward_weights"]
+    assert not {"model", "chat", "wandb", "reward"} & found.keys()
+
+
 @pytest.mark.parametrize(
     ("check", "message"),
     [
@@ -107,6 +135,10 @@ def test_a_preset_is_chosen_by_name_and_by_default_the_first():
         ),
         (lambda: check_shared(RunConfig(model="x")), "--model needs --data"),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
+        (
+            lambda: check_shared(RunConfig(reward_weights=(-1e7,))),
+            "--reward-weights -10000000.0: must be at most",
+        ),
     ],
 )
 def test_a_refusal_names_the_flag(check, message):

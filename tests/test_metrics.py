@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import resource
 import sys
 import time
 import types
@@ -15,6 +16,7 @@ import minirl.ranks.process_group
 import minirl.report.logger
 import minirl.report.metrics
 from minirl.data.task import Row
+from minirl.errors import SaveError
 from minirl.report.logger import Logger, console_line, duration, troubles
 from minirl.report.metrics import (
     StepMetrics,
@@ -501,8 +503,14 @@ def fail(*args, **kwargs):
     raise RuntimeError("no network")
 
 
+def leave(*args, **kwargs):
+    raise SystemExit("no network")
+
+
 @pytest.mark.parametrize(
-    "module", [types.SimpleNamespace(init=fail), None], ids=["init_raises", "not_installed"]
+    "module",
+    [types.SimpleNamespace(init=fail), types.SimpleNamespace(init=leave), None],
+    ids=["init_raises", "init_exits", "not_installed"],
 )
 def test_row_39_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, capsys, tmp_path, module):
     """Without wandb, or without its network, the run logs to files and says so once."""
@@ -516,16 +524,17 @@ def test_row_39_wandb_that_does_not_start_is_one_line(one_process, monkeypatch, 
     assert "wandb could not start" in printed[0]
 
 
+@pytest.mark.parametrize("failure", [fail, leave])
 @pytest.mark.parametrize("method", ["log", "finish"])
 def test_row_39_wandb_that_fails_later_is_one_line_and_left_alone(
-    one_process, monkeypatch, capsys, tmp_path, method
+    one_process, monkeypatch, capsys, tmp_path, method, failure
 ):
     """The first failure is printed; no later step calls it again, and every step is in the file."""
     calls = []
 
     def broken(*args, **kwargs):
         calls.append(args)
-        fail()
+        failure()
 
     run = types.SimpleNamespace(log=lambda *args, **kwargs: None, finish=lambda: None)
     setattr(run, method, broken)
@@ -554,6 +563,18 @@ def test_wandb_gets_the_arguments_the_steps_and_the_mode(one_process, monkeypatc
     assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
 
 
+def test_row_48_wandb_sees_no_secret_of_the_command_line(one_process, monkeypatch, tmp_path):
+    """It reads sys.argv itself when it starts; afterwards that is what it was."""
+    seen = []
+    command = ["train_grpo.py", "--model", "https://user:password@host/model"]
+    monkeypatch.setattr(sys, "argv", command)
+    module = types.SimpleNamespace(init=lambda **kwargs: seen.extend(sys.argv))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    Logger(tmp_path, {}, wandb_mode="offline")
+    assert seen == ["train_grpo.py", "--model", "https://***@host/model"]
+    assert sys.argv is command
+
+
 def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(one_process, monkeypatch, tmp_path):
     """The same id; numbers of later steps, half a line of a crash among them, are gone; rollouts beyond `keep` too."""
     started = []
@@ -570,6 +591,88 @@ def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(one_process
         assert lines == [{"step": step, "a": step} for step in range(1, after_step + 1)]
     assert len({kwargs["id"] for kwargs in started}) == 1
     assert {kwargs["resume"] for kwargs in started} == {"allow"}
+
+
+DAMAGE = {
+    "cut": b'{"step": 4, "a"',
+    "zeros": b"\x00\x00",
+    "not_utf8": b'{"step": 4, "\xff": 1}',
+    "no_step": b'{"a": 1.0}',
+    "text": b'{"step": 4, "a": "1"}',
+    "list": b"[4]",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_row_40_a_damaged_line_costs_no_other_line(one_process, capsys, tmp_path, damage):
+    """Those after it stay, the file as it was is kept aside, and place and name are said; a blank line is nothing."""
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps({"step": step, "a": None}).encode() for step in (1, 2, 3)]
+    content = b"\n".join([good[0], b"", damage, *good[1:], b""])
+    path.write_bytes(content)
+    Logger(tmp_path, {}, wandb_mode="off", after_step=2)
+    assert [line["step"] for line in map(strict_json, path.read_text().splitlines())] == [1, 2]
+    (aside,) = tmp_path.glob("metrics-damaged-*")
+    assert aside.read_bytes() == content
+    (warning,) = said(capsys).splitlines()
+    assert f"{path}:3: " in warning
+    assert aside.name in warning
+    path.write_bytes(b"\n".join(good))
+    Logger(tmp_path, {}, wandb_mode="off", after_step=3)
+    assert len(list(tmp_path.glob("metrics-damaged-*"))) == 1
+
+
+@pytest.fixture
+def file_limit():
+    """`file_limit(n)`: no file of this process grows beyond n bytes; None: as before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes):
+        soft = before[0] if num_bytes is None else num_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_row_40_metrics_that_cannot_be_written_are_written_later(one_process, capsys, tmp_path, file_limit):
+    """A full disk costs neither the run nor a line, nor leaves half a line; it is said at each step."""
+    path = tmp_path / "metrics.jsonl"
+    logger = Logger(tmp_path, {}, wandb_mode="off")
+    logger.log(1, {"a": 1.0}, num_steps=5)
+    file_limit(path.stat().st_size + 5)
+    before = path.read_bytes()
+    for step in (2, 3):
+        logger.log(step, {"a": 1.0}, num_steps=5)
+        assert path.read_bytes() == before
+    with pytest.raises(SaveError, match="metrics of the last 2 steps were not written"):
+        logger.finish()
+    file_limit(None)
+    logger.log(4, {"a": 1.0}, num_steps=5)
+    logger.finish()
+    assert [line["step"] for line in map(strict_json, path.read_text().splitlines())] == [1, 2, 3, 4]
+    printed = said(capsys).splitlines()
+    assert len(printed) == 3
+    assert all(line.startswith(f"warning: {path}: File too large") for line in printed)
+
+
+def test_row_40_rollouts_that_cannot_be_written_do_not_end_the_run(one_process, capsys, tmp_path, file_limit):
+    """No half file stays; the warning names it. So too where the folder has gone."""
+    logger = Logger(tmp_path, {}, wandb_mode="off", keep_rollouts=1)
+    row = Row("1+1=", {}, "f:1")
+    judged = RewardedRollouts([make_rollout(1, 1)], [row], ["2"], torch.zeros(1, 1), torch.zeros(1))
+    file_limit(20)
+    logger.log_rollouts(1, judged, ["a"], reward=torch.zeros(1))
+    file_limit(None)
+    logger.log_rollouts(2, judged, ["a"], reward=torch.zeros(1))
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000002.jsonl"]
+    (tmp_path / "rollouts" / "000002.jsonl").unlink()
+    (tmp_path / "rollouts").rmdir()
+    logger.log_rollouts(3, judged, ["a"], reward=torch.zeros(1))
+    first, second = said(capsys).splitlines()
+    assert f"{tmp_path}/rollouts/000001.jsonl: File too large" in first
+    assert f"{tmp_path}/rollouts/000003.jsonl: No such file" in second
 
 
 def test_rollouts_are_rotated_on_demand(one_process, tmp_path):

@@ -23,13 +23,13 @@ LINES = [
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder under $MINIRL_RUNS, with one evaluation and a line that a crash has cut off."""
+    """A run's folder under $MINIRL_RUNS, with one evaluation, a line without a step and a line that was cut off."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
     folder = tmp_path / "mine"
     folder.mkdir()
     lines = [*LINES[:-1], LINES[-1] | {"eval/reward": 0.9, "policy/entropy": None}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 16, "rew')
+    (folder / "metrics.jsonl").write_text('{"reward/mean": 1}\n' + text + '{"step": 16, "rew')
     return folder
 
 
@@ -39,7 +39,9 @@ def test_a_run_is_found_by_folder_and_by_name_and_a_cut_line_is_left_out(run, ca
         found, lines = read_run(name)
         assert found == "mine"
         assert [line["step"] for line in lines] == list(range(1, 16))
-    assert "metrics.jsonl:16" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "metrics.jsonl:1 is" in said
+    assert "metrics.jsonl:17 is" in said
 
 
 def test_a_series_has_the_steps_that_have_a_number(run):

@@ -6,18 +6,20 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from minirl.errors import InputError
+from minirl.ranks.process_group import launcher
 from minirl.run import inputs
 from minirl.run import run as run_module
 from minirl.run.config import RunConfig
 from minirl.run.inputs import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress
-from minirl.run.run_folder import read_args
+from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
@@ -66,6 +68,36 @@ def test_two_runs_of_one_moment_get_two_folders(one_rank, runs):
         one_rank.run(_freeze_names, False)
     names = {path.name for path in set(runs.iterdir()) - before}
     assert names == {"grpo-now", "grpo-now-2"}
+
+
+def test_each_of_several_processes_gets_a_folder_of_its_own(tmp_path):
+    """Though all ask for the same name at once."""
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: claim_folder(tmp_path / "runs" / "grpo-2"), range(8)))
+    names = {"grpo-2", *(f"grpo-2-{number}" for number in range(2, 9))}
+    assert {folder.name for folder in folders} == names
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == names
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file.*see \$MINIRL_RUNS"):
+        claim_folder(tmp_path / "file" / "grpo")
+
+
+def test_restarted_ranks_find_the_run_of_the_same_torchrun(tmp_path, monkeypatch):
+    """And no other's, whatever lies among the runs; the first attempt looks for none."""
+    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    own = launcher()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert own != launcher()
+    for name, text in (("a", "["), ("b", "{}"), ("c", json.dumps({"launcher": own}))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(text)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_before_restart() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert run_before_restart() == "c"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert run_before_restart() is None
 
 
 def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):

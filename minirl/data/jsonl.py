@@ -7,6 +7,7 @@ from typing import Any
 
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError
+from minirl.files.json_files import parse_json
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str], *, prompt_field: str) -> Task:
@@ -73,11 +74,11 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse_object(line: str, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # For example a number with thousands of digits, or lists nested thousands deep.
+        # For example a key that is there twice, a number of thousands of digits, lists nested thousands deep.
         raise InputError(f"{place}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{place}: expected an object, got {line.strip()[:60]}")

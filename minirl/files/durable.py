@@ -4,10 +4,11 @@ A file's content reaches the disk before it gets its name; a folder is filled un
 leading dot) and then renamed. Digests are SHA-256 of what was written, so that a later reader detects damage.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,10 +21,10 @@ class Digest(TypedDict):
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
-    """Write a file and wait until its content is on the disk."""
+    """Write a file and wait until its content is on the disk. An OSError that it raises names the file."""
     sha256 = hashlib.sha256()
     num_bytes = 0
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
             sha256.update(chunk)
@@ -38,6 +39,29 @@ def replace_file(path: Path, content: str) -> None:
     temporary = path.with_name(f".half-{path.name}")
     write_file(temporary, [content.encode()])
     os.replace(temporary, path)
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Add all of the content to the end of a file or, where that fails, nothing of it. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block this path if it has none: that of a write, on a full disk, says no file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def file_sha256(path: Path) -> str:

@@ -1,16 +1,31 @@
-"""JSON files that others have written."""
+"""JSON that others have written: a key that an object has twice is refused, where json takes the last."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, also for a key that an object has twice, or RecursionError."""
+    return json.loads(text, object_pairs_hook=_object_of)
+
+
+def _object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"key {repeated!r} is there twice")
+    return values
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError naming the file if it holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise InputError(f"{path}: not JSON: {where}; fetch or save it again") from None

@@ -4,9 +4,12 @@ Under torchrun the ranks come from its environment variables; otherwise this pro
 rank runs the same script.
 """
 
+import contextlib
 import os
+import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.ranks import watchdog
+
+JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
 
 
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
@@ -28,7 +33,8 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
     knows a hang from a slow rank, collectives wait up to a day.
 
-    Raises InputError for a device that does not exist.
+    Raises InputError for a device that does not exist, and torch's DistStoreError if another rank does not come
+    within JOIN_S.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: choose auto, cpu or cuda")
@@ -40,10 +46,14 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
     if not dist.is_initialized():
+        store = watchdog.rendezvous()
+        # init_process_group would wait for a rank that has died as long as collectives do.
+        store.set(f"joins/{rank()}", "")
+        store.wait([f"joins/{other}" for other in range(world_size())], timedelta(seconds=JOIN_S))
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=None if hang_timeout is None else timedelta(days=1),
-            store=watchdog.rendezvous(),
+            store=store,
             rank=rank(),
             world_size=world_size(),
         )
@@ -81,16 +91,38 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def print0(*parts: Any) -> None:
-    """Print on rank 0 and flush. Not collective.
+def launcher() -> str:
+    """A name of the torchrun that started this process, which no other has; "" without torchrun. Not collective.
 
-    When the reader of the output has gone (as in `| head`), this and all later output is dropped.
+    It stays the same when torchrun restarts its ranks (--max-restarts): run id, host, process and its start.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    torchrun = os.getppid()
+    started = ""
+    with contextlib.suppress(OSError):  # no /proc
+        started = Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {torchrun} {started}".rstrip()
+
+
+def print0(*parts: Any) -> None:
+    """Print on rank 0, as `print_here`. Not collective."""
     if rank() == 0:
-        try:
-            print(*parts, flush=True)
-        except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
+        print_here(*parts)
+
+
+def print_here(*parts: Any) -> None:
+    """Print on this rank and flush; output that cannot be written stops no run. Not collective.
+
+    When the reader of the output has gone (as in `| head`), this and all later output is dropped. On a full disk
+    the last lines are written with later output, once there is room.
+    """
+    try:
+        print(*parts, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
+    except OSError:  # a full disk, a terminal that has gone
+        pass
 
 
 def broadcast_object(value: Any) -> Any:

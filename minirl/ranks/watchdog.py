@@ -18,17 +18,18 @@ The main thread calls `heartbeat` wherever it makes progress. Every POLL_S secon
 4. If no rank has had a heartbeat for `hang_timeout` seconds, it writes a claim with HangError's exit code;
    the message lists the status of every rank. While one rank makes progress, the ranks that wait for it do
    not count as hung.
-5. It handles signals. The first SIGTERM or SIGINT sets `this_process.stop_signal`, which the ranks exchange
+5. It handles signals. The first SIGTERM, SIGINT or SIGHUP sets `this_process.stop_signal`, which the ranks exchange
    at the end of each step (`process_group.stop_requested`). A second signal, or one before the first step, is
    a claim.
 
-Errors with an `exit_code` (`minirl.errors`) are printed as a message, all others with their traceback. The
-module's only state is `this_process`, which describes the main thread of this process.
+Errors with an `exit_code` (`minirl.errors`) and those of a full disk are printed as a message, all others with their
+traceback. The module's only state is `this_process`, which describes the main thread of this process.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import faulthandler
 import functools
 import io
@@ -48,9 +49,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from minirl.errors import HangError
+from minirl.errors import HangError, InputError
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Errors of a write that are no bug.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 # Times in seconds.
 POLL_S = 0.25  # between two looks at the store
@@ -102,7 +105,9 @@ def rendezvous() -> Any:
     if "RANK" not in os.environ:
         return dist.HashStore()
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
-    return store
+    # torchrun may restart all ranks and keep its store: addresses and claims of an earlier attempt must not count.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -111,8 +116,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     The exit code is what `main` returns (None: 0). When `main` raises on one rank, all ranks end, wherever
     they are. All ranks call it (collective at the end).
 
-    SIGTERM and SIGINT ask for a stop at the end of the step (`process_group.stop_requested`); a second one,
-    or one before the first step, ends the run at once. SIGUSR1 prints the stacks of all threads. Under
+    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask for a stop at the end of the step
+    (`process_group.stop_requested`); a second one, or one before the first step, ends the run at once. SIGHUP has no
+    effect where it is ignored at the start, as by nohup. SIGUSR1 prints the stacks of all threads. Under
     torchrun the process is killed when torchrun dies.
     """
     _prepare_process()
@@ -180,6 +186,8 @@ def _exit_code_and_message(error: BaseException) -> tuple[int, str]:
     if exit_code:
         where = f" [rank {_rank()}, {this_process.phase}]" if this_process.phase else ""
         return exit_code, f"error: {error}{where}"
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return InputError.exit_code, f"error: {error.filename or 'a file'}: {error.strerror}"
     stack = "".join(traceback.format_exception(error)).rstrip()
     return 1, f"rank {_rank()} raised:\n{stack}"
 
@@ -207,6 +215,8 @@ def _restore_default_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _find_main_thread() -> tuple[str, bool]:
@@ -263,10 +273,8 @@ class _Watchdog(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._rank = _rank()
         self._world_size = int(os.environ.get("WORLD_SIZE", 1))
-        # torchrun may restart all ranks and keep its store: a claim of an earlier attempt must not count. The
-        # clone has its own connection: on a shared one, this thread would wait for the main thread's calls.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"watchdog/{attempt}", rendezvous().clone())
+        # The clone has its own connection: on a shared one, this thread would wait for the main thread's calls.
+        self._store = dist.PrefixStore("watchdog", rendezvous().clone())
         self._failure: _Failure | None = None  # set by the main thread when it has failed
         self._num_heartbeats_seen = 0
         self._last_heartbeat_at = 0.0
@@ -277,7 +285,8 @@ class _Watchdog(threading.Thread):
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=_restore_default_signals)
 
     def report_failure(self, error: BaseException) -> NoReturn:

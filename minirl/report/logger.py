@@ -1,12 +1,16 @@
 """Log a run: console lines, metrics.jsonl, rollouts/*.jsonl and, on demand, wandb.
 
-wandb never stops a run: after its first failure one line is printed and it is not called again. A resumed run
-continues its files and its wandb run after the step of its checkpoint.
+No logging stops a run. What metrics.jsonl cannot take (a full disk) is kept and written with a later step; a step's
+rollouts that cannot be written are lost, and a warning says so. After wandb's first failure one line is printed and it
+is not called again. A resumed run continues its files and its wandb run after the step of its checkpoint.
 """
 
+import contextlib
 import json
 import math
 import secrets
+import shutil
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
@@ -75,7 +80,7 @@ class Logger:
 
         after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
         keep_rollouts: how many newest steps keep their rollouts (0: all). wandb_mode: "off", or a mode of
-        `wandb.init`.
+        `wandb.init`. Raises OSError if the folder cannot be written to.
         """
         self.folder = folder
         self._wandb: Any = None
@@ -85,15 +90,16 @@ class Logger:
         self._printed_troubles: set[str] = set()
         self._after_step = after_step
         self._began = time.monotonic()
+        self._metrics_file = folder / "metrics.jsonl"
+        # Lines that metrics.jsonl could not take yet.
+        self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             # A round trip through JSON turns what it cannot hold (paths) into text.
             json_args = json.loads(json.dumps(args, default=str))
             args = {**redacted(json_args), "wandb_id": _wandb_id(folder)}
             durable.replace_file(folder / "args.json", json.dumps(args, indent=2) + "\n")
-            lines = _read_metrics(folder / "metrics.jsonl", after_step)
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            durable.replace_file(folder / "metrics.jsonl", text)
+            lines = _cut_metrics(self._metrics_file, after_step)
             if lines:
                 self._first = {name: value for name, value in lines[0].items() if value is not None}
             if wandb_mode != "off":
@@ -110,9 +116,8 @@ class Logger:
                 print0(f"note: {sentence}")
         # JSON has neither NaN nor infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **finite})
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(line + "\n")
+        self._unwritten += json.dumps({"step": step, **finite}).encode() + b"\n"
+        self._write_metrics()
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
         elapsed_s = time.monotonic() - self._began
@@ -149,15 +154,43 @@ class Logger:
         if rank() == 0:
             all_lines = [line for rank_lines in gathered for line in rank_lines]
             all_lines.sort(key=lambda line: line["id"])
-            text = "".join(json.dumps(line) + "\n" for line in all_lines)
-            self._rollouts_file(step).write_text(text)
-            if self._keep_rollouts:
-                self._rollouts_file(step - self._keep_rollouts).unlink(missing_ok=True)
+            self._write_rollouts(step, "".join(json.dumps(line) + "\n" for line in all_lines))
 
     def finish(self) -> None:
-        """Close wandb, if it is on."""
+        """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.finish())
+        if self._unwritten and not self._write_metrics():
+            num_steps = self._unwritten.count(b"\n")
+            raise SaveError(
+                f"{self._metrics_file}: the metrics of the last {num_steps} steps were not written"
+            )
+
+    def _write_metrics(self) -> bool:
+        """Add the lines that metrics.jsonl lacks; whether that succeeded."""
+        try:
+            durable.append_whole(self._metrics_file, self._unwritten)
+        except OSError as error:
+            kept = "its lines are kept and written with a later step"
+            print0(f"warning: {self._metrics_file}: {error.strerror or error}; the run goes on, {kept}")
+            return False
+        self._unwritten = b""
+        return True
+
+    def _write_rollouts(self, step: int, text: str) -> None:
+        """Write a step's rollouts and delete those that are not to be kept; half a file does not stay."""
+        path = self._rollouts_file(step)
+        try:
+            path.write_text(text)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            print0(
+                f"warning: {path}: {error.strerror or error}; the run goes on without the rollouts of this step"
+            )
+        if self._keep_rollouts:
+            with contextlib.suppress(OSError):
+                self._rollouts_file(step - self._keep_rollouts).unlink()
 
     def _rollouts_file(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:06d}.jsonl"
@@ -166,8 +199,10 @@ class Logger:
         """Call wandb. If that fails, print the error and turn wandb off."""
         try:
             action()
-        except Exception as error:  # whatever wandb raises, training goes on
-            print0(f"wandb failed and is off from here on: {error}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever wandb raises, SystemExit among it, training goes on
+            print0(f"wandb failed and is off from here on: {error!r}")
             self._wandb = None
 
 
@@ -224,6 +259,9 @@ def console_line(
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     """Start or resume the run in wandb; returns None, and prints why, if that fails."""
+    command = sys.argv
+    # wandb stores the command line.
+    sys.argv = redacted(command)
     try:
         import wandb
 
@@ -236,24 +274,56 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
             config=dict(args),
             mode=mode,
         )
-    except Exception as error:  # not installed, not logged in, no network: the run goes on without wandb
-        print0(f"wandb could not start and is off: {error}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # not installed, not logged in, no network: the run goes on without wandb
+        print0(f"wandb could not start and is off: {error!r}")
         return None
+    finally:
+        sys.argv = command
 
 
-def _read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to this step. Ignores a last line that was truncated by a crash."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The steps in metrics.jsonl, and the numbers of the lines that are damaged: cut off, or no step's metrics.
+
+    A blank line is neither.
+    """
+    steps = []
+    damaged = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if line["step"] <= last_step:
-            lines.append(line)
-    return lines
+            step = json.loads(line)
+        except (ValueError, RecursionError):
+            step = None
+        if _is_step(step):
+            steps.append(step)
+        else:
+            damaged.append(number)
+    return steps, damaged
+
+
+def _is_step(line: Any) -> bool:
+    """Whether a line of metrics.jsonl has a step and otherwise numbers, or None for those that are not finite."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    return all(value is None or type(value) in (int, float) for value in line.values())
+
+
+def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl back to this step; returns what stays. A file with damaged lines is kept aside as it was."""
+    steps: list[dict[str, Any]] = []
+    if path.is_file():
+        steps, damaged = read_metrics(path)
+        if damaged:
+            aside = path.with_name(f"metrics-damaged-{secrets.token_hex(2)}.jsonl")
+            shutil.copyfile(path, aside)
+            places = ", ".join(f"{path}:{number}" for number in damaged[:5])
+            print0(f"warning: {places}: no whole line, left out; the file as it was is {aside.name}")
+    steps = [step for step in steps if step["step"] <= last_step]
+    durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))
+    return steps
 
 
 def _wandb_id(folder: Path) -> str:

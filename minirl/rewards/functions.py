@@ -2,8 +2,8 @@
 
 The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
-arguments that it names, or all of them if it takes `**kwargs`, and returns one finite number per completion, or
-None where it does not apply. It may be an `async def`.
+arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
+1e12, or None where it does not apply. It may be an `async def`.
 Text prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template

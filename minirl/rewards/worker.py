@@ -4,75 +4,90 @@ SOURCE is a Python file, or the name of a module that can be imported.
 
 Protocol: one JSON object per line, requests on stdin, answers on stdout.
 
-- The first request is {"path", "parent"}: sys.path and process id of the trainer. The answer is {"required",
-  "optional", "takes_all"}, the arguments that the function takes, or {"error"}.
-- Every later request is {"seed", "arguments", "count"}. The answer is {"rewards", "error"}.
-- Every answer also has "printed": the beginning of what the user's code printed.
+- The first request is {"id", "path"}: path is the sys.path of the trainer. The answer is {"required", "optional",
+  "takes_all"}, the arguments that the function takes, or {"error"}.
+- Every later request is {"id", "seed", "arguments", "count"}. The answer is {"rewards", "error"}.
+- Every answer also has the "id" of its request, a random text without which the trainer takes no line for an
+  answer, and "printed": the beginning of what the user's code printed.
 
-User code cannot write into the protocol by accident: both pipes move to other file descriptors, fds 0, 1 and
-2 become /dev/null, and sys.stdout and sys.stderr become a buffer of limited size. This prevents accidents; it
-is no security boundary.
+User code cannot write into the protocol by accident: both pipes move to high file descriptors, fds 0, 1 and
+2 become /dev/null, and sys.stdout and sys.stderr become a buffer of limited size. The functions that read and write
+messages are bound before user code runs, which may put others into their modules. This prevents accidents; it is no
+security boundary: the trainer checks what it gets.
 
 Standard library only, so that the process starts quickly; it imports nothing of the package, not even
 `minirl` itself.
 """
 
-import ctypes
-import functools
+import fcntl
 import importlib
 import inspect
 import io
-import json
-import math
 import os
 import random
+import resource
+import select
 import signal
 import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping, Set
+from json import dumps, loads
+from math import isfinite, nan
 from typing import Any, BinaryIO
 
 # How many characters of each the trainer receives.
 MAX_OUTPUT = 2000
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
-# From linux/prctl.h: the signal that a process gets when its parent dies.
-PR_SET_PDEATHSIG = 1
+# Of a reward, without its sign. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
+MAX_REWARD = 1e12
+# Below the limit of this process, if that is lower.
+MAX_FILE_DESCRIPTOR = 4096
 
 
 def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
-    """Check that `values` is a list of `count` entries, each a finite number or None.
+    """Check that `values` is a list of `count` entries, each a number of up to MAX_REWARD or None.
 
     None means that the reward does not apply to the completion. Returns floats and Nones, with an error string
     in place of each invalid one; a single error string if `values` is no list or has another length. Numbers
-    are bool, int, float, and 0-d arrays and tensors. Lists are also tuples, arrays and tensors, but neither
+    are bool, int, float, Decimal, and 0-d arrays and tensors. Lists are also tuples, arrays and tensors, but neither
     texts nor mappings nor sets. The error strings begin with "returned".
     """
     # 0-d arrays and tensors have a `__len__` too; it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
-        return f"returned {repr(values)[:MAX_REPR]}; expected a list of {count} numbers"
+        return f"returned {_shown(values)}; expected a list of {count} numbers"
     if len(values) != count:
         return f"returned {len(values)} values for {count} completions"
-    return [_validate_number(value) for value in values]
+    return [validate_number(value) for value in values]
 
 
-def _validate_number(value: Any) -> float | str | None:
+def validate_number(value: Any) -> float | str | None:
     """Return `value` as a float, None as it is, or an error string."""
     if value is None:
         return None
-    number = math.nan
-    is_text = isinstance(value, str | bytes)
+    number = nan
+    is_text = isinstance(value, str | bytes | bytearray | memoryview)
     is_array = getattr(value, "ndim", 0) != 0
     if not is_text and not is_array:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            number = math.nan
-    if math.isfinite(number):
-        return number
-    return f"returned {repr(value)[:MAX_REPR]}; expected a finite number"
+            number = nan
+    if not isfinite(number):
+        return f"returned {_shown(value)}; expected a finite number"
+    if abs(number) > MAX_REWARD:
+        return f"returned {_shown(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
+    return number
+
+
+def _shown(value: Any) -> str:
+    """The beginning of the value's repr; of its type, where it has none (an int of thousands of digits)."""
+    try:
+        return repr(value)[:MAX_REPR]
+    except Exception:
+        return f"a value of {type(value)} that cannot be shown"
 
 
 class _PrintBuffer(io.RawIOBase):
@@ -101,57 +116,80 @@ class _PrintBuffer(io.RawIOBase):
 def main() -> None:
     """Load the function, then answer one request after another until stdin is closed."""
     source, name = sys.argv[1:]
+    _start_guard()
     requests, answers = _take_pipes()
     printed = _PrintBuffer()
     sys.stdout = io.TextIOWrapper(printed, "utf-8", errors="backslashreplace", write_through=True)
     sys.stderr = sys.stdout
-    _die_with_parent()
     first_line = requests.readline()
     if not first_line:
         return
-    start = json.loads(first_line)
-    if os.getppid() != start["parent"]:
-        # The trainer was gone before `_die_with_parent` took effect.
-        return
+    start = loads(first_line)
     own_folder = os.path.dirname(os.path.abspath(source)) if source.endswith(".py") else os.getcwd()
     sys.path[:] = [*start["path"], own_folder]
 
-    def send(answer: dict[str, Any]) -> None:
-        line = json.dumps({**answer, "printed": printed.take_text()})
+    def send(request: dict[str, Any], answer: dict[str, Any]) -> None:
+        line = dumps({"id": request["id"], **answer, "printed": printed.take_text()})
         answers.write(line.encode() + b"\n")
         answers.flush()
 
     loaded, error = _run_user_code(load_function, source, name)
     if error is not None:
-        send({"error": error})
+        send(start, {"error": error})
         return
     function, description = loaded
-    send(description)
+    send(start, description)
     if function is None:
         return
     for line in requests:
-        rewards, error = _run_user_code(_call, function, json.loads(line))
-        send({"rewards": rewards, "error": error})
+        request = loads(line)
+        rewards, error = _run_user_code(_call, function, request)
+        send(request, {"rewards": rewards, "error": error})
+
+
+def _start_guard() -> None:
+    """Fork a process that kills this one's process group as soon as the trainer has gone, in whatever way it ended.
+
+    The group has this process and what user code forks and starts, also programs. That the trainer has gone is
+    seen by stdin, a pipe whose other end only the trainer holds. The guard is a child of nobody here: user code may
+    wait for all children of its process.
+    """
+    child = os.fork()
+    if child != 0:
+        os.waitpid(child, 0)
+        return
+    if os.fork() != 0:
+        os._exit(0)
+    # The trainer must see the answers' pipe closed when the worker has ended.
+    os.closerange(1, 3)
+    hangup = select.poll()
+    # Without a mask, poll reports nothing but the hangup: requests are not the guard's.
+    hangup.register(0, 0)
+    hangup.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout under other file descriptors, and put /dev/null in place of fds 0, 1 and 2."""
-    # Programs that user code starts do not inherit what os.dup returns.
-    requests = os.fdopen(os.dup(0), "rb", 1 << 20)
-    answers = os.fdopen(os.dup(1), "wb")
+    """Return stdin and stdout under high file descriptors, and put /dev/null in place of fds 0, 1 and 2.
+
+    User code that closes all low descriptors, or writes to some, does not meet them; programs that it starts do not
+    inherit them.
+    """
+    requests = os.fdopen(_high_descriptor(0), "rb", 1 << 20)
+    answers = os.fdopen(_high_descriptor(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     return requests, answers
 
 
-def _die_with_parent() -> None:
-    """On Linux, have this process and its forks killed when their parent dies, even of SIGKILL."""
-    if sys.platform == "linux":
-        request_signal = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-        request_signal()
-        # The setting is not inherited.
-        os.register_at_fork(after_in_child=request_signal)
+def _high_descriptor(fd: int) -> int:
+    """Another descriptor of the same file, in the upper half of those that this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit > MAX_FILE_DESCRIPTOR:
+        limit = MAX_FILE_DESCRIPTOR
+    lowest = random.SystemRandom().randrange(limit // 2, limit - 10)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
 
 
 def _call(function: Callable[..., Any], request: dict[str, Any]) -> list[float | str | None] | str:
@@ -181,7 +219,9 @@ def _run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, st
     Restores the working directory. In a process that user code forked and let return, does not return at all.
     """
     pid = os.getpid()
-    folder = os.open(".", os.O_RDONLY)
+    opened = os.open(".", os.O_RDONLY)
+    folder = _high_descriptor(opened)
+    os.close(opened)
     result = None
     error = None
     try:

@@ -2,7 +2,7 @@
 
 When a whole call raises, hangs, dies or does not return a list of the right length, its completions are sent
 again, one in a call, to find those that fail. The worker has the user's rights: this limits accidents, not
-attacks. Nothing is pickled.
+attacks. Nothing is pickled, and what the worker sends is checked here again.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
-from minirl.ranks.process_group import rank
+from minirl.ranks.process_group import print_here, rank
 from minirl.rewards import worker
 
 # For the imports of the user's file, in addition to the time limit of a call.
@@ -31,6 +32,9 @@ LOAD_TIMEOUT_S = 60.0
 MAX_FORGIVEN_FRAC = 0.05
 # A rank waiting for its worker sends a heartbeat at least this often.
 POLL_S = 0.5
+# Bytes of an answer.
+MAX_ANSWER = 1 << 26
+NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
 
 
 def load_reward(spec: str, *, timeout_s: float = 60.0, on_error: str = "stop") -> "RewardProcess":
@@ -156,14 +160,17 @@ class RewardProcess:
         )
         # Kills once: when called, when this object is deleted, or at the latest when this process exits.
         self._kill = weakref.finalize(self, _kill_session, self._process)
-        request = {"path": sys.path, "parent": os.getpid()}
-        answer = self._ask(request, self._timeout_s + LOAD_TIMEOUT_S)
+        answer = self._ask({"path": sys.path}, self._timeout_s + LOAD_TIMEOUT_S)
         if isinstance(answer, str):
             return answer
-        if "error" in answer:
+        if isinstance(answer.get("error"), str):
             self._kill()
             return _escaped(answer["error"])
-        self.__signature__ = _signature(answer)
+        try:
+            self.__signature__ = _signature(answer)
+        except (KeyError, TypeError, ValueError):
+            self._kill()
+            return NO_ANSWER
         return None
 
     def _call(self, arguments: dict[str, list[Any]], count: int, seed: int) -> list[float | str | None] | str:
@@ -180,23 +187,29 @@ class RewardProcess:
         answer = self._ask({"seed": seed, "arguments": arguments, "count": count}, self._timeout_s)
         if isinstance(answer, str):
             return answer
-        return answer["error"] or answer["rewards"]
+        error, rewards = answer.get("error"), answer.get("rewards")
+        if error is None and isinstance(rewards, list) and len(rewards) == count:
+            return [value if isinstance(value, str) else worker.validate_number(value) for value in rewards]
+        text = rewards if error is None else error
+        return text if isinstance(text, str) else NO_ANSWER
 
     def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
         """Send a request and return the worker's answer, or an error string if it took too long or died."""
+        request_id = secrets.token_hex(8)
+        answer = None
         try:
-            message = json.dumps(request).encode() + b"\n"
+            message = json.dumps({"id": request_id, **request}).encode() + b"\n"
             line = _exchange(self._process, message, deadline=time.monotonic() + timeout_s)
             failure = self._failure(line, timeout_s)
+            if line is not None and failure is None:
+                answer = _parsed(line, request_id)
         except BaseException:
             # An answer that comes late must not be taken for that of the next call.
             self._kill()
             raise
-        if failure is not None:
+        if answer is None:
             self._kill()
-            return failure
-        assert line is not None
-        answer = json.loads(line)
+            return failure or NO_ANSWER
         printed = answer.pop("printed")
         if printed and rank() == 0:
             self._print_once("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
@@ -208,20 +221,38 @@ class RewardProcess:
             return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
         if line.endswith(b"\n"):
             return None
+        if len(line) > MAX_ANSWER:
+            return NO_ANSWER
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         code = self._process.returncode
         if code is None:
             return "closed the pipes of its process"
         if code < 0:
-            return f"ended its process, {signal.Signals(-code).name}"
+            return f"ended its process, {_signal_name(-code)}"
         return f"ended its process, exit code {code}"
 
     def _print_once(self, kind: str, text: str) -> None:
         """Print a note on this rank unless one of this kind was printed before."""
         if kind not in self._printed_notes:
             self._printed_notes.add(kind)
-            _print(f"note: {text}")
+            print_here(f"note: {text}")
+
+
+def _parsed(line: bytes, request_id: str) -> dict[str, Any] | None:
+    """The answer in a line; None if the worker's own code has not sent it in answer to this request."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_answer = isinstance(answer, dict) and answer.get("id") == request_id
+    return answer if is_answer and isinstance(answer.get("printed"), str) else None
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL, for example; most real-time signals have no name."""
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def _signature(description: dict[str, Any]) -> inspect.Signature:
@@ -239,9 +270,9 @@ def _signature(description: dict[str, Any]) -> inspect.Signature:
 def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: float) -> bytes | None:
     """Send a message and read one line.
 
-    Returns less than a line if the process died or closed its pipes, and None after the deadline. Both pipes
-    are served in one loop that never blocks for longer than POLL_S: a message may be larger than a pipe
-    holds, and the worker may neither read nor answer.
+    Returns less than a line if the process died, closed its pipes or sent more than MAX_ANSWER bytes, and None
+    after the deadline. Both pipes are served in one loop that never blocks for longer than POLL_S: a message may
+    be larger than a pipe holds, and the worker may neither read nor answer.
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -252,8 +283,8 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: flo
     poll.register(answer_fd, select.POLLIN)
     poll.register(request_fd, select.POLLOUT)
     unsent = memoryview(message)
-    answer = b""
-    while not answer.endswith(b"\n"):
+    answer = bytearray()
+    while not answer.endswith(b"\n") and len(answer) <= MAX_ANSWER:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return None
@@ -280,7 +311,7 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: flo
         # When the worker dies its pipe is closed, unless a process that it forked holds it open.
         if is_closed or (has_exited and not received):
             break
-    return answer
+    return bytes(answer)
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
@@ -288,14 +319,6 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     # Leaving the block closes the pipes and reaps the process.
     with process, contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _print(text: str) -> None:
-    """Print on this rank; nothing from then on if the reader of stdout has gone (`| head`)."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
 
 
 def _escaped(text: str) -> str:

@@ -192,6 +192,9 @@ def check_shared(config: RunConfig) -> None:
         len(config.reward_weights) not in (0, config.num_rewards),
         f"--reward-weights: there are {config.num_rewards} rewards",
     )
+    for weight in config.reward_weights:
+        # Of a reward of up to 1e12: the squares of gradients must fit in fp32.
+        refuse(abs(weight) > 1e6, f"--reward-weights {weight}: must be at most 1e6")
     refuse(
         config.model and not config.data,
         "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",

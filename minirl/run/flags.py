@@ -16,6 +16,7 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
+MAX_NUMBER = 2**63 - 1  # of a flag: tensors hold no greater int, and no greater float means anything
 
 
 def run_script(
@@ -160,12 +161,18 @@ def _token_lines(source: str) -> list[list[tokenize.TokenInfo]]:
 
 
 def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
-    """Refuse numbers that are negative or NaN, and 0 in the fields that must be `positive`. Raises InputError."""
+    """Refuse numbers that are negative or not finite, and 0 in the fields that must be `positive`.
+
+    Of several numbers in one field each may be negative. Raises InputError.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"{flag_of(field.name)} {value}"
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = isinstance(number, int | float)
+            refuse(is_number and not abs(number) <= MAX_NUMBER, f"{flag}: must be finite and below 2**63")
         if isinstance(value, int | float):
-            refuse(not value >= 0, f"{flag}: must not be negative")
+            refuse(value < 0, f"{flag}: must not be negative")
             refuse(field.name in positive and value == 0, f"{flag}: must be greater than 0")
 
 

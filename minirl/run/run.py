@@ -41,7 +41,7 @@ from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
-from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.run.run_folder import open_run_folder, run_before_restart, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
 from minirl.training.frozen_models import frozen_logprobs, unparked
@@ -107,11 +107,12 @@ class Run:
         )
         self.dtype = _compute_dtype(config.dtype, self.device)
         self._flags = dataclasses.asdict(config)
+        run_name = config.run_name or broadcast_object(run_before_restart())
         self._folder = open_run_folder(
-            config.run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
             self._flags,
             resume=config.resume,
-            is_name_generated=config.run_name is None,
+            is_name_generated=run_name is None,
         )
         self._inputs = input_digests(config) if rank() == 0 else {}
         self._notes = check_inputs(self._folder.path, self._inputs, config)
@@ -278,6 +279,7 @@ class Run:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, len(self.held_out.rows), group_size=0, num_greedy=1)
         rollouts = self.generate(self._engine, requests)
+        self._engine.take_stats()  # dropped: the next step's metrics are about that step alone
         rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
         is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
         scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
@@ -406,6 +408,7 @@ class Run:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
+            "launcher": process_group.launcher(),
         }
 
     def _print_start(self) -> None:

@@ -6,8 +6,10 @@ runs/NAME/reference/            the weights of the reference model, if there is 
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
+import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -22,9 +24,10 @@ from typing import IO, Any
 
 from minirl.errors import InputError, refuse
 from minirl.files import durable
+from minirl.files.json_files import read_json_object
 from minirl.files.redaction import redacted
 from minirl.files.safetensors_files import nonfinite_tensor
-from minirl.ranks.process_group import broadcast_object, print0, rank
+from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
 FORMAT = 1  # version of the layout of checkpoints
@@ -64,11 +67,7 @@ class RunFolder:
         """
 
         def make() -> tuple[Path, IO[str]]:
-            path = self.path
-            number = 2
-            while self.is_name_generated and path.exists():
-                path = self.path.with_name(f"{self.path.name}-{number}")
-                number += 1
+            path = claim_folder(self.path) if self.is_name_generated else self.path
             _make_folder(path)
             lock = _take_lock(path)
             is_taken = (path / "args.json").is_file()
@@ -86,6 +85,20 @@ class RunFolder:
 def runs_root() -> Path:
     """The folder that holds all run folders: $MINIRL_RUNS, or ./runs."""
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
+
+
+def run_before_restart() -> str | None:
+    """The name of the run that this torchrun began before it restarted its ranks (--max-restarts), or None.
+
+    Not collective. It is the run whose args.json has the same `launcher`.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    for path in runs_root().glob("*/args.json"):
+        with contextlib.suppress(InputError):  # a damaged file of another run
+            if read_json_object(path).get("launcher") == launcher():
+                return path.parent.name
+    return None
 
 
 def open_run_folder(
@@ -164,6 +177,24 @@ def _checked_path(name: str) -> Path:
     return folder
 
 
+def claim_folder(folder: Path) -> Path:
+    """Make a folder that was not there, with a number behind its name if need be; of two processes one gets each.
+
+    Not collective. Raises InputError if that fails.
+    """
+    first = folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+            folder = first.with_name(f"{first.name}-{number}")
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; see $MINIRL_RUNS") from None
+    return folder
+
+
 def _make_folder(folder: Path) -> Path:
     """Make the folder if it does not exist. Raises InputError if that fails."""
     try:
@@ -182,9 +213,10 @@ def _take_lock(folder: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip()
         raise InputError(f"{folder}: in use by {holder}; wait for it or take another --run-name") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    with durable.naming(folder / "lock"):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
     return lock
 
 
