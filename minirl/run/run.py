@@ -23,7 +23,7 @@ from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import resolve_folder
+from minirl.model.weights import check_weights, resolve_folder
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import process_group
@@ -116,6 +116,7 @@ class Run:
         else:
             self.model_folder = resolve_folder(config.model)
         self.model_config = read_config(self.model_folder, scalar_head=False)
+        check_weights(self.model_config, self.model_folder)
         self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.max_tokens = min(
