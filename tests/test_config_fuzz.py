@@ -94,40 +94,11 @@ OTHER_KEYS = (
     "max_window_layers use_sliding_window head_dim attention_bias mlp_bias num_labels id2label".split()
 )
 DROP = object()
-VALUES = [
-    *(
-        DROP,
-        None,
-        False,
-        True,
-        0,
-        -1,
-        1,
-        2,
-        3,
-        8,
-        16,
-        2**40,
-        0.0,
-        0.5,
-        1.0,
-        500.0,
-        math.nan,
-        math.inf,
-        "",
-        "1",
-    ),
-    *(
-        [],
-        [1],
-        ["full_attention"],
-        ["full_attention"] * 2,
-        ["sliding_attention"] * 2,
-        ["chunked_attention"] * 2,
-    ),
-    *({}, {"a": 1}, {"rope_type": "default"}, {"type": "linear", "factor": 2.0}, LLAMA3, LLAMA3 | THETA),
-    {"rope_type": "default", "rope_theta": 9.0},
-]
+NUMBERS = [0, -1, 1, 2, 3, 8, 16, 2**40, 0.0, 0.5, 1.0, 500.0, math.nan, math.inf]
+LISTS = [[], [1], *([f"{kind}_attention"] * 2 for kind in ("full", "sliding", "chunked")), ["full_attention"]]
+OBJECTS = [{}, {"a": 1}, {"type": "linear", "factor": 2.0}, LLAMA3, LLAMA3 | THETA]
+ROPES = [{"rope_type": "default"}, {"rope_type": "default", "rope_theta": 9.0}]
+VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES]
 
 
 def raw_config(name):

@@ -13,8 +13,8 @@ To add a feature of models:
 4. `tests/test_model.py`: add a model with the feature to `CASES`. Its logits and gradients are compared with
    those of transformers.
 
-A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, and one each in `CLASSES` and
-`OPTIONAL_KEYS` of `tests/test_weights.py`.
+A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, one each in `CLASSES` and
+`OPTIONAL_KEYS` of `tests/test_weights.py`, and one in `BASES` of `tests/test_config_fuzz.py`.
 """
 
 from collections.abc import Mapping, Set
