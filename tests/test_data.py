@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -213,6 +214,113 @@ def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
     assert Tokenizer(text_folder).encode(Row("a", {}, "my.jsonl:9")) == ids("<bos>a")
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
+@pytest.mark.parametrize("end", ["", "<eos>"])
+def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, role, end):
+    """As in TRL: no second header, nor the end that the template gives a message; all other roles are answered."""
+    template = TEMPLATE.replace("{% endfor %}", f"{end}{{% endfor %}}")
+    save_tokenizer(tmp_path, template)
+    messages = [{"role": "user", "content": "hello"}, {"role": role, "content": "one, t"}]
+    tokenizer = Tokenizer(tmp_path)
+    continues = role == "assistant"
+    expected = tokenizer.backend.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
+    )
+    assert tokenizer.encode(Row(messages, {}, "f:1")) == ids(expected)
+    assert expected.endswith("assistant:one, t" if continues else "assistant:")
+    assert len(messages) == 2
+    assert messages[1]["content"] == "one, t"
+
+
+def test_an_answer_that_continues_a_message_is_one_message_for_the_reward_model(chat_folder):
+    """It gets what the policy got and said, under one header."""
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
+    encoded = Tokenizer(chat_folder).encode_answered(messages, "wo")
+    assert encoded == ids("<bos><turn>user:hello<turn>assistant:one, two")
+    assert messages[1]["content"] == "one, t"
+
+
+def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
+    """The prompt would not be what the row says."""
+    save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
+    with pytest.raises(InputError, match=r"f:1: the chat template of .* refuses the messages: ValueError"):
+        Tokenizer(tmp_path).encode(Row(messages, {}, "f:1"))
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ nothing.here }}", "UndefinedError"),
+        ("{{ messages['a']['b'] }}", "UndefinedError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ raise_exception('no tools') }}", "TemplateError: no tools"),
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        (LOOPS, "TimeoutError: it takes longer than 1 s"),
+        ("{{ 'x' * 2 * 10 ** 6 }}", "adds 1999995 characters to the messages"),
+    ],
+)
+def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
+    tmp_path, monkeypatch, template, message
+):
+    """It is a program of the model's folder: whatever it does, the row and the folder are named."""
+    monkeypatch.setattr("minirl.data.tokenizer._TEMPLATE_SECONDS", 1.0)
+    save_tokenizer(tmp_path, template)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=f"f:1: the chat template of {tmp_path} .*{message}"):
+        Tokenizer(tmp_path, chat=True).encode(Row("hello", {}, "f:1"))
+    assert time.monotonic() - began < 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("template", [7, [], [1], {"a": 1}, [{"name": "a"}]], ids=str)
+def test_a_chat_template_that_is_no_text_is_refused_by_its_folder(chat_folder, tmp_path, template):
+    """In tokenizer_config.json anything may stand."""
+    folder = tmp_path / "folder"
+    shutil.copytree(chat_folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    with pytest.raises(InputError, match=str(folder)):
+        Tokenizer(folder, chat=True).encode(Row("hello", {}, "f:1"))
+
+
+def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(chat_folder, tmp_path):
+    """Here its vocabulary is empty."""
+    folder = tmp_path / "folder"
+    shutil.copytree(chat_folder, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {}
+    content["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"f:1: the text cannot be tokenized: 'hello': .*UNK"):
+        Tokenizer(folder).encode(Row("hello", {}, "f:1"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "7", "null", '{"version": 1}', None], ids=str)
+def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(
+    chat_folder, tmp_path, name, content
+):
+    """Never another error than the one that names the folder."""
+    folder = tmp_path / "folder"
+    shutil.copytree(chat_folder, folder)
+    text = (folder / name).read_text()
+    (folder / name).write_text(text[: len(text) // 2] if content is None else content)
+    try:
+        Tokenizer(folder).encode(Row("hello", {}, "f:1"))
+    except InputError as error:
+        assert str(folder) in str(error)  # noqa: PT017 - refusing is one of two right answers
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -270,6 +378,11 @@ def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, g
     [
         ("{", "generation_config.json: not JSON"),
         ('{"eos_token_id": "2"}', "generation_config.json: eos_token_id is '2'; expected a token id"),
+        ("[1]", "generation_config.json: expected a JSON object"),
+        ('{"eos_token_id": -1}', "eos_token_id is -1; expected a token id"),
+        ('{"eos_token_id": true}', "eos_token_id is True; expected a token id"),
+        ('{"eos_token_id": [[1]]}', r"eos_token_id is \[\[1\]\]; expected a token id"),
+        ('{"eos_token_id": {"a": 1}}', "expected a token id"),
         ('{"eos_token_id": [1, null, 2.0]}', "eos_token_id is .1, None, 2.0.; expected a token id"),
     ],
 )

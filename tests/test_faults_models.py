@@ -81,6 +81,26 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
         load(folder)
 
 
+def test_row_33_an_index_that_promises_a_head_that_is_not_there_is_named(tmp_path):
+    """Also of a tied head, which no parameter needs."""
+    folder = make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    weight_map = dict.fromkeys([*load_file(folder / "a.safetensors"), "lm_head.weight"], "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InputError, match=r"lacks tensors \['lm_head\.weight'\] that the index promises"):
+        load(folder)
+
+
+def test_row_33_a_tied_head_in_another_dtype_is_refused(tmp_path):
+    """It differs from the embedding by its rounding at least, and is no reason for a traceback."""
+    folder = make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].bfloat16()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"lm_head\.weight differs"):
+        load(folder)
+
+
 def test_row_33_a_shard_that_the_index_promises_is_named(folder):
     """The index is there, the file is not."""
     names = named_parameters(load(folder))
@@ -323,6 +343,28 @@ def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch,
     folder = embedded_model.embedded_model_folder(tmp_path)
     assert len(quick_toy) == 1
     load(folder)
+    assert embedded_model.embedded_model_folder(tmp_path) == folder
+    assert len(quick_toy) == 1
+
+
+@pytest.mark.parametrize("spoil", ["cut", "flip", "remove"])
+def test_row_49_an_embedded_model_that_is_damaged_is_refused(quick_toy, tmp_path, spoil):
+    """Any of its files, a single bit too: nothing trains on what nobody made."""
+    folder = embedded_model.embedded_model_folder(tmp_path)
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        middle = len(content) // 2
+        if spoil == "cut":
+            path.write_bytes(content[:middle])
+        elif spoil == "flip":
+            path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        else:
+            path.unlink()
+        with pytest.raises(
+            InputError, match=f"embedded model is damaged .*: delete {folder}, and it is made"
+        ):
+            embedded_model.embedded_model_folder(tmp_path)
+        path.write_bytes(content)
     assert embedded_model.embedded_model_folder(tmp_path) == folder
     assert len(quick_toy) == 1
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -114,6 +115,22 @@ def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):
     assert grown == whole
     with pytest.raises(AssertionError, match=r"--num-steps 2 \(was 3\)"):
         run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+
+
+def test_a_config_that_is_far_too_large_for_its_weights_is_refused_at_once(one_rank, runs, tmp_path):
+    """Before anything of that size is made or measured."""
+    (source,) = runs.glob("toy-*")
+    folder = tmp_path / "large"
+    shutil.copytree(source, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 2**20, "vocab_size": 2**20}))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12="}')
+    (tmp_path / "mine.py").write_text(SOMETIMES)
+    flags = ("--model", str(folder), "--data", f"{tmp_path}/rows.jsonl")
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match=r"embed_tokens.weight has shape \[16, 128\], the model's has"):
+        run_in_pool(one_rank, "train_grpo.py", *flags, "--reward", f"{tmp_path}/mine.py:sometimes", runs=runs)
+    assert time.monotonic() - began < 10
 
 
 def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_path):

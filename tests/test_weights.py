@@ -20,7 +20,14 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig, RopeScaling
 from minirl.model.families import config_from_dict, read_config, scalar_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica, load_weights, named_parameters, resolve_folder, save_folder
+from minirl.model.weights import (
+    check_weights,
+    load_replica,
+    load_weights,
+    named_parameters,
+    resolve_folder,
+    save_folder,
+)
 from minirl.training.scoring import scalar_outputs
 
 TINY = {
@@ -177,10 +184,10 @@ def test_rope_is_read_from_both_places(keys, theta, is_scaled):
 @pytest.mark.parametrize(
     ("keys", "windows"),
     [
-        ({"model_type": "llama", "sliding_window": 5}, (None, None)),
-        ({"model_type": "llama", "layer_types": ["full_attention", "full_attention"]}, (None, None)),
+        ({"model_type": "llama", "sliding_window": None, "layer_types": None}, (None, None)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None)),
         ({"model_type": "mistral", "sliding_window": 5}, (5, 5)),
+        ({"model_type": "mistral", "sliding_window": 5, "use_sliding_window": False}, (5, 5)),
         (QWEN | {"sliding_window": 5, "max_window_layers": 0}, (None, None, None)),
         (
             QWEN | {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1},
@@ -229,15 +236,43 @@ def test_windows_follow_the_family_rules(keys, windows):
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "attention_factor": 2.0} | LLAMA3}, "attention_factor"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"rope_theta": None}, "rope_theta=None"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4'"),
+        ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta of rope is both"),
+        ({"rope_scaling": {"type": "llama3", "rope_type": "default"}}, "type of rope is both"),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 9.0}}, "differ; remove one"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"factor": "8"}}, "factor='8'"),
         (
-            {
-                "model_type": "mistral",
-                "sliding_window": 5,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            "layer_types",  # transformers warns and gives every layer the window
+            {"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor",
         ),
+        # Keys of other families: transformers does not look at them, or they are another model's.
+        ({"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "full_attention"]}, "layer_types"),
+        ({"max_window_layers": 1}, "max_window_layers=1 is not supported for llama"),
+        (
+            {"model_type": "mistral", "max_window_layers": 1},
+            "max_window_layers=1 is not supported for mistral",
+        ),
+        (
+            {"model_type": "mistral", "attention_bias": True},
+            "attention_bias=True is not supported for mistral",
+        ),
+        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        (QWEN | {"sliding_window": 0}, "sliding_window=0"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=None"),
+        (QWEN | {"layer_types": "full_attention"}, "layer_types='full_attention'"),
+        ({"is_causal": None}, "is_causal=None"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM'"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
+        ({"architectures": ["LlamaForCausalLM", "LlamaForSequenceClassification"]}, "expected one name"),
+        ({"head_dim": 5}, "head_dim=5; rope needs an even number"),
+        ({"hidden_size": 18}, "hidden_size=18 is no multiple of num_attention_heads=4"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000; expected a positive integer, 1048576 at most"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         (
             QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]},
@@ -257,10 +292,85 @@ def test_what_changes_the_numbers_and_is_not_supported_is_refused_by_name(keys, 
         config_from_dict(TINY | keys)
 
 
-@pytest.mark.parametrize("value", [None, False])
-def test_unknown_keys_that_are_off_are_accepted(value):
-    """A feature that this library has never heard of does no harm where it is switched off."""
-    assert config_from_dict(TINY | {"some_new_feature": value}) == config_from_dict(TINY)
+@pytest.mark.parametrize("value", [None, False, 0, {}, True])
+def test_a_key_that_is_not_known_is_refused_whatever_its_value(value):
+    """Off is not neutral: `is_causal: false` makes another model."""
+    for key in ("some_new_feature", "qkv_bias"):
+        with pytest.raises(InputError, match=f"{key}={value!r} is not supported; if it changes no numbers"):
+            config_from_dict(TINY | {key: value})
+
+
+# What published config.json have beside `TINY`'s keys, by the families that have it.
+PUBLISHED = {
+    "Llama 2": {"max_length": 4096, "pretraining_tp": 1, "rope_scaling": None, "torch_dtype": "float16"},
+    "Llama 3.2": {
+        "attention_bias": False,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 4,
+        "mlp_bias": False,
+        "rope_scaling": {"rope_type": "llama3"} | LLAMA3,
+        "rope_theta": 500000.0,
+    },
+    "SmolLM2": {
+        "is_llama_config": True,
+        "pad_token_id": 2,
+        "rope_interleaved": False,
+        "rope_theta": 100000,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+    },
+    "Unsloth": {"unsloth_fixed": True, "unsloth_version": "2024.9", "_attn_implementation_autoset": True},
+    "Mistral 0.1": {"model_type": "mistral", "sliding_window": 4096, "attention_dropout": 0.0},
+    "Mistral 0.3": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "max_window_layers": 28,
+        "sliding_window": 32768,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_window_layers": 36,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+# What transformers 4 writes besides when it is asked for all keys, with its defaults.
+WRITTEN_BY_4 = {
+    **dict.fromkeys(
+        "bad_words_ids begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id "
+        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id pad_token_id "
+        "prefix problem_type sep_token_id suppress_tokens task_specific_params tokenizer_class".split()
+    ),
+    **dict.fromkeys(
+        "add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder output_attentions "
+        "output_hidden_states output_scores remove_invalid_values return_dict_in_generate tf_legacy_loss "
+        "tie_encoder_decoder torchscript use_bfloat16".split(),
+        False,
+    ),
+    **dict.fromkeys(
+        "diversity_penalty encoder_no_repeat_ngram_size min_length no_repeat_ngram_size".split(), 0
+    ),
+    **dict.fromkeys("length_penalty num_beams num_beam_groups num_return_sequences".split(), 1),
+    **dict.fromkeys("repetition_penalty temperature top_p typical_p".split(), 1.0),
+    **{"chunk_size_feed_forward": 0, "max_length": 20, "top_k": 50, "pruned_heads": {}, "return_dict": True},
+    **{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_with_all_of_their_keys(name):
+    """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write."""
+    raw = TINY | {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True} | PUBLISHED[name]
+    config = config_from_dict(raw)
+    assert config_from_dict(WRITTEN_BY_4 | raw) == config
+    rope = {"rope_parameters": {"rope_theta": config.rope_theta, **(raw.get("rope_scaling") or {})}}
+    old = {key: value for key, value in raw.items() if not key.startswith("rope_")}
+    written = CONFIG_MAPPING[raw["model_type"]].from_dict(old | rope).to_dict()
+    assert config_from_dict(written) == config
 
 
 @pytest.mark.parametrize(
@@ -435,6 +545,48 @@ def test_loading_converts_to_the_dtype_of_the_parameters(tmp_path):
     assert_equal_parameters(model, {name: param.float() for name, param in named_parameters(source).items()})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_dtype_of_training_is_read_as_transformers_reads_it(tmp_path, dtype):
+    """Converted to fp32, whatever the file has."""
+    folder = save(random_model(), tmp_path / "saved")
+    edit_tensors(folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()}))
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_equal_parameters(load_replica(folder, dtype=torch.float32), dict(oracle.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+        (torch.complex64, "C64"),
+    ],
+    ids=str,
+)
+def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dtype, name):
+    """Quantized weights have their scales elsewhere: as they are they would be another model's."""
+    folder = save(random_model(), tmp_path / "saved")
+    key = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
+    said = rf"{key} has dtype {name}; expected one of F32, BF16, F16, F64: quantized"
+    with pytest.raises(InputError, match=said):
+        load_replica(folder, dtype=torch.float32)
+    with pytest.raises(InputError, match=said):
+        load_weights(random_model(), folder)
+
+
+def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
+    """A config.json that asks for more memory than there is is refused by what the folder has."""
+    folder = save(random_model(), tmp_path / "saved")
+    config = config_from_dict(TINY | {"vocab_size": 2**20, "hidden_size": 2**20, "intermediate_size": 2**20})
+    with pytest.raises(InputError, match="shape"):
+        check_weights(config, folder)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_replica_is_frozen_and_in_the_dtype_asked_for(tmp_path, dtype):
     """A reference model has the folder's weights and no gradients."""
@@ -559,7 +711,8 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
     for name in (*copied, "config.json", "pytorch_model.bin", "model.safetensors", "README.md"):
         (source / name).write_text(f"{name} of the source")
     folder = save(random_model(), tmp_path / "saved", tokenizer_from=source)
-    assert {path.name for path in folder.iterdir()} == {*copied, "config.json", "model.safetensors"}
+    made = {"config.json", "model.safetensors", "digests.json"}
+    assert {path.name for path in folder.iterdir()} == {*copied, *made}
     assert all((folder / name).read_text() == f"{name} of the source" for name in copied)
     assert json.loads((folder / "config.json").read_text()) == TINY | {"dtype": "float32"}
 

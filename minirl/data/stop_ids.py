@@ -19,7 +19,8 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
             listed = read_json_object(path).get("eos_token_id")
             ids = listed if isinstance(listed, list) else [listed]
             for stop_id in ids:
-                if isinstance(stop_id, bool) or not isinstance(stop_id, int | None):
+                is_id = isinstance(stop_id, int) and not isinstance(stop_id, bool) and stop_id >= 0
+                if stop_id is not None and not is_id:
                     raise InputError(
                         f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them"
                     )

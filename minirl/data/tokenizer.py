@@ -1,15 +1,21 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What a chat template may take for one prompt, and add to the messages.
+_TEMPLATE_SECONDS = 20.0
+_TEMPLATE_CHARACTERS = 1_000_000
 
 
 class Tokenizer:
@@ -25,11 +31,10 @@ class Tokenizer:
         # Without any of these files transformers makes an empty tokenizer.
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
-        # What fails: a tokenizer with code of its own, a damaged file, or a missing package.
-        load_errors = (ValueError, OSError, LookupError, ImportError)
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except load_errors as error:
+        except Exception as error:
+            # A tokenizer with code of its own, a missing package, or a damaged file, of which anything may come.
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
         self.folder = folder
         self.chat = chat
@@ -60,29 +65,51 @@ class Tokenizer:
             if eos_id is not None and not has_eos:
                 ids.append(eos_id)
             return ids
-        messages = [*as_messages(prompt), {"role": "assistant", "content": completion}]
-        return self._encode_messages(messages, place, is_prompt=False)
+        messages = as_messages(prompt)
+        if messages[-1]["role"] == "assistant":
+            # The completion continues the last message.
+            completion = messages[-1]["content"] + completion
+            messages = messages[:-1]
+        answer = {"role": "assistant", "content": completion}
+        return self._encode_messages([*messages, answer], place, is_prompt=False)
 
     def _encode_messages(self, messages: Messages, place: str, *, is_prompt: bool) -> list[int]:
-        """Encode messages by the chat template; a prompt ends with the template's beginning of an answer."""
-        from jinja2 import TemplateError
+        """Encode messages by the chat template.
 
+        A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
+        answer continues that message, as in TRL.
+        """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
             raise InputError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
+        continues = is_prompt and messages[-1]["role"] == "assistant"
+        what = f"{place}: the chat template of {self.folder}"
         try:
-            text = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
-        except (TemplateError, TypeError, ValueError) as error:
-            what = f"the chat template of {self.folder} refuses the messages"
-            raise InputError(f"{place}: {what}: {error}") from None
+            with _time_limit(_TEMPLATE_SECONDS):
+                text = self.backend.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=is_prompt and not continues,
+                    continue_final_message=continues,
+                )
+        except Exception as error:
+            # A template is a program of the model's folder: it may raise anything.
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise InputError(f"{what} refuses the messages: {reason}; change the one or the other") from None
+        num_added = len(text) - sum(len(message["content"]) for message in messages)
+        refuse(
+            num_added > _TEMPLATE_CHARACTERS,
+            f"{what} adds {num_added} characters to the messages ({_TEMPLATE_CHARACTERS} at most)",
+        )
         return self._encode_text(text, place, add_special_tokens=False)
 
     def _encode_text(self, text: str, place: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])
-        except (TypeError, UnicodeError):
-            # For example half of a surrogate pair, which is no character.
-            raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}") from None
+        except Exception as error:
+            # For example half of a surrogate pair, which is no character, or a vocabulary that is damaged.
+            reason = ascii(str(error))[:100]
+            raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens.
@@ -106,3 +133,23 @@ def as_messages(prompt: str | Messages) -> Messages:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds. In a thread other than the main one: no limit."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, expire)
+    # Again and again, as what runs may swallow the error.
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -17,7 +17,8 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+# Those that are read and written.
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def open_tensors(path: Path) -> Any:
@@ -50,7 +51,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

@@ -18,7 +18,8 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import open_tensors, write_tensors
+from minirl.files.safetensors_files import DTYPE_NAMES, open_tensors, write_tensors
+from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 
@@ -44,6 +45,8 @@ _DOWNLOADED_FILES = [
     "vocab.txt",
 ]
 _INDEX = "model.safetensors.index.json"
+# The sizes and SHA-256 of a saved folder's files by their names.
+DIGESTS_FILE = "digests.json"
 # What other programs read from generation_config.json to know where a completion ends.
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
@@ -75,33 +78,73 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
+def check_weights(config: ModelConfig, folder: Path) -> None:
+    """Raise InputError, as `load_weights` does, if the folder's tensors are not those of such a model.
+
+    Reads only names, shapes and dtypes, and makes no weights: a wrong config.json may ask for more memory than
+    there is. Not collective.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    _find_tensors(model, folder)
+
+
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
     Of DTensors it fills this rank's shards. A scalar head is set to 0 if the folder holds a language model,
     which has none. Raises InputError if there are no safetensors files, and for missing, unexpected or
-    misshapen tensors, which it names.
+    misshapen tensors and dtypes that are not supported, which it names.
     """
+    files = _find_tensors(model, folder)
+    params = named_parameters(model)
+    if model.config.tie_word_embeddings and "lm_head.weight" in files:
+        _check_tied_head(files)
+    if "score.weight" in params and "score.weight" not in files:
+        torch.nn.init.zeros_(params.pop("score.weight"))
+    for path in sorted(set(files.values())):
+        with open_tensors(path) as file:
+            for name in sorted(params):
+                if files[name] == path:
+                    fill(params[name], file.get_slice(name), f"{path}: {name}")
+
+
+def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
     files = _file_of_each_tensor(folder)
     params = named_parameters(model)
     if model.config.scalar_head and not read_config(folder).scalar_head:
-        torch.nn.init.zeros_(params.pop("score.weight"))
+        del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
     unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
     if missing or unexpected:
         raise InputError(
             f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)"
         )
-    if model.config.tie_word_embeddings and "lm_head.weight" in files:
-        _check_tied_head(files)
     for path in sorted(set(files.values())):
-        names = {name for name in params if files[name] == path}
+        names = {name for name, its_path in files.items() if its_path == path}
         with open_tensors(path) as file:
             lacking = sorted(names - set(file.keys()))
             if lacking:
                 raise InputError(f"{path}: lacks tensors {lacking[:5]} that the index promises (first five)")
-            for name in sorted(names):
-                fill(params[name], file.get_slice(name), f"{path}: {name}")
+            for name in sorted(names & params.keys()):
+                stored = file.get_slice(name)
+                _check_shape(params[name], stored, f"{path}: {name}")
+                dtype = stored.get_dtype()
+                if dtype not in DTYPE_NAMES.values():
+                    supported = ", ".join(DTYPE_NAMES.values())
+                    raise InputError(
+                        f"{path}: {name} has dtype {dtype}; expected one of {supported}: quantized weights are "
+                        "to be converted"
+                    )
+    return files
+
+
+def _check_shape(param: Tensor, stored: Any, label: str) -> None:
+    """Raise InputError, with `label`, if a stored tensor has another shape than the parameter."""
+    shape = stored.get_shape()
+    if tuple(shape) != tuple(param.shape):
+        raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
 
 
 def _check_tied_head(files: Mapping[str, Path]) -> None:
@@ -110,7 +153,8 @@ def _check_tied_head(files: Mapping[str, Path]) -> None:
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         with open_tensors(files[name]) as file:
             stored.append(file.get_tensor(name))
-    if not torch.equal(*stored):
+    head, embedding = stored
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
         raise InputError(
             f"{files['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
@@ -123,6 +167,7 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False)
     It is a reference model, or with a scalar head a reward model.
     """
     config = read_config(folder, scalar_head=scalar_head)
+    check_weights(config, folder)
     model = Transformer(config).to(dtype).requires_grad_(False)
     load_weights(model, folder)
     return model
@@ -162,9 +207,7 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     stored: a slice of `safetensors.safe_open`, of which only the part that is needed is read.
     Raises InputError, with `label`, if the shapes differ or a value is not finite.
     """
-    stored_shape = stored.get_shape()
-    if tuple(stored_shape) != tuple(param.shape):
-        raise InputError(f"{label} has shape {list(stored_shape)}, the model's has {list(param.shape)}")
+    _check_shape(param, stored, label)
     local = param
     rows = slice(None)
     if hasattr(param, "placements"):
@@ -194,14 +237,15 @@ def save_folder(
     config: Mapping[str, Any],
     tokenizer_from: Path | None,
 ) -> None:
-    """Write a Hugging Face folder that is complete or absent. One rank calls it.
+    """Write a Hugging Face folder that is complete or absent, with the digests of its files. One rank calls it.
 
     It is written under a temporary name and then renamed. Raises OSError if a folder of that name exists.
     """
     half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
     tokenizer_files = None if tokenizer_from is None else read_tokenizer_files(tokenizer_from)
     try:
-        write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files)
+        digests = write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files)
+        durable.write_file(half_made / DIGESTS_FILE, [json.dumps(digests, indent=1).encode()])
         durable.publish(half_made, folder)
     finally:
         shutil.rmtree(half_made, ignore_errors=True)

@@ -16,10 +16,13 @@ import torch
 
 from minirl.data.sorting import ALPHABET, load_sorting
 from minirl.data.task import Row, Task
+from minirl.errors import InputError, refuse
+from minirl.files import durable
+from minirl.files.json_files import read_json_object
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters, save_folder
+from minirl.model.weights import DIGESTS_FILE, named_parameters, save_folder
 from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.scoring import score
@@ -50,14 +53,17 @@ RECIPE: dict[str, Any] = {
     "lr": 1e-3,
     "warmup_steps": 20,
     "seed": 0,
-    "version": 1,
+    "version": 2,
 }
 
 VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET))}
 
 
 def embedded_model_folder(root: Path) -> Path:
-    """The embedded model's folder under `root`, made on first use (collective)."""
+    """The embedded model's folder under `root`, made on first use (collective).
+
+    Raises InputError on every rank if a file in it is not what was written.
+    """
     recipe = json.dumps(RECIPE, sort_keys=True).encode()
     digest = hashlib.sha256(recipe).hexdigest()
     folder = root / f"toy-{digest[:8]}"
@@ -66,7 +72,21 @@ def embedded_model_folder(root: Path) -> Path:
         print0(f"making the embedded model: {num_steps} supervised steps on sorting, into {folder}")
         _make_folder(folder)
     barrier()
+    fault = _damage(folder)
+    refuse(fault, f"the embedded model is damaged ({fault}): delete {folder}, and it is made anew")
     return folder
+
+
+def _damage(folder: Path) -> str | None:
+    """Return which file differs from what was written, or None."""
+    try:
+        for name, digest in read_json_object(folder / DIGESTS_FILE).items():
+            fault = durable.damage(folder / name, digest)
+            if fault is not None:
+                return f"{name} {fault}"
+    except (InputError, LookupError, TypeError) as error:
+        return f"{DIGESTS_FILE}: {error}"
+    return None
 
 
 def _make_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import copy_model, load_replica, resolve_folder
+from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import process_group
@@ -118,6 +118,7 @@ class Run:
         self._notes = check_inputs(self._folder.path, self._inputs, config)
         self.model_folder = self._folder.checkpoint or self._original_model()
         self.model_config = read_config(self.model_folder, scalar_head=False)
+        check_weights(self.model_config, self.model_folder)
         self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.max_tokens = min(

@@ -19,7 +19,7 @@ from minirl.errors import GuardError, InputError
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
-from minirl.model.weights import fill, load_weights
+from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import gather_objects
 
@@ -52,6 +52,7 @@ class ShardedModel:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        check_weights(config, folder)
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))

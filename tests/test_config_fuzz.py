@@ -1,0 +1,242 @@
+"""config.json with one or two changes: it is refused by name, or means what it means in transformers."""
+
+import functools
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from minirl.errors import InputError
+from minirl.model.attention import PackedLayout
+from minirl.model.weights import load_replica
+
+NUM_TOKENS = 24  # more than the windows have
+NUM_CHANGED = 60  # per model; thousands by hand
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+THETA = {"rope_theta": 500.0}
+CLASSIFIER = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+WINDOW = {"sliding_window": 5}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+# name: (class, the model's own keys). Old files have `rope_theta` and `rope_scaling`, new ones `rope_parameters`.
+BASES = {
+    "llama": ("LlamaForCausalLM", THETA | {"rope_scaling": None, "pretraining_tp": 1, "mlp_bias": False}),
+    "llama_llama3": ("LlamaForCausalLM", THETA | {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama_biases": (
+        "LlamaForCausalLM",
+        {"rope_parameters": LLAMA3 | THETA, "attention_bias": True, "mlp_bias": True, "head_dim": 8},
+    ),
+    "mistral": ("MistralForCausalLM", THETA | WINDOW),
+    "mistral_no_window": ("MistralForCausalLM", THETA | {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2ForCausalLM", THETA | WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2_window_unused": (
+        "Qwen2ForCausalLM",
+        THETA
+        | WINDOW
+        | {
+            "use_sliding_window": False,
+            "max_window_layers": 1,
+            "use_mrope": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {"rope_parameters": {"rope_type": "default"} | THETA, "use_sliding_window": True, "head_dim": 16}
+        | WINDOW
+        | LAYERS,
+    ),
+    "qwen3_bias": ("Qwen3ForCausalLM", THETA | {"attention_bias": True, "head_dim": 8}),
+    "llama_classifier": ("LlamaForSequenceClassification", THETA | CLASSIFIER),
+    "qwen2_classifier": (
+        "Qwen2ForSequenceClassification",
+        THETA | WINDOW | CLASSIFIER | {"use_sliding_window": True, "max_window_layers": 0},
+    ),
+}
+# The classes whose keys are added, with their defaults and with other values.
+OTHER_CLASSES = (
+    "Cohere2 Gemma2 Gemma3Text Glm4 Granite Llama4Text Ministral Mixtral Olmo2 Phi3 Qwen2Moe Qwen3Next "
+    "SmolLM3 StableLm Starcoder2".split()
+)
+OTHER_KEYS = (
+    "add_cross_attention attention_chunk_size is_causal is_decoder layer_scale logits_scaling "
+    "per_layer_config partial_rotary_factor pruned_heads quantization_config rope_scaling rope_parameters "
+    "rope_theta rope_interleaved torchscript transformers_weights use_mrope sliding_window layer_types "
+    "max_window_layers use_sliding_window head_dim attention_bias mlp_bias num_labels id2label".split()
+)
+DROP = object()
+NUMBERS = [0, -1, 1, 2, 3, 8, 16, 2**40, 0.0, 0.5, 1.0, 500.0, math.nan, math.inf]
+LISTS = [[], [1], *([f"{kind}_attention"] * 2 for kind in ("full", "sliding", "chunked")), ["full_attention"]]
+OBJECTS = [{}, {"a": 1}, {"type": "linear", "factor": 2.0}, LLAMA3, LLAMA3 | THETA]
+ROPES = [{"rope_type": "default"}, {"rope_type": "default", "rope_theta": 9.0}]
+VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES]
+
+
+def raw_config(name):
+    architecture, keys = BASES[name]
+    model_type = architecture.split("For")[0].lower()
+    return {"architectures": [architecture], "model_type": model_type, **SHAPE, **keys}
+
+
+def write_config(folder, raw):
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def make_model(folder, raw):
+    """Save a model at which every feature matters: norms off 1, biases off 0, sharp attention."""
+    folder.mkdir()
+    write_config(folder, raw)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, raw["architectures"][0])(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter_name, param in model.named_parameters():
+        noise = torch.randn(param.shape, generator=generator)
+        if param.ndim == 1:
+            param.data = noise * 0.5 + ("norm" in parameter_name)
+        else:
+            gain = 2.0 if "q_proj" in parameter_name or "k_proj" in parameter_name else 1.0
+            param.data = gain * noise / (1 if "embed" in parameter_name else param.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def mutations(raw):
+    """All changes of one key, also within objects: the path to a key, and its new value."""
+    found = []
+    for key in dict.fromkeys([*raw, *OTHER_KEYS]):
+        others = [raw_config(name)[key] for name in BASES if key in raw_config(name)]
+        value = raw.get(key)
+        near = [value + 1, value * 2, value // 2] if isinstance(value, int) else []
+        for new in [*VALUES, *others, *near]:
+            found.append(((key,), new))
+        if isinstance(value, dict):
+            for inner in dict.fromkeys(
+                [*value, "rope_theta", "type", "rope_type", "attention_factor", "0", "1"]
+            ):
+                found.extend(((key, inner), new) for new in [*VALUES, "llama3", "default", "yarn"])
+    for key, default in keys_of_other_classes():
+        if key not in raw:
+            found.extend(((key,), new) for new in (default, None, False, True, 0, 1, 2.0))
+    return found
+
+
+@functools.cache
+def keys_of_other_classes():
+    """The keys of `OTHER_CLASSES` with their defaults."""
+    configs = [getattr(transformers, f"{name}Config")() for name in OTHER_CLASSES]
+    return [item for config in configs for item in config.to_dict().items()]
+
+
+def mutated(raw, changes):
+    """A copy of `raw` with these changes."""
+    copy = json.loads(json.dumps(raw))
+    for path, value in changes:
+        place = copy
+        for key in path[:-1]:
+            place = place.get(key)
+        if not isinstance(place, dict):
+            continue
+        if value is DROP:
+            place.pop(path[-1], None)
+        else:
+            place[path[-1]] = value
+    return copy
+
+
+@torch.no_grad()
+def outputs_here(folder, scalar_head):
+    """Logits or scores [T, ...] of one sequence, as long as the model's positions allow."""
+    model = load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
+    num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
+    layout = PackedLayout((num_tokens,), torch.device("cpu"))
+    hidden = model(torch.arange(num_tokens), layout.positions, layout)
+    return model.score(hidden) if scalar_head else model.lm_head(hidden)
+
+
+@torch.no_grad()
+def outputs_there(folder, scalar_head, num_tokens):
+    """The same in transformers."""
+    auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    hidden = model.model(torch.arange(num_tokens)[None], use_cache=False)[0][0]
+    return model.score(hidden) if scalar_head else model.lm_head(hidden)
+
+
+def is_equal(got, expected):
+    return got.shape == expected.shape and (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def verdict(folder, raw, changes):
+    """What becomes of the folder: "refused", "equal" to transformers, "unchanged" or what is wrong.
+
+    Where transformers refuses it for one of the changes, that change may have no part in the model
+    (`use_cache: 0.5`): then it is the model without it.
+    """
+    scalar_head = "Classification" in raw["architectures"][0]
+    write_config(folder, mutated(raw, changes))
+    try:
+        got = outputs_here(folder, scalar_head)
+    except InputError:
+        return "refused"
+    except Exception as error:
+        return f"raises {error!r}"
+    # All changes, then all but one, then none.
+    for count in range(len(changes), -1, -1):
+        for kept in itertools.combinations(changes, count):
+            write_config(folder, mutated(raw, kept))
+            try:
+                expected = outputs_there(folder, scalar_head, len(got))
+            except Exception as error:
+                reason = f"accepts what transformers refuses: {error!r}"
+                continue
+            if is_equal(got, expected):
+                return "equal" if count == len(changes) else "unchanged"
+            if count == len(changes):
+                return "has other numbers than transformers"
+    return reason
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_path, name):
+    """Of every key: left out, another type, zero, far too large, of another family; and keys of other families."""
+    raw = raw_config(name)
+    folder = make_model(tmp_path / "model", raw)
+    assert verdict(folder, raw, []) == "equal"
+    singles = mutations(raw)
+    rng = random.Random(name)
+    wrong = []
+    for _ in range(NUM_CHANGED):
+        changes = rng.sample(singles, rng.choice([1, 1, 1, 2]))
+        result = verdict(folder, raw, changes)
+        if result not in ("refused", "equal", "unchanged"):
+            wrong.append((changes, result))
+    assert wrong == []
