@@ -257,18 +257,18 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
         assert [job.output(rank).count("SIGTERM: finishing this step") for rank in (0, 1)] == [0, 1]
 
 
-@pytest.mark.parametrize("start", ["trap '' HUP; exec", "exec"], ids=["nohup", "terminal"])
-def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, start):
+@pytest.mark.parametrize("handler", ["SIG_IGN", "SIG_DFL"], ids=["nohup", "terminal"])
+def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, handler):
     """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
-    command = ["bash", "-c", f"{start} {' '.join(python(tmp_path, LOOP))}"]
-    with started(tmp_path, [command]) as job:
+    start = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{handler}); os.execv(sys.argv[1], sys.argv[1:])"
+    with started(tmp_path, [[sys.executable, "-c", start, *python(tmp_path, LOOP)]]) as job:
         job.until("joined", 0)
         job.processes[0].send_signal(signal.SIGHUP)
-        if start != "exec":
+        if handler == "SIG_IGN":
             time.sleep(1)
             assert job.processes[0].poll() is None
             job.processes[0].terminate()
-        assert job.codes(within=5) == [129 if start == "exec" else 143]
+        assert job.codes(within=5) == [143 if handler == "SIG_IGN" else 129]
         assert job.output(0).count("saved") == 1
 
 

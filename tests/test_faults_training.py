@@ -77,15 +77,15 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, script):
-    """The run ends at once and names the parameter; the checkpoint before it is as it was, and goes on.
+    """The run ends at once and says why; the checkpoint before it is as it was, and goes on.
 
     The first steps may have no gradient, and so no update.
     """
     name = f"ruined-{script}"
     flags = [*SHORT.split(), "--run-name", name]
     run_in_pool(two_ranks, script, *flags, runs=runs)
-    ruinous = ["--num-steps", "6", "--resume", "force", "--lr", "1e38"]
-    with pytest.raises(AssertionError, match=r"after this update the norm of the weights is .* in model\."):
+    ruinous = ["--num-steps", "6", "--resume", "force", "--lr", "9e18"]
+    with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
         run_in_pool(two_ranks, script, *flags, *ruinous, runs=runs)
     for path in (runs / name / "checkpoints").rglob("*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())

@@ -202,7 +202,11 @@ class Transformer(nn.Module):
             self.score = Linear(config.hidden_size, 1, bias=False)
             return
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, if the config says so: once more after they were replaced."""
+        if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:

@@ -18,7 +18,7 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import DTYPE_NAMES, open_tensors, write_tensors
+from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
@@ -102,11 +102,10 @@ def load_weights(model: Transformer, folder: Path) -> None:
         _check_tied_head(files)
     if "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
-    for path in sorted(set(files.values())):
-        with open_tensors(path) as file:
-            for name in sorted(params):
-                if files[name] == path:
-                    fill(params[name], file.get_slice(name), f"{path}: {name}")
+    for name, param in params.items():
+        # Opened for each tensor: while a file is open, what was read of it stays in memory.
+        with open_tensors(files[name]) as file:
+            fill(param, file.get_slice(name), f"{files[name]}: {name}")
 
 
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
@@ -168,7 +167,11 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False)
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
-    model = Transformer(config).to(dtype).requires_grad_(False)
+    # Made on the meta device, as the values that it would begin with cost more time than loading.
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to(dtype).to_empty(device="cpu").requires_grad_(False)
+    model.tie_weights()
     load_weights(model, folder)
     return model
 
@@ -224,7 +227,7 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     if local.numel() == 0:
         return
     local.copy_(stored[rows])
-    if not local.isfinite().all():
+    if not is_finite(local):
         raise InputError(
             f"{label} has values that are not finite; the file is damaged, fetch or save it again"
         )

@@ -72,8 +72,9 @@ class ShardedModel:
         self.module.to_empty(device=device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
-        # Gather the compute weights: from here on they are the module's parameters.
-        for unit in self._units:
+        # Gather the compute weights: from here on they are the module's parameters. FSDP keeps the buffers of the
+        # last gather, so the root, with the embedding, is not the last.
+        for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
         num_ranks = torch.distributed.get_world_size()
