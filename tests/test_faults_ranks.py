@@ -260,8 +260,9 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize("handler", ["SIG_IGN", "SIG_DFL"], ids=["nohup", "terminal"])
 def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, handler):
     """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
-    start = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{handler}); os.execv(sys.argv[1], sys.argv[1:])"
-    with started(tmp_path, [[sys.executable, "-c", start, *python(tmp_path, LOOP)]]) as job:
+    start = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{handler})"
+    command = [sys.executable, "-c", f"{start}; os.execv(sys.argv[1], sys.argv[1:])", *python(tmp_path, LOOP)]
+    with started(tmp_path, [command]) as job:
         job.until("joined", 0)
         job.processes[0].send_signal(signal.SIGHUP)
         if handler == "SIG_IGN":
