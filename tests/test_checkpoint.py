@@ -305,7 +305,20 @@ class TestWhatIsGoneOnFrom:
         assert newest_step(tmp_path) == 2
         assert "warning" not in capsys.readouterr().out
 
-    @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": 1}'])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None,
+            "",
+            "{",
+            "[]",
+            '{"format": 1}',
+            '{"format": 1, "files": 3, "state": {"step": 2}, "world_size": 1}',
+            '{"format": 1, "files": {}, "state": {}, "world_size": 1}',
+            '{"format": 1, "files": {}, "state": [], "world_size": 1}',
+            '{"format": 1, "files": {}, "state": {"step": 2}, "world_size": null}',
+        ],
+    )
     def test_row_08_a_checkpoint_without_a_good_manifest_is_damaged(self, tmp_path, source, capsys, content):
         """It is not guessed at."""
         manifest = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
@@ -360,6 +373,12 @@ class TestWhatIsGoneOnFrom:
         close(run)
         with pytest.raises(InputError, match="choose another --run-name"):
             open_run_folder("a", FLAGS, resume="never")
+        (tmp_path / "a" / "args.json").unlink()
+        with pytest.raises(
+            InputError, match=r"no args\.json, so the flags cannot be compared.*--resume force"
+        ):
+            open_run_folder("a", FLAGS)
+        close(open_run_folder("a", FLAGS, resume="force"))
 
     def test_row_14_a_folder_in_use_is_refused_with_its_holder(self, tmp_path, source):
         """The second start names process and host; when the first is gone, its lock is."""

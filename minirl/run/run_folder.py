@@ -224,6 +224,11 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     """Compare the flags with those of the earlier run in this folder, if there is one. Raises InputError."""
     args = read_args(folder)
     if not args:
+        refuse(
+            resume != "force" and checkpoints_in(folder),
+            f"{folder}: has checkpoints but no args.json, so the flags cannot be compared; choose another --run-name, "
+            "or --resume force to go on with these flags",
+        )
         return
     if resume == "never":
         raise InputError(f"{folder}: there is a run of this name; choose another --run-name")
@@ -307,16 +312,23 @@ def _damage(checkpoint: Path) -> str | None:
 
     Raises InputError if it was saved by a later version of minirl.
     """
+    unreadable = "manifest.json is missing or cannot be read"
     try:
         manifest = read_manifest(checkpoint)
         version = manifest["format"]
-        digests = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "manifest.json is missing or cannot be read"
+        return unreadable
     if version != FORMAT:
         raise InputError(
             f"{checkpoint}: has format {version}, this version of minirl reads {FORMAT}; update minirl"
         )
+    try:
+        digests = dict(manifest["files"])
+        is_whole = isinstance(manifest["state"]["step"], int) and manifest["world_size"] > 0
+    except (ValueError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        return unreadable
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda name: durable.damage(checkpoint / name, digests[name]), digests)
         for name, reason in zip(digests, reasons, strict=True):
