@@ -37,7 +37,7 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name,
     thrown_out_at = defaultdict(list)
 
     def unfinished(running):
-        thrown_out_at[running.request.rollout_id].append(len(running.sampled))
+        thrown_out_at[running.request.rollout_id].append(len(running.tokens))
         return original(running)
 
     original = RunningRequest.unfinished

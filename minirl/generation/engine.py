@@ -340,7 +340,7 @@ class Engine:
                 takes_stem = left == 0 and not group.keeps_stem
                 cached = group.stem.cached if takes_stem else self._live_cache.fork(group.stem.cached)
                 assert cached is not None, "admission reserved no block for a fork"
-                admitted.append(RunningRequest(request, cached, list(request.sampled)))
+                admitted.append(RunningRequest(request, cached))
                 states.append(group.stem.hidden)
         positions = torch.tensor([running.cached.length for running in admitted])
         keys, temperature = self._keys_and_temperature(admitted)
@@ -444,16 +444,13 @@ class Engine:
         num_ready = len(self._pending) - num_unread
         ready = self._pending[:num_ready]
         self._pending = self._pending[num_ready:]
+        finished: list[RunningRequest] = []
         for pending in ready:
-            for request, sampled in pending.read():
-                # With asynchronous decoding the request may have ended with the token before. Then its
-                # rollout is made and the request has left `_running`, so this token is thrown away.
-                request.sampled.append(sampled)
-        return self._take_finished()
+            finished += pending.read()
+        return self._remove_finished(finished)
 
-    def _take_finished(self) -> list[Rollout]:
-        """Remove the finished requests from the batch and the cache; returns their rollouts."""
-        finished = [running for running in self._running if running.finish_reason is not None]
+    def _remove_finished(self, finished: list[RunningRequest]) -> list[Rollout]:
+        """Remove these requests from the batch and the cache; returns their rollouts."""
         if finished:
             self._count_discarded(finished)
             self._running = [running for running in self._running if running.finish_reason is None]
@@ -471,7 +468,7 @@ class Engine:
 
     def _count_discarded(self, requests: list[RunningRequest]) -> None:
         """Count the tokens of these requests that were launched and will not be read as discarded."""
-        num_discarded = sum(request.num_launched - len(request.sampled) for request in requests)
+        num_discarded = sum(request.num_launched - len(request.tokens) for request in requests)
         self.stats.decode_tokens -= num_discarded
         self.stats.discarded_tokens += num_discarded
 

@@ -1,6 +1,5 @@
 """A request while it is being decoded, and sampled tokens while they are on their way to the host."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,15 +13,33 @@ from minirl.rollouts import Request, Rollout, Sampled
 class RunningRequest:
     """A request in the decode batch. The cache holds all its tokens except the newest one.
 
-    `sampled` are the tokens already copied to the host. With asynchronous decoding one more may have been
-    launched, that is, its computation has been queued on the device. `token_index` is the index of this
-    request's newest token in the engine's `_newest_tokens` on the device.
+    `tokens`, with their `logprobs` and `weight_versions`, are the sampled ones that were copied to the host already.
+    With asynchronous decoding one more may have been launched, that is, its computation has been queued on the
+    device. `token_index` is the index of this request's newest token in the engine's `_newest_tokens` on the device.
+    `finish_reason` says why the request has ended ("stop" or "length"), by the tokens read so far.
     """
 
     request: Request
     cached: CachedSequence
-    sampled: list[Sampled] = field(default_factory=list)
     token_index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        for token, logprob, weight_version in self.request.sampled:
+            self.append(token, logprob, weight_version)
+
+    def append(self, token: int, logprob: float, weight_version: int) -> None:
+        """Add a sampled token that was read."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.weight_versions.append(weight_version)
+        if token in self.request.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.request.max_new_tokens:
+            self.finish_reason = "length"
 
     @property
     def num_launched(self) -> int:
@@ -30,31 +47,22 @@ class RunningRequest:
         num_cached_after_prompt = self.cached.length - len(self.request.prompt_ids)
         return num_cached_after_prompt + 1  # the newest token is not in the cache yet
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the request has ended ("stop" or "length"), or None. Based on the tokens already read."""
-        if self.sampled and self.sampled[-1].token in self.request.stop_ids:
-            return "stop"
-        if len(self.sampled) >= self.request.max_new_tokens:
-            return "length"
-        return None
-
     def unfinished(self) -> Request:
         """The request with the tokens sampled so far, to be submitted again."""
-        return replace(self.request, sampled=tuple(self.sampled))
+        sampled = map(Sampled, self.tokens, self.logprobs, self.weight_versions)
+        return replace(self.request, sampled=tuple(sampled))
 
     def rollout(self) -> Rollout:
         """The finished rollout."""
         assert self.finish_reason is not None, "the request is not finished"
         prompt_ids = self.request.prompt_ids
-        tokens, logprobs, versions = zip(*self.sampled, strict=True)
         zeros = [0] * len(prompt_ids)
-        is_sampled = [False] * len(prompt_ids) + [True] * len(tokens)
+        is_sampled = [False] * len(prompt_ids) + [True] * len(self.tokens)
         return Rollout(
-            tokens=torch.tensor([*prompt_ids, *tokens]),
+            tokens=torch.tensor([*prompt_ids, *self.tokens]),
             loss_mask=torch.tensor(is_sampled),
-            sample_logprobs=torch.tensor([*zeros, *logprobs], dtype=torch.float32),
-            weight_version=torch.tensor([*zeros, *versions], dtype=torch.int32),
+            sample_logprobs=torch.tensor([*zeros, *self.logprobs], dtype=torch.float32),
+            weight_version=torch.tensor([*zeros, *self.weight_versions], dtype=torch.int32),
             num_prompt_tokens=len(prompt_ids),
             rollout_id=self.request.rollout_id,
             finish_reason=self.finish_reason,
@@ -83,10 +91,18 @@ class PendingTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def read(self) -> Iterator[tuple[RunningRequest, Sampled]]:
-        """Wait for the copies, then yield each request with its token."""
+    def read(self) -> list[RunningRequest]:
+        """Wait for the copies, then give each request its token; returns those that end with it.
+
+        With asynchronous decoding a request may have ended with the token before: then this one is dropped.
+        """
         self.wait()
+        finished: list[RunningRequest] = []
         tokens = self._tokens.tolist()
         logprobs = self._logprobs.tolist()
         for request, token, logprob in zip(self.requests, tokens, logprobs, strict=True):
-            yield request, Sampled(token, logprob, self.weight_version)
+            if request.finish_reason is None:
+                request.append(token, logprob, self.weight_version)
+                if request.finish_reason is not None:
+                    finished.append(request)
+        return finished
