@@ -367,10 +367,10 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
         for family in families
         for stream, cached, packed in family
     ]
-    for tables in zip(*(cached.tables for _, cached, _ in rows[:3]), strict=True):
-        assert tables[0].first > 0 or len({table.blocks[0] for table in tables}) == 1, (
-            "full blocks are not shared"
-        )
+    for tables in cache.tables:
+        family_tables = [tables.of_row(cached.row) for _, cached, _ in rows[:3]]
+        first, _ = family_tables[0]
+        assert first > 0 or len({blocks[0] for _, blocks in family_tables}) == 1, "full blocks are not shared"
     for step in range(steps):
         decode_and_check(cache, windows, rows if step % 2 else rows[::-1], is_exact)
     for gone in (rows.pop(0), rows.pop(3)):  # the parent of a family that goes on, and a member of another
@@ -438,9 +438,10 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
         decode_and_check(cache, windows, rows, is_exact)
     for i in (20, 12, 9, 5, 2, 0):  # the parents of both groups among them
         cache.free(rows.pop(i)[1])
-    before = [[list(t.blocks) for t in cached.tables] for _, cached, _ in rows]
+    before = [[tables.of_row(cached.row) for tables in cache.tables] for _, cached, _ in rows]
     cache.compact([cached for _, cached, _ in rows])
-    assert before != [[t.blocks for t in cached.tables] for _, cached, _ in rows], "nothing has moved"
+    after = [[tables.of_row(cached.row) for tables in cache.tables] for _, cached, _ in rows]
+    assert before != after, "nothing has moved"
     poison(cache)
     for _ in range(3):
         decode_and_check(cache, windows, rows, is_exact)
@@ -496,8 +497,9 @@ def test_a_plan_kept_from_another_step_is_right_for_it(window):
     for _ in range(140):
         decode_and_check(cache, (window,), rows, is_exact)
         plans.append(cache.decode_layout([cached for _, cached, _ in rows]).caches[0][0].read.index)
-        firsts.append([cached.tables[0].first for _, cached, _ in rows])
-        tables.append([list(cached.tables[0].blocks) for _, cached, _ in rows])
+        found = [cache.tables[0].of_row(cached.row) for _, cached, _ in rows]
+        firsts.append([first for first, _ in found])
+        tables.append([blocks for _, blocks in found])
     for i in range(1, 140):
         assert (plans[i] is plans[i - 1]) == (tables[i] == tables[i - 1])
     if window == 1:

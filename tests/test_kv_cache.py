@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,24 +30,30 @@ def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -
     )
 
 
+def tables_of(cache: KVCache, sequence: CachedSequence) -> list[SimpleNamespace]:
+    """The sequence's block table in each pool."""
+    rows = [tables.of_row(sequence.row) for tables in cache.tables]
+    return [SimpleNamespace(first=first, blocks=blocks) for first, blocks in rows]
+
+
 def first_visible_block(window: int | None, position: int) -> int:
     return 0 if window is None else max(0, position - window + 1) // BLOCK
 
 
 def snapshot(cache: KVCache, sequences: list[CachedSequence]) -> tuple:
     pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.free_lists]
-    return pools, [(s.length, [(t.first, list(t.blocks)) for t in s.tables]) for s in sequences]
+    return pools, [(s.length, [(t.first, list(t.blocks)) for t in tables_of(cache, s)]) for s in sequences]
 
 
 def check_accounting(cache: KVCache, sequences: list[CachedSequence]) -> None:
     """Every property that must hold after any operation."""
     for i, (pool, blocks) in enumerate(zip(cache.pools, cache.free_lists, strict=True)):
-        held = Counter(block for s in sequences for block in s.tables[i].blocks)
+        held = Counter(block for s in sequences for block in tables_of(cache, s)[i].blocks)
         assert blocks.references == [held[b] for b in range(len(blocks.references))]
         assert sorted(blocks.free) == [b for b in range(len(blocks.references)) if not held[b]]
         places: dict[int, int] = {}
         for sequence in sequences:
-            table, length = sequence.tables[i], sequence.length
+            table, length = tables_of(cache, sequence)[i], sequence.length
             assert len(set(table.blocks)) == len(table.blocks)
             assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, (
                 "the last block is the last token's"
@@ -114,10 +121,10 @@ def test_blocks_are_handed_out_lowest_first():
     """The live part of a pool stays dense: decoding reads the pool up to its highest live block."""
     cache = make_cache(num_blocks=6)
     a, b = cache.add(300), cache.add(200)
-    assert [t.blocks for s in (a, b) for t in s.tables] == [[0, 1, 2], [3, 4]]
+    assert [t.blocks for s in (a, b) for t in tables_of(cache, s)] == [[0, 1, 2], [3, 4]]
     cache.free(a)
-    assert cache.add(200).tables[0].blocks == [0, 1]
-    assert cache.add(200).tables[0].blocks == [2, 5]
+    assert tables_of(cache, cache.add(200))[0].blocks == [0, 1]
+    assert tables_of(cache, cache.add(200))[0].blocks == [2, 5]
 
 
 @pytest.mark.parametrize("length", [100, 129, 300, 511])
@@ -131,7 +138,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length):
     full = length // BLOCK
     num_free = len(blocks.free)
     child = cache.fork(parent)
-    ours, theirs = parent.tables[0].blocks, child.tables[0].blocks
+    ours, theirs = tables_of(cache, parent)[0].blocks, tables_of(cache, child)[0].blocks
     assert theirs[:full] == ours[:full]
     assert len(theirs) == full + 1
     assert theirs[full] != ours[full]
@@ -155,7 +162,7 @@ def test_a_fork_at_a_block_border_shares_everything_and_needs_no_free_block(wind
     assert any(not blocks.free for blocks in cache.free_lists)
     child = cache.fork(parent)
     assert child is not None, "refused a fork that takes no block"
-    assert [t.blocks for t in child.tables] == [t.blocks for t in parent.tables]
+    assert [t.blocks for t in tables_of(cache, child)] == [t.blocks for t in tables_of(cache, parent)]
     check_accounting(cache, [parent, child])
 
 
@@ -209,15 +216,15 @@ def test_extend_is_refused_exactly_when_a_needed_block_is_missing(windows):
                 for place, b in enumerate(t.blocks, t.first)
                 if place >= first_visible_block(pool.window, growing.length)
             ]
-            for t, pool in zip(growing.tables, cache.pools, strict=True)
+            for t, pool in zip(tables_of(cache, growing), cache.pools, strict=True)
         ]
-        released = [len(t.blocks) - len(k) for t, k in zip(growing.tables, kept, strict=True)]
+        released = [len(t.blocks) - len(k) for t, k in zip(tables_of(cache, growing), kept, strict=True)]
         spare = [len(blocks.free) + n for blocks, n in zip(cache.free_lists, released, strict=True)]
         possible = growing.length % BLOCK != 0 or min(spare) > 0
         length = growing.length
         assert cache.extend(growing) == possible
         check_accounting(cache, [growing, other, *blocker])
-        assert [t.blocks[: len(k)] for t, k in zip(growing.tables, kept, strict=True)] == kept
+        assert [t.blocks[: len(k)] for t, k in zip(tables_of(cache, growing), kept, strict=True)] == kept
         if not possible:
             assert growing.length == length
             assert not cache.extend(growing), "refused once, granted without a block coming free"
@@ -236,12 +243,12 @@ def test_a_windowed_pool_keeps_only_the_blocks_its_window_sees(window):
     for length in range(2, 12 * BLOCK):
         assert cache.extend(sequence)
         assert sequence.length == length
-        table = sequence.tables[windowed]
+        table = tables_of(cache, sequence)[windowed]
         oldest_seen = max(0, length - window)
         assert table.first == oldest_seen // BLOCK
         assert len(table.blocks) == (length - 1) // BLOCK - oldest_seen // BLOCK + 1
         assert len(table.blocks) <= -(-(window - 1) // BLOCK) + 1
-        assert len(sequence.tables[full].blocks) == (length - 1) // BLOCK + 1
+        assert len(tables_of(cache, sequence)[full].blocks) == (length - 1) // BLOCK + 1
     check_accounting(cache, [sequence])
 
 
@@ -363,17 +370,21 @@ def test_compact_moves_the_highest_blocks_into_the_lowest_holes():
     pool = cache.pools[0]
     pool.keys.copy_(torch.arange(12.0).view(1, 12, 1, 1, 1).expand_as(pool.keys))
     pool.values.copy_(-pool.keys.transpose(-1, -2))
-    assert [s.tables[0].blocks for s in (parent, other, child)] == [[0, 1, 2], [3, 4, 5], [3, 4, 6]]
+    assert [tables_of(cache, s)[0].blocks for s in (parent, other, child)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [3, 4, 6],
+    ]
     cache.free(parent)
     cache.compact([other, child])
-    assert [s.tables[0].blocks for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
+    assert [tables_of(cache, s)[0].blocks for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
     assert pool.keys[0, :4, 0, 0, 0].tolist() == [4, 5, 6, 3]
     assert pool.values[0, :4, 0, 0, 0].tolist() == [-4, -5, -6, -3]
     check_accounting(cache, [other, child])
-    tables = [s.tables[0].blocks for s in (other, child)]
+    tables = [tables_of(cache, s)[0].blocks for s in (other, child)]
     cache.compact([other, child])
-    assert [s.tables[0].blocks for s in (other, child)] == tables
-    assert cache.add(1).tables[0].blocks == [4]
+    assert [tables_of(cache, s)[0].blocks for s in (other, child)] == tables
+    assert tables_of(cache, cache.add(1))[0].blocks == [4]
 
 
 @pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
@@ -409,7 +420,7 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
         caches = cache.decode_layout(rows).caches
         for layer, (pool, _) in cache.pool_of_layer.items():
             plan = caches[layer][0].read.index
-            tables = [list(s.tables[pool].blocks) for s in rows]
+            tables = [list(tables_of(cache, s)[pool].blocks) for s in rows]
             shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(rows)))
             for name, value in vars(index_decode(tables, **shape)).items():
                 same = (

@@ -64,6 +64,21 @@ class _AdmittedGroup:
     keeps_stem: bool
 
 
+@dataclass(eq=False)
+class _Batch:
+    """What decode steps of the same requests have in common; the padding of CUDA graphs comes behind them.
+
+    token_index int64 [B]: where the newest tokens are in `Engine._newest_tokens`; in order after the first step.
+    """
+
+    requests: list[RunningRequest]
+    sequences: list[CachedSequence]
+    keys: Tensor
+    temperature: Tensor
+    token_index: Tensor
+    is_in_order: bool = False
+
+
 class Engine:
     """Decodes up to `max_running_requests` requests at once in a cache of `cache_tokens` tokens per layer."""
 
@@ -110,6 +125,8 @@ class Engine:
         self._stem: _Stem | None = None
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
+        # Of the last decode step.
+        self._batch: _Batch | None = None
         # On the device, the newest token of each running request, at its `RunningRequest.token_index`.
         self._newest_tokens = torch.empty(0, dtype=torch.int64, device=device)
         self._cache: KVCache | None = None
@@ -152,10 +169,12 @@ class Engine:
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
-            can_stay_unread = self.async_decoding and self._can_extend_all()
+            requests = self._below_limit()
+            can_stay_unread = self.async_decoding and self._can_extend(requests)
             if not can_stay_unread:
                 finished += self._read_pending()
-            requests = self._extend_or_preempt()
+                requests = self._below_limit()
+            self._extend_or_preempt(requests)
             if requests:
                 self._decode(requests)
             # With asynchronous decoding the step just launched is read one call later. Until then the device
@@ -239,6 +258,7 @@ class Engine:
             pending.wait()
         self._running = []
         self._stem = None
+        self._batch = None
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
         self._cache = None
@@ -362,32 +382,32 @@ class Engine:
 
     def _below_limit(self) -> list[RunningRequest]:
         """The running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
-        return [running for running in self._running if running.num_launched < running.request.max_new_tokens]
+        return [running for running in self._running if running.cached.length < running.last_length]
 
-    def _can_extend_all(self) -> bool:
+    def _can_extend(self, requests: list[RunningRequest]) -> bool:
         """Whether the next step is sure not to preempt a request."""
-        if not self._running:
-            return True
-        return self._live_cache.can_extend([running.cached for running in self._below_limit()])
+        return not requests or self._live_cache.can_extend([running.cached for running in requests])
 
-    def _extend_or_preempt(self) -> list[RunningRequest]:
-        """The requests to decode, each with cache space for one more token.
+    def _extend_or_preempt(self, requests: list[RunningRequest]) -> None:
+        """Add cache space for one more token to each of the requests; those that are preempted are removed.
 
         If a block is missing, the youngest request is preempted: it goes back to the front of the queue with
         the tokens sampled so far, and will be prefilled again with them. The youngest has the least to
         recompute as a rule, and since the oldest is preempted last, it always advances, so the engine makes
         progress: `submit` refused any request that exceeds the cache on its own.
         """
-        requests = self._below_limit()
+        if not requests:
+            return
+        extend = self._live_cache.extend
         i = 0
         while i < len(requests):
-            if self._live_cache.extend(requests[i].cached):
+            if extend(requests[i].cached):
                 i += 1
                 continue
             if self._stem is not None:
                 self._drop_stem()
                 continue
-            # Unread tokens would be lost, but `step` has read them all, as `_can_extend_all` was false.
+            # Unread tokens would be lost, but `step` has read them all, as `_can_extend` was false.
             assert not self._pending, "a request is preempted whose tokens were not read"
             # This may be request i itself. Otherwise its blocks are free now, and request i is tried again.
             youngest = requests.pop()
@@ -395,36 +415,53 @@ class Engine:
             self._live_cache.free(youngest.cached)
             self._waiting.appendleft(youngest.unfinished())
             self.stats.preemptions += 1
-        return requests
 
     def _decode(self, requests: list[RunningRequest]) -> None:
         """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any."""
         num_requests = len(requests)
-        num_padding = 0
-        if self._graphs is not None:
-            batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
-            num_padding = batch_size - num_requests
-        sequences = [request.cached for request in requests]
-        sequences += self._padding_sequences * num_padding
-        layout = self._live_cache.decode_layout(sequences)
-        # Padding decodes any token, with any key, always at the same position of its own sequence. Its
-        # results are cut off below.
-        token_indices = [request.token_index for request in requests] + [0] * num_padding
-        tokens = self._newest_tokens[upload(torch.tensor(token_indices), self.device)]
-        keys, temperature = self._keys_and_temperature(requests, num_padding)
-        step = DecodeStep(tokens, layout, keys, temperature)
+        batch = self._batch
+        if batch is None or batch.requests != requests:
+            batch = self._make_batch(requests)
+            self._batch = batch
+        layout = self._live_cache.decode_layout(batch.sequences)
+        tokens = self._newest_tokens[batch.token_index]
+        step = DecodeStep(tokens, layout, batch.keys, batch.temperature)
         if self._graphs is not None:
             tokens, logprobs = self._graphs.decode(step)
         else:
             tokens, logprobs = decode(self.model, step)
         self._newest_tokens = tokens[:num_requests]
-        for token_index, request in enumerate(requests):
-            request.token_index = token_index
+        if not batch.is_in_order:
+            for token_index, request in enumerate(requests):
+                request.token_index = token_index
+            batch.token_index = self._upload_indices(range(num_requests), len(batch.sequences))
+            batch.is_in_order = True
         self._start_reading(requests, self._newest_tokens, logprobs[:num_requests])
         self.stats.decode_tokens += num_requests
-        num_computed = padding.num_padded(num_requests + num_padding, self.device)
+        num_computed = padding.num_padded(len(batch.sequences), self.device)
         self.stats.padding_tokens += num_computed - num_requests
         self.stats.decode_steps += 1
+
+    def _make_batch(self, requests: list[RunningRequest]) -> "_Batch":
+        """What the decode steps of these requests share, with padding to a batch size of the CUDA graphs, if any.
+
+        Padding decodes any token, with any key, always at the same position of its own sequence. Its results are
+        cut off.
+        """
+        num_padding = 0
+        if self._graphs is not None:
+            batch_size = padding.graph_batch_size(len(requests), self.max_running_requests)
+            num_padding = batch_size - len(requests)
+        sequences = [request.cached for request in requests] + self._padding_sequences * num_padding
+        keys, temperature = self._keys_and_temperature(requests, num_padding)
+        token_index = self._upload_indices([request.token_index for request in requests], len(sequences))
+        return _Batch(requests, sequences, keys, temperature, token_index)
+
+    def _upload_indices(self, indices: Sequence[int], count: int) -> Tensor:
+        """These indices int64 [count] on the device, filled up with 0."""
+        padded = torch.zeros(count, dtype=torch.int64)
+        padded[: len(indices)] = torch.tensor(indices)
+        return upload(padded, self.device)
 
     def _keys_and_temperature(
         self, requests: list[RunningRequest], num_padding: int = 0

@@ -4,12 +4,17 @@ Layers that share a window share a pool and its block tables. In a windowed pool
 blocks that its window can still see. A fork shares its parent's full blocks by reference count and copies the
 last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that those in
 use stay dense.
+
+The tables of a pool are the rows of one matrix (`BlockTables`), and most steps change no table: what a decode step
+costs the host is a few operations on whole columns, however long the sequences are.
 """
 
 import heapq
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import padding
@@ -24,7 +29,7 @@ from minirl.model.attention import (
     decode_kernel_for,
     upload,
 )
-from minirl.model.portable_attention import BLOCK, DecodeIndex, block_table, index_decode, min_queries
+from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -32,23 +37,85 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclass
-class BlockTable:
-    """The blocks of one sequence in one pool.
+class BlockTables:
+    """The block tables of one pool, one in each row of arrays that grow on demand.
 
-    `blocks[i]` holds the positions from (first + i) * block_size up to the next multiple of block_size.
+    blocks int32 [rows, columns]: the blocks of a sequence, as many as `counts` says; the columns behind are void.
+    The block in column i holds the positions from (firsts + i) * block_size up to the next multiple of block_size.
     """
 
-    first: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: Tensor
+    firsts: Tensor
+    counts: Tensor
+
+    def __init__(self) -> None:
+        self._keep(
+            torch.zeros(8, 8, dtype=torch.int32),
+            torch.zeros(8, dtype=torch.int64),
+            torch.zeros(8, dtype=torch.int64),
+        )
+
+    def _keep(self, blocks: Tensor, firsts: Tensor, counts: Tensor) -> None:
+        self.blocks, self.firsts, self.counts = blocks, firsts, counts
+        # The same memory, of which numpy reads and writes single numbers much faster.
+        self._blocks, self._firsts, self._counts = blocks.numpy(), firsts.numpy(), counts.numpy()
+
+    def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """Make these the blocks of a row."""
+        self._make_room(row, len(blocks))
+        self._firsts[row] = first
+        self._counts[row] = len(blocks)
+        self._blocks[row, : len(blocks)] = blocks
+
+    def append(self, row: int, number: int, block: int) -> None:
+        """Add a block to a row: the one with this number within its sequence."""
+        count = self._counts[row]
+        self._make_room(row, count + 1)
+        if count == 0:
+            # The window sees nothing before the new block.
+            self._firsts[row] = number
+        self._blocks[row, count] = block
+        self._counts[row] = count + 1
+
+    def pop_before(self, row: int, number: int) -> list[int]:
+        """Remove the blocks of a row whose numbers within their sequence are lower; returns them."""
+        count = self._counts[row]
+        num_popped = min(max(0, number - self._firsts[row]), count)
+        if num_popped == 0:
+            return []
+        blocks = self._blocks[row, :count].tolist()
+        self.set(row, int(self._firsts[row] + num_popped), blocks[num_popped:])
+        return blocks[:num_popped]
+
+    def of_row(self, row: int) -> tuple[int, list[int]]:
+        """The number of a row's first block within its sequence, and its blocks."""
+        return int(self._firsts[row]), self._blocks[row, : self._counts[row]].tolist()
+
+    def _make_room(self, row: int, num_columns: int) -> None:
+        """Double the arrays if they have too few rows or columns."""
+        num_rows, num_old_columns = self.blocks.shape
+        more_rows = max(num_rows, row + 1 - num_rows) if row >= num_rows else 0
+        more_columns = 0
+        if num_columns > num_old_columns:
+            more_columns = max(num_old_columns, num_columns - num_old_columns)
+        if more_rows or more_columns:
+            self._keep(
+                F.pad(self.blocks, (0, more_columns, 0, more_rows)),
+                F.pad(self.firsts, (0, more_rows)),
+                F.pad(self.counts, (0, more_rows)),
+            )
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedSequence:
-    """A sequence whose blocks have space for `length` tokens; `tables` has one block table per pool."""
+    """A sequence whose blocks have space for `length` tokens. Its block table is `row` of each pool's tables.
+
+    next_change: the length at which its next token changes a table; until then `KVCache.extend` only counts.
+    """
 
     length: int
-    tables: list[BlockTable]
+    row: int
+    next_change: int = 0
 
 
 class _FreeList:
@@ -114,6 +181,10 @@ class KVCache:
 
         self.pools: list[CachePool] = []
         self.free_lists: list[_FreeList] = []
+        self.tables: list[BlockTables] = []
+        # Rows of the tables: those that are free again, and how many were ever taken.
+        self._free_rows: list[int] = []
+        self._num_rows = 0
         # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
         # The full pool first, then the windowed ones.
@@ -134,6 +205,7 @@ class KVCache:
             values = torch.empty(value_shape, dtype=dtype, device=device)
             self.pools.append(CachePool(keys, values, window, self.kernel))
             self.free_lists.append(_FreeList(num_blocks))
+            self.tables.append(BlockTables())
         # For each pool the block tables of the last decode step and the portable kernel's index for them.
         self._last_index: list[tuple[list[list[int]], DecodeIndex] | None] = [None] * len(self.pools)
 
@@ -182,14 +254,31 @@ class KVCache:
         if self.spare_blocks(num_tokens) < 0:
             return None
         end = ceil_div(num_tokens, self.block_size)
-        tables = []
-        for pool, free_list in zip(self.pools, self.free_lists, strict=True):
+        sequence = CachedSequence(num_tokens, self._take_row())
+        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
             first = self._first_block(pool, num_tokens)
             blocks = [free_list.take() for _ in range(first, end)]
             # Prefill fills all blocks but the last one.
             self._clear(pool, blocks[-1:])
-            tables.append(BlockTable(first, blocks))
-        return CachedSequence(num_tokens, tables)
+            tables.set(sequence.row, first, blocks)
+        self._plan_change(sequence)
+        return sequence
+
+    def _take_row(self) -> int:
+        """Take the lowest row of the tables that no sequence has."""
+        if self._free_rows:
+            return heapq.heappop(self._free_rows)
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    def _plan_change(self, sequence: CachedSequence) -> None:
+        """Find out at which length the sequence's next token needs a block or makes one leave a window."""
+        lengths = [ceil_div(sequence.length, self.block_size) * self.block_size]
+        for pool, tables in zip(self.pools, self.tables, strict=True):
+            if pool.window is not None:
+                first, _ = tables.of_row(sequence.row)
+                lengths.append((first + 1) * self.block_size + pool.window - 1)
+        sequence.next_change = min(lengths)
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that will be read before they are full.
@@ -206,9 +295,9 @@ class KVCache:
         has_partial_block = parent.length % self.block_size != 0
         if has_partial_block and self.num_free_blocks < 1:
             return None
-        tables = []
-        for pool, free_list, table in zip(self.pools, self.free_lists, parent.tables, strict=True):
-            blocks = list(table.blocks)
+        fork = CachedSequence(parent.length, self._take_row(), parent.next_change)
+        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+            first, blocks = tables.of_row(parent.row)
             # Full blocks are never written again, so both sequences can read the same ones. Into the partial
             # block each will write its own next tokens, so the fork gets a copy. With no partial block a fork
             # takes no block.
@@ -220,8 +309,8 @@ class KVCache:
                 pool.keys[:, copy] = pool.keys[:, partial]
                 pool.values[:, copy] = pool.values[:, partial]
                 blocks.append(copy)
-            tables.append(BlockTable(table.first, blocks))
-        return CachedSequence(parent.length, tables)
+            tables.set(fork.row, first, blocks)
+        return fork
 
     def can_extend(self, sequences: list[CachedSequence]) -> bool:
         """Whether `extend` is sure to succeed for each of these, one after another.
@@ -236,32 +325,33 @@ class KVCache:
 
         Returns False, and leaves the length as it was, if there is no free block for the token.
         """
+        if sequence.length < sequence.next_change:
+            sequence.length += 1
+            return True
         position = sequence.length
-        for pool, free_list, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
-            first_visible = self._first_block(pool, position)
-            while table.blocks and table.first < first_visible:
-                free_list.release(table.blocks.pop(0))
-                table.first += 1
+        row = sequence.row
+        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+            for block in tables.pop_before(row, self._first_block(pool, position)):
+                free_list.release(block)
         needs_block = position % self.block_size == 0
         if needs_block:
             if self.num_free_blocks == 0:
                 return False
-            for pool, free_list, table in zip(self.pools, self.free_lists, sequence.tables, strict=True):
-                if not table.blocks:
-                    # The window sees nothing before the new token, so its block is the table's first.
-                    table.first = position // self.block_size
+            for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
                 block = free_list.take()
-                table.blocks.append(block)
+                tables.append(row, position // self.block_size, block)
                 self._clear(pool, [block])
         sequence.length += 1
+        self._plan_change(sequence)
         return True
 
     def free(self, sequence: CachedSequence) -> None:
-        """Give back all blocks of a sequence."""
-        for free_list, table in zip(self.free_lists, sequence.tables, strict=True):
-            for block in table.blocks:
+        """Give back all blocks of a sequence, and its row of the tables."""
+        for free_list, tables in zip(self.free_lists, self.tables, strict=True):
+            _, blocks = tables.of_row(sequence.row)
+            for block in blocks:
                 free_list.release(block)
-            table.blocks.clear()
+        heapq.heappush(self._free_rows, sequence.row)
 
     def compact(self, sequences: list[CachedSequence]) -> None:
         """Move blocks so that no free block lies below one in use. Only for the portable kernel.
@@ -270,14 +360,15 @@ class KVCache:
         time. The other kernels read the blocks of each table. `sequences` must be all that the cache holds:
         their block tables are rewritten.
         """
-        for i, (pool, free_list) in enumerate(zip(self.pools, self.free_lists, strict=True)):
+        if self.kernel != "portable":
+            return
+        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
             held: set[int] = set()
             for sequence in sequences:
-                held.update(sequence.tables[i].blocks)
+                _, blocks = tables.of_row(sequence.row)
+                held.update(blocks)
             num_in_use = len(free_list.references) - len(free_list.free)
             assert len(held) == num_in_use, "a sequence was left out of compact()"
-            if self.kernel != "portable":
-                continue
             moves = free_list.compact()
             if not moves:
                 continue
@@ -288,8 +379,8 @@ class KVCache:
             pool.keys[:, target] = pool.keys[:, source]
             pool.values[:, target] = pool.values[:, source]
             for sequence in sequences:
-                table = sequence.tables[i]
-                table.blocks = [moves.get(block, block) for block in table.blocks]
+                first, blocks = tables.of_row(sequence.row)
+                tables.set(sequence.row, first, [moves.get(block, block) for block in blocks])
 
     def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
@@ -306,11 +397,11 @@ class KVCache:
         offsets: list[Tensor] = []
         start = 0  # of the sequence among the packed tokens
         for sequence in sequences:
-            table = sequence.tables[pool_index]
+            first, table = self.tables[pool_index].of_row(sequence.row)
             # Tokens before the table's first block have left the window: they are computed, but not stored.
-            positions = torch.arange(table.first * self.block_size, sequence.length)
-            index_in_table = positions // self.block_size - table.first
-            table_blocks = torch.tensor(table.blocks, dtype=torch.int64)
+            positions = torch.arange(first * self.block_size, sequence.length)
+            index_in_table = positions // self.block_size - first
+            table_blocks = torch.tensor(table, dtype=torch.int64)
             tokens.append(start + positions)
             blocks.append(table_blocks[index_in_table])
             offsets.append(positions % self.block_size)
@@ -323,16 +414,17 @@ class KVCache:
 
     def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
         """Layout of the last token of each sequence, for which `extend` has added the space."""
+        rows = torch.tensor([sequence.row for sequence in sequences])
         lengths = torch.tensor([sequence.length for sequence in sequences])
         positions = lengths - 1
         offset = upload(positions % self.block_size, self.device)
         cached = []
-        for i, pool in enumerate(self.pools):
-            tables = [sequence.tables[i] for sequence in sequences]
-            last_block = torch.tensor([table.blocks[-1] for table in tables])
+        for i, (pool, tables) in enumerate(zip(self.pools, self.tables, strict=True)):
+            counts = tables.counts[rows]
+            last_block = tables.blocks[rows, counts - 1].long()
             # None: the tokens to store are all but the padding.
             write = PoolWrite(None, upload(last_block, self.device), offset)
-            read = self._decode_read(i, tables, lengths)
+            read = self._decode_read(i, rows, counts, lengths)
             cached.append(Cached(pool, write, read))
         return DecodeLayout(upload(positions, self.device), self._by_layer(cached))
 
@@ -343,17 +435,22 @@ class KVCache:
             by_layer[layer] = (cached[pool_index], layer_in_pool)
         return by_layer
 
-    def _decode_read(self, pool_index: int, tables: list[BlockTable], lengths: Tensor) -> DecodeRead:
-        """What a decode step of B sequences reads from a pool; lengths int64 [B] are theirs."""
+    def _decode_read(self, pool_index: int, rows: Tensor, counts: Tensor, lengths: Tensor) -> DecodeRead:
+        """What a decode step reads from a pool.
+
+        Int64 [B], of the sequences: their rows in the tables, how many blocks these have, and their lengths.
+        """
+        tables = self.tables[pool_index]
         # A table starts at `first_position` of its sequence, which is not 0 once blocks have left the window.
-        first_position = torch.tensor([table.first for table in tables]) * self.block_size
+        first_position = tables.firsts[rows] * self.block_size
         num_keys = (lengths - first_position).int()
         num_keys = upload(num_keys, self.device)
-        blocks = [list(table.blocks) for table in tables]
         if self.kernel != "portable":
-            padded_tables = block_table(blocks)
-            return DecodeRead(upload(padded_tables, self.device), num_keys)
+            # The void behind a short table has numbers of other blocks. The kernels read no further than the keys.
+            block_table = tables.blocks[:, : int(counts.max())].index_select(0, rows)
+            return DecodeRead(upload(block_table, self.device), num_keys)
 
+        blocks = [tables.of_row(row)[1] for row in rows.tolist()]
         index = self._decode_index(pool_index, blocks)
         # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
         # of the last block, and what lies before the window, which may start within the first block.
