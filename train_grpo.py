@@ -42,13 +42,13 @@ from minirl.objective.losses import (
     sequence_sums,
 )
 from minirl.ranks.process_group import rank
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
 from minirl.rewards.groups import gather_groups
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
+from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table, redistribute
 from minirl.training.scoring import score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # what each sets of Config
@@ -195,6 +195,21 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     return loss - config.entropy_coef * entropy, ratio
 
 
+def has_gradient(config: Config, batch: Batch) -> Tensor:
+    """Which tokens of a batch can move a weight, bool [T]; a rollout with none takes no part in the update.
+
+    It has a weight in the loss, and an advantage or a gradient of `token_loss` where the advantage is 0. For that
+    `token_loss` itself is asked, so that a term which you add to it counts. Host tensors; not collective.
+    """
+    # Not the sampled logprobs themselves: where the reference is still the policy, a KL term's gradient is 0 there.
+    new = (batch.sample_logprobs - 0.1 * batch.loss_mask).requires_grad_()
+    entropy = torch.ones_like(new, requires_grad=True)
+    loss, _ = token_loss(config, batch.replace(advantages=torch.zeros_like(new)), new, entropy)
+    by_new, by_entropy = torch.autograd.grad(loss.sum(), (new, entropy), materialize_grads=True)
+    is_taught = (batch.advantages != 0) | (by_new != 0) | (by_entropy != 0)
+    return is_taught & (batch.loss_weights != 0)
+
+
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check(config)
@@ -234,13 +249,11 @@ def main(config: Config) -> int:
 
         metrics.begin("score")
         plan = run.plan_updates(groups.table)
-        minibatches = plan.of_rank(rank())
-        microbatches = list(itertools.chain(*minibatches))
-        batch = exchange(groups.rewarded.rollouts, groups.table, plan.rank_of).to(run.device)
-        batch = run.with_old_logprobs(batch, policy, microbatches)
-        if reference is not None:
-            batch = run.with_ref_logprobs(batch, reference, microbatches)
-        batch = batch.to(torch.device("cpu"))
+        batch = exchange(groups.rewarded.rollouts, groups.table, plan.rank_of)
+        if reference is not None:  # advantages may have a KL term
+            microbatches = list(itertools.chain(*plan.of_rank(rank())))
+            batch = run.with_old_logprobs(batch.to(run.device), policy, microbatches)
+            batch = run.with_ref_logprobs(batch, reference, microbatches).to(torch.device("cpu"))
         advantages = token_advantages(
             config, groups.rewards, groups.greedy_rewards, run.reward_weights, batch
         )
@@ -251,14 +264,23 @@ def main(config: Config) -> int:
         ]
         token_weights = batch.spread(torch.cat(weights)[batch.table_index])
         batch = batch.replace(advantages=advantages.float(), loss_weights=token_weights.float())
-        batch = batch.to(run.device)
 
         metrics.begin("report")  # before the update, which may be refused
         run.log_rollouts(step, groups.rewarded, groups.table, batch)
 
+        metrics.begin("score")
+        num_moving = sequence_sums(has_gradient(config, batch), batch.lengths)
+        is_trained = gather_to_table(batch, num_moving, scores.numel()) > 0
+        add_skipped(metrics, groups.table.num_loss_tokens, is_trained)
+        plan = run.plan_updates(groups.table, is_trained)
+        minibatches = plan.of_rank(rank())
+        batch = redistribute(batch, groups.table, plan.rank_of).to(run.device)
+        if reference is None:
+            batch = run.with_old_logprobs(batch, policy, list(itertools.chain(*minibatches)))
+
         metrics.begin("update")
+        is_on_policy = True
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
-            is_on_policy = progress.update % config.updates_per_step == 0
             for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
@@ -281,6 +303,7 @@ def main(config: Config) -> int:
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
+            is_on_policy = is_on_policy and grad_norm == 0  # without a gradient no step was made
 
         metrics.begin("report")
         run.finish_step(step, metrics, groups.rewarded, scores)

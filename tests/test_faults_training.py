@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train_grpo
 from minirl.generation import engine
 from minirl.generation.sampling import sample
-from support.scripts import run_in_pool
+from minirl.training.sharded_model import ShardedModel
+from support.scripts import read_metrics, run_in_pool
 
 ROOT = Path(__file__).parent.parent
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
@@ -73,6 +75,92 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
     if script == "train_grpo.py":
         assert all(line["optim/grad_norm"] == 0 for line in lines)
         assert all(torch.equal(first[key], last[key]) for key in first)
+
+
+PASSES = (
+    (train_grpo, "score_batch", train_grpo.score_batch),
+    (ShardedModel, "backward", ShardedModel.backward),
+)
+HAS_GRADIENT = train_grpo.has_gradient
+
+
+def refused(*args, **kwargs):
+    raise AssertionError("a forward or backward pass of the update")
+
+
+def forbid_passes(rank: int, is_on: bool) -> None:
+    """From here on the update of this process makes no forward and no backward pass, or may again."""
+    for owner, name, original in PASSES:
+        setattr(owner, name, refused if is_on else original)
+
+
+def train_on_all(rank: int, is_on: bool) -> None:
+    """From here on no rollout is left out in this process, or some may be again."""
+    train_grpo.has_gradient = (lambda config, batch: batch.loss_mask) if is_on else HAS_GRADIENT
+
+
+def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
+    files = (folder / "checkpoints").rglob("*.safetensors")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--num-epochs 2 --old-logprobs scored --weight-decay 0.1"], ids=["", "scored"]
+)
+def test_row_28_equal_rewards_cost_no_pass_and_leave_what_a_gradient_of_0_leaves(
+    two_ranks, runs, tmp_path, more
+):
+    """No forward and no backward of an update runs; weights and optimizer state are those of a run that made them."""
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.1] * len(completions)\n")
+    flags = [*SHORT.split(), *more.split(), "--reward", f"{tmp_path}/mine.py:score"]
+    name = f"idle{len(more)}"
+    two_ranks.run(forbid_passes, True)
+    try:
+        run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", name, runs=runs)
+    finally:
+        two_ranks.run(forbid_passes, False)
+    two_ranks.run(train_on_all, True)
+    try:
+        run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", f"{name}-all", runs=runs)
+    finally:
+        two_ranks.run(train_on_all, False)
+    assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
+    lines = read_metrics(runs / name)
+    assert [line["perf/skipped_tokens"] for line in lines] == [1, 1]
+    assert [line["optim/lr"] for line in lines] == [
+        line["optim/lr"] for line in read_metrics(runs / f"{name}-all")
+    ]
+
+
+def half_equal(folder: Path) -> str:
+    """A reward that is equal in the groups of every second prompt."""
+    code = "def score(prompts, completions):\n"
+    code += "    return [float(len(c)) * (int(p[0]) % 2) for p, c in zip(prompts, completions)]\n"
+    (folder / "half.py").write_text(code)
+    return f"{folder}/half.py:score"
+
+
+def test_sampled_logprobs_are_compared_in_every_step_that_trains_on_anything(two_ranks, runs, tmp_path):
+    """Also where nothing is left of the first minibatch: one prompt to a minibatch, half of them without a signal."""
+    flags = (
+        "--num-steps 4 --prompts-per-step 4 --num-minibatches 4 --group-size 4 --eval-rows 2 --eval-every 0"
+    )
+    run_in_pool(
+        two_ranks,
+        "train_grpo.py",
+        *flags.split(),
+        "--reward",
+        half_equal(tmp_path),
+        "--run-name",
+        "half",
+        runs=runs,
+    )
+    lines = read_metrics(runs / "half")
+    assert any(0 < line["perf/skipped_tokens"] < 1 for line in lines)
+    for line in lines:
+        if line["perf/skipped_tokens"] < 1:
+            assert line["policy/logp_gap_max"] <= 1e-5
+            assert line["policy/entropy"] > 0
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])

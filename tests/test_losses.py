@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import train_grpo
 from minirl.objective.advantages import group_advantages
 from minirl.objective.kl import KL_ESTIMATORS, kl_penalty
 from minirl.objective.loss_weights import loss_weights
@@ -23,6 +24,7 @@ from minirl.objective.losses import (
     sft_loss,
     value_loss,
 )
+from minirl.training.batch import Batch
 
 
 def double(values):
@@ -686,3 +688,62 @@ def test_bradley_terry_loss_of_a_hopeless_pair_is_its_difference():
     grad, value = gradient(lambda x: bradley_terry_loss(x, double([900.0])).sum(), double([-100.0]))
     assert_six_decimals(value, 1000.0)
     assert_six_decimals(grad, [-1.0])
+
+
+def advantages_of_a_half() -> Batch:
+    """Three rollouts of 2 + 2 tokens, whose reference is still the policy: only the first has advantages."""
+    mask = torch.tensor([False, False, True, True] * 3)
+    logprobs = torch.where(mask, torch.linspace(-2, 0, 12), 0.0)
+    return Batch(
+        lengths=(4, 4, 4),
+        tokens=torch.arange(12),
+        loss_mask=mask,
+        sample_logprobs=logprobs,
+        ref_logprobs=logprobs,
+        advantages=torch.where(torch.arange(12) < 4, 0.5, 0.0) * mask,
+        loss_weights=torch.where(torch.arange(12) < 8, 0.1, 0.0) * mask,
+    )
+
+
+def rollouts_with_a_gradient(config: train_grpo.Config, batch: Batch) -> list[bool]:
+    tokens = train_grpo.has_gradient(config, batch)
+    assert not tokens[~batch.loss_mask].any()
+    return [bool(part.any()) for part in tokens.split(list(batch.lengths))]
+
+
+@pytest.mark.parametrize("ratio_level", RATIO_LEVELS)
+@pytest.mark.parametrize("correction", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("flags", [{}, {"dual_clip": 3.0}, {"policy_loss": "cispo"}], ids=str)
+def test_a_rollout_without_advantage_or_without_weight_has_no_gradient(ratio_level, correction, flags):
+    """Under every form of the policy's loss, where nothing else teaches."""
+    config = train_grpo.Config(ratio_level=ratio_level, correction=correction, **flags)
+    assert rollouts_with_a_gradient(config, advantages_of_a_half()) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"kl_coef": 1e-3}, {"kl_coef": 1e-3, "kl_estimator": "k2"}, {"entropy_coef": 1e-3}]
+)
+def test_a_term_that_teaches_without_advantage_keeps_every_rollout_that_has_a_weight(flags):
+    """A KL term too, although its gradient is 0 as long as the reference is the policy."""
+    config = train_grpo.Config(**flags)
+    assert rollouts_with_a_gradient(config, advantages_of_a_half()) == [True, True, False]
+
+
+def test_a_loss_of_ones_own_keeps_what_it_teaches(monkeypatch):
+    """Nobody has to be told: a term of cross-entropy, and advantages that count as weights exp(A)."""
+    batch = advantages_of_a_half()
+    for loss in (
+        lambda micro, new: -micro.advantages * new - 0.01 * new,
+        lambda micro, new: -micro.advantages.exp() * new,
+    ):
+        monkeypatch.setattr(
+            train_grpo, "token_loss", lambda config, micro, new, entropy, loss=loss: (loss(micro, new), new)
+        )
+        assert rollouts_with_a_gradient(train_grpo.Config(), batch) == [True, True, False]
+
+
+def test_an_advantage_that_is_not_a_number_is_not_left_out():
+    """It has to reach the check before the update."""
+    batch = advantages_of_a_half()
+    batch.advantages[6] = math.nan
+    assert rollouts_with_a_gradient(train_grpo.Config(), batch) == [True, True, False]

@@ -24,6 +24,7 @@ from minirl.report.metrics import (
     add_gap,
     add_rewards,
     add_rollouts,
+    add_skipped,
     add_tokens,
     derived,
 )
@@ -210,6 +211,17 @@ def test_rates_are_per_second_and_a_step_is_as_long_as_its_phases():
     reduced |= {"count/tokens": 100.0, "count/sampled_tokens": 120.0}
     rates = {"time/step": 7.0, "perf/tok_s_gen": 60.0, "perf/tok_s_train": 25.0}
     assert derived(reduced) == {**reduced, **rates}
+    reduced["perf/skipped_tokens"] = 0.25
+    assert derived(reduced)["perf/tok_s_train"] == 0.75 * 25
+
+
+def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce_over_ranks):
+    """Every rank knows of all rollouts: the share of the whole step, by tokens and not by rollouts."""
+    ranks = StepMetrics(), StepMetrics()
+    for metrics in ranks:
+        add_skipped(metrics, torch.tensor([6, 1, 1, 2]), torch.tensor([False, True, True, False]))
+    for reduced in reduce_over_ranks(*ranks):
+        assert reduced == {"perf/skipped_tokens": 0.8}
 
 
 def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
@@ -348,10 +360,11 @@ def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
 
 
 def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():
-    """A policy that has learned is sure of itself, and steps of value warm-up say nothing of the policy."""
+    """A policy that has learned is sure of itself; value warm-up and steps that train on nothing say nothing of it."""
     assert list(troubles({**ORDINARY, "policy/entropy": 0.001, "reward/mean": 0.9}, ORDINARY)) == []
     warm_up = {name: value for name, value in ORDINARY.items() if not name.startswith("policy/")}
     assert list(troubles(warm_up, warm_up)) == []
+    assert list(troubles(warm_up, ORDINARY)) == []
 
 
 def test_a_collapse_is_seen_after_steps_that_did_not_measure_entropy(one_process, capsys, tmp_path):

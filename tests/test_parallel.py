@@ -16,14 +16,21 @@ from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
 from minirl.model.families import read_config, scalar_config
 from minirl.model.weights import load_replica, named_parameters
-from minirl.objective.losses import value_loss
+from minirl.objective.losses import sequence_sums, value_loss
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run_folder import RunFolder
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_table
+from minirl.training.batch import (
+    Batch,
+    RolloutTable,
+    exchange,
+    gather_table,
+    gather_to_table,
+    redistribute,
+)
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.models import RAW_CONFIG, make_folder
@@ -102,12 +109,22 @@ precisions = pytest.mark.parametrize(
 
 
 def grpo_gradients(
-    rank: int, max_tokens: int, folder: Path, dtype: torch.dtype, config: train_grpo.Config
+    rank: int,
+    max_tokens: int,
+    folder: Path,
+    dtype: torch.dtype,
+    config: train_grpo.Config,
+    num_equal: int = 0,
+    is_skipped: bool = False,
 ) -> dict[str, Tensor]:
-    """Full gradients of one GRPO minibatch, by the script's own functions."""
+    """Full gradients of one GRPO minibatch, by the script's own functions.
+
+    The first `num_equal` groups have equal rewards. is_skipped: rollouts without a gradient are left out.
+    """
     model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
     table, batch, microbatches = shared_out(rank, max_tokens)
-    rewards = table.rewards.view(-1, 3, 1)
+    rewards = table.rewards.view(-1, 3, 1).clone()
+    rewards[:num_equal] = 0.1
     reward_weights = torch.ones(1, dtype=torch.float64)
     advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
@@ -116,6 +133,8 @@ def grpo_gradients(
         loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
         ref_logprobs=batch.sample_logprobs.to(dtype),
     )
+    if is_skipped:
+        batch, microbatches = those_with_a_gradient(rank, max_tokens, config, table, batch)
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
         new, entropy = score_batch(model.module, micro, temperature=1.0)
@@ -123,6 +142,18 @@ def grpo_gradients(
         loss, _ = train_grpo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         model.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
     return full_gradients(model)
+
+
+def those_with_a_gradient(
+    rank: int, max_tokens: int, config: train_grpo.Config, table: RolloutTable, batch: Batch
+) -> tuple[Batch, list[list[int]]]:
+    """The batch and its microbatches as `train_grpo.py` leaves rollouts out: here 12 to 15 of the 21."""
+    num_moving = sequence_sums(train_grpo.has_gradient(config, batch), batch.lengths)
+    is_trained = gather_to_table(batch, num_moving, 21) > 0
+    assert 6 <= is_trained.sum() <= 9
+    split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split, is_trained=is_trained.tolist())
+    return redistribute(batch, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
 def full_gradients(model: ShardedModel) -> dict[str, Tensor]:
@@ -152,6 +183,24 @@ def test_gradient_does_not_depend_on_ranks_or_microbatches(
 ):
     """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget. Pitfall 33."""
     assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, config)
+
+
+SKIPPING = {
+    norm: train_grpo.Config(advantage_norm="none", loss_norm=norm, drop_truncated=norm == "token_mean")
+    for norm in ("token_mean", "sequence_mean", "constant")
+}
+
+
+@pytest.mark.parametrize("config", SKIPPING.values(), ids=SKIPPING)
+@precisions
+def test_gradient_is_the_same_without_the_rollouts_that_have_none(
+    one_rank, two_ranks, folder, dtype, tolerance, config
+):
+    """Four of seven groups have equal rewards, and truncated rollouts no weight: only the others are computed."""
+    (expected,) = one_rank.run(grpo_gradients, 10_000, folder, dtype, config, 4)
+    for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
+        for got in pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True):
+            assert_close_gradients(got, expected, tolerance)
 
 
 def plain_gradients(rank: int, folder: Path, config: train_grpo.Config) -> dict[str, Tensor]:
@@ -599,6 +648,30 @@ def exchanged(rank: int) -> list[tuple[int, list[int], list[float]]]:
         (row, (part := batch.select([i])).tokens.tolist(), part.sample_logprobs.tolist())
         for i, row in enumerate(batch.table_index.tolist())
     ]
+
+
+def redistributed(rank: int) -> tuple[list[int], Batch, Batch]:
+    """What is left of a batch after it was redistributed, and the same rollouts exchanged at once."""
+    rollouts = make_rollouts(5, 2)
+    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
+    table = gather_table(mine, torch.zeros(len(mine), 1))
+    rank_of = [None, 1, None, 0, 0, 0, None, 1, None, 0]
+    batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
+    batch = batch.replace(advantages=batch.sample_logprobs * 2)
+    left = redistribute(batch, table, rank_of)
+    expected = exchange(mine, table, rank_of)
+    return left.table_index.tolist(), left, expected.replace(advantages=expected.sample_logprobs * 2)
+
+
+def test_a_batch_is_redistributed_with_all_its_streams_without_those_of_no_rank(two_ranks):
+    """As if the rollouts had been exchanged so at once, with what was made of them since."""
+    indices = []
+    for own, left, expected in two_ranks.run(redistributed):
+        indices.append(own)
+        assert (left.lengths, left.prefixes) == (expected.lengths, expected.prefixes)
+        for name in ("tokens", "loss_mask", "sample_logprobs", "advantages", "table_index"):
+            assert torch.equal(getattr(left, name), getattr(expected, name))
+    assert indices == [[3, 4, 5, 9], [1, 7]]
 
 
 def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):

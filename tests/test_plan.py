@@ -31,14 +31,14 @@ def imbalance(loads):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_microbatches_hold_every_sequence_once_within_the_budget(seed):
-    """Any lengths: a partition, at most max_tokens each, as many microbatches on each rank, and at least one."""
+    """Any lengths: a partition, at most max_tokens each, as many microbatches on each rank, none without sequences."""
     lengths, num_ranks, max_tokens = random_case(seed)
     plan = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in plan for micro in rank)
     assert len(plan) == num_ranks
     assert {len(rank) for rank in plan} == {len(plan[0])}
-    assert len(plan[0]) >= 1
+    assert bool(plan[0]) == bool(lengths)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -77,7 +77,7 @@ def test_fewer_sequences_than_ranks_gives_empty_microbatches():
     """Ranks without a sequence still get a microbatch, so that all of them reach the collective of backward."""
     plan = plan_microbatches([5, 7], num_ranks=4, max_tokens=10)
     assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
-    assert plan_microbatches([], num_ranks=3, max_tokens=10) == [[[]], [[]], [[]]]
+    assert plan_microbatches([], num_ranks=3, max_tokens=10) == [[], [], []]
 
 
 def test_too_long_a_sequence_is_refused_with_the_flag():
@@ -117,6 +117,34 @@ def test_places_of_a_rank_lead_to_the_rows_of_the_plan(seed):
         assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(
             range(len(rows))
         )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_are_not_trained_on_are_in_no_microbatch_and_change_no_minibatch(seed):
+    """The rest is planned as if it were alone; a minibatch of which nothing is left has no microbatch on any rank."""
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+    how = dict(num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
+    whole = plan_updates(lengths, prompts, **how)
+    rng = random.Random(seed)
+    is_trained = [rng.random() < 0.5 and row not in whole.minibatches[1] for row in range(len(lengths))]
+    plan = plan_updates(lengths, prompts, **how, is_trained=is_trained)
+    assert plan.minibatches == whole.minibatches
+    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+        rows = [row for row in minibatch if is_trained[row]]
+        alone = plan_microbatches(
+            [lengths[row] for row in rows],
+            [prompts[row] for row in rows],
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+        )
+        assert ranks == [[[rows[i] for i in micro] for micro in rank] for rank in alone]
+    assert plan.microbatches[1] == [[]] * num_ranks
+    assert [owner is not None for owner in plan.rank_of] == is_trained
+    for rank in range(num_ranks):
+        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
+        as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
+        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
+    assert plan_updates(lengths, prompts, **how, is_trained=[True] * len(lengths)) == whole
 
 
 # Groups whose rollouts have their prompt in common.
@@ -284,7 +312,7 @@ def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
         min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)
     how = dict(num_ranks=num_ranks, max_tokens=max(1, sum(lengths)))
     plan = plan_microbatches(lengths, **how)
-    assert plan == [[sorted(rank)] for rank in expected]
+    assert plan == [[sorted(rank)] if lengths else [] for rank in expected]
     assert (
         plan_microbatches(lengths, [PromptPrefix(i, min(5, n)) for i, n in enumerate(lengths)], **how) == plan
     )

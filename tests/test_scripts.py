@@ -114,7 +114,8 @@ def test_two_runs_of_one_seed_are_bitwise_equal(two_ranks, runs, script):
         return (runs / (script + name) / "rollouts" / "000002.jsonl").read_text()
 
     assert numbers("b1") == numbers("b2") != numbers("b3")
-    assert all(line["policy/ratio_max"] == 1 for line in numbers("b1"))
+    # A step in which all groups of three have equal rewards has no ratio.
+    assert {line["policy/ratio_max"] for line in numbers("b1") if "policy/ratio_max" in line} == {1}
     assert rollouts("b1") == rollouts("b2") != rollouts("b3")
 
 

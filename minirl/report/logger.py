@@ -43,7 +43,8 @@ def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -
         yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
     if m["len/truncated"] > 0.95:
         yield "nearly every completion was cut off before it ended: raise --max-new-tokens"
-    if m["policy/entropy"] < 0.1 * first["policy/entropy"] and m["reward/mean"] <= first["reward/mean"]:
+    entropy = metrics.get("policy/entropy", math.inf)  # not measured where no rollout is trained on
+    if entropy < 0.1 * first["policy/entropy"] and m["reward/mean"] <= first["reward/mean"]:
         yield (
             "entropy is collapsing and the reward does not rise: "
             "lower --lr, raise --clip-high or set --entropy-coef"

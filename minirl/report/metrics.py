@@ -148,6 +148,15 @@ def add_generation(metrics: StepMetrics, rollouts: Sequence[Rollout], stats: Eng
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
 
 
+def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, is_trained: Tensor) -> None:
+    """Add the share of the step's completion tokens that the update leaves out.
+
+    num_loss_tokens int64 [N] and is_trained bool [N] are of all ranks' rollouts, the same on every rank.
+    """
+    num_skipped = num_loss_tokens[~is_trained].sum()
+    metrics.add("perf/skipped_tokens", num_skipped, float(num_loss_tokens.sum()))
+
+
 def without_nan(values: Tensor) -> Tensor:
     """The values that are not NaN: the tensor itself if all are not, so that sums keep their order."""
     is_missing = values.isnan()
@@ -255,7 +264,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     phase_seconds = [value for name, value in metrics.items() if name.startswith("time/")]
     all_metrics["time/step"] = sum(phase_seconds)
     all_metrics["perf/tok_s_gen"] = metrics["count/sampled_tokens"] / metrics["time/generate"]
-    all_metrics["perf/tok_s_train"] = metrics["count/tokens"] / metrics["time/update"]
+    num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
+    all_metrics["perf/tok_s_train"] = num_trained / metrics["time/update"]
     if "importance/square" in all_metrics:
         mean = all_metrics.pop("importance/mean")
         square = all_metrics.pop("importance/square")

@@ -235,14 +235,18 @@ class Run:
         """This rank's rollouts with their rewards. Not collective. Raises RewardError naming function and row."""
         return reward_rollouts(self._reward_functions, self.prompts, rollouts)
 
-    def plan_updates(self, table: RolloutTable) -> UpdatePlan:
-        """Which rank trains on which rollouts in which microbatch; the same on every rank. Not collective."""
+    def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
+        """Which rank trains on which rollouts in which microbatch; the same on every rank. Not collective.
+
+        is_trained bool [N]: the rollouts in microbatches; None: all. Minibatches are the same without it.
+        """
         return plan_updates(
             table.num_tokens.tolist(),
             table.prefixes,
             num_minibatches=self.config.minibatches_per_epoch,
             num_ranks=world_size(),
             max_tokens=self.config.max_tokens_per_microbatch,
+            is_trained=None if is_trained is None else is_trained.tolist(),
         )
 
     def with_old_logprobs(

@@ -30,8 +30,9 @@ class UpdatePlan:
     """Which rank trains on which rollouts in one step; the same on every rank.
 
     minibatches[i] lists the rollouts of one optimizer step, which are contiguous. microbatches[i][rank][j]
-    lists the rollouts of one forward-backward pass. Rollouts are given by table index: the place in the
-    step's `RolloutTable`. Within a minibatch all ranks have equally many microbatches; some may be empty.
+    lists the rollouts of one forward-backward pass; a rollout that is not trained on is in none of them.
+    Rollouts are given by table index: the place in the step's `RolloutTable`. Within a minibatch all ranks
+    have equally many microbatches; some may be empty.
 
     Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; 2 minibatches, 2 ranks, at most 95 tokens.
 
@@ -46,14 +47,14 @@ class UpdatePlan:
     microbatches: list[list[list[list[int]]]]
 
     @property
-    def rank_of(self) -> list[int]:
-        """The rank that trains on each rollout, by table index."""
+    def rank_of(self) -> list[int | None]:
+        """The rank that trains on each rollout, by table index; None: no rank does."""
         owner: dict[int, int] = {}
         for by_rank in self.microbatches:
             for rank, microbatches in enumerate(by_rank):
                 for table_index in itertools.chain(*microbatches):
                     owner[table_index] = rank
-        return [owner[table_index] for table_index in range(len(owner))]
+        return [owner.get(table_index) for table_index in itertools.chain(*self.minibatches)]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
         """What the rank trains on, as sequence indices [minibatch][microbatch][...] into its own batch.
@@ -77,15 +78,18 @@ def plan_updates(
     num_minibatches: int,
     num_ranks: int,
     max_tokens: int,
+    is_trained: Sequence[bool] | None = None,
 ) -> UpdatePlan:
     """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
 
-    The arguments are those of `plan_microbatches`.
+    is_trained: which rollouts are in microbatches (None: all are); the minibatches are the same without it.
+    The other arguments are those of `plan_microbatches`.
     """
     cuts = [len(lengths) * i // num_minibatches for i in range(num_minibatches + 1)]
     minibatches = [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
     microbatches = []
-    for table_indices in minibatches:
+    for minibatch in minibatches:
+        table_indices = [i for i in minibatch if is_trained is None or is_trained[i]]
         by_rank = plan_microbatches(
             [lengths[i] for i in table_indices],
             [prefixes[i] for i in table_indices] if prefixes else (),
@@ -119,7 +123,8 @@ def plan_microbatches(
 
     A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
     computed, and counted, once in each microbatch that contains it (without `prefixes`, no two sequences
-    share a prompt). All ranks get equally many microbatches, at least one, so a microbatch may be empty.
+    share a prompt). All ranks get equally many microbatches, so a microbatch may be empty. Without sequences
+    there are none.
 
     Raises InputError if a sequence is longer than `max_tokens`.
     """
@@ -132,7 +137,7 @@ def plan_microbatches(
     for members in _balance(_PieceQueue(range(len(lengths)), lengths, prefixes), num_ranks):
         bins = _first_fit(_PieceQueue(members, lengths, prefixes), max_tokens)
         by_rank.append([sorted(microbatch) for microbatch in bins])
-    num_microbatches = max(1, *(len(microbatches) for microbatches in by_rank))
+    num_microbatches = max(len(microbatches) for microbatches in by_rank)
     for microbatches in by_rank:
         num_missing = num_microbatches - len(microbatches)
         microbatches.extend([] for _ in range(num_missing))

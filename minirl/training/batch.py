@@ -2,8 +2,8 @@
 
 A `Rollout` is one prompt with one completion, on the host. A `Batch` holds N rollouts end to end, T tokens in
 all, on the device: a stream is a tensor [T] whose element t is about token t. The `RolloutTable` is what
-every rank knows of the rollouts of all ranks. `gather_table`, `gather_to_table` and `exchange` communicate;
-all else does not.
+every rank knows of the rollouts of all ranks. `gather_table`, `gather_to_table`, `exchange` and `redistribute`
+communicate; all else does not.
 """
 
 import dataclasses
@@ -202,35 +202,42 @@ def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
     return all_reduce_sum(table)
 
 
-def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int]) -> Batch:
+def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int | None]) -> Batch:
     """Send each rollout to rank_of[its table index]; returns what this rank got, in table order, on the host.
 
-    Collective. Rollouts with the same prompt ordinal must begin with the same prompt.
+    A rollout whose rank is None is sent to none. Collective. Rollouts with the same prompt ordinal must begin
+    with the same prompt.
     """
-    to_rank: list[list[Rollout]] = [[] for _ in range(world_size())]
-    indices_to_rank: list[list[int]] = [[] for _ in range(world_size())]
-    for index, rollout in zip(table.indices_of(rollouts), rollouts, strict=True):
-        to_rank[rank_of[index]].append(rollout)
-        indices_to_rank[rank_of[index]].append(index)
-
-    # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
-    indices = _all_to_all([torch.tensor(part, dtype=torch.int64) for part in indices_to_rank])
-    tokens = _exchange_stream(to_rank, "tokens", torch.int64)
-    loss_mask = _exchange_stream(to_rank, "loss_mask", torch.bool)
-    sample_logprobs = _exchange_stream(to_rank, "sample_logprobs", torch.float32)
-
-    own = table.select(indices.tolist())
-    batch = Batch(
-        lengths=tuple(own.num_tokens.tolist()),
-        tokens=tokens,
-        loss_mask=loss_mask,
-        sample_logprobs=sample_logprobs,
-        table_index=indices,
-        prefixes=tuple(own.prefixes),
+    indices = table.indices_of(rollouts)
+    own = Batch(
+        lengths=tuple(table.num_tokens[indices].tolist()),
+        tokens=_join(rollouts, "tokens", torch.int64),
+        loss_mask=_join(rollouts, "loss_mask", torch.bool),
+        sample_logprobs=_join(rollouts, "sample_logprobs", torch.float32),
+        table_index=torch.tensor(indices, dtype=torch.int64),
     )
-    batch = batch.select(indices.argsort().tolist())
+    batch = redistribute(own, table, rank_of)
     _check_shared_prompts(batch)
     return batch
+
+
+def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None]) -> Batch:
+    """As `exchange`, for batches on the host with all streams that they have; the ranks' have the same ones."""
+    ranks = [rank_of[index] for index in batch.table_index.tolist()]
+    parts = []
+    for receiver in range(world_size()):
+        parts.append(batch.select([i for i, rank in enumerate(ranks) if rank == receiver]))
+    # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
+    streams = [part._tensors() for part in parts]
+    received = {name: _all_to_all([tensors[name] for tensors in streams]) for name in streams[0]}
+    indices = received["table_index"].tolist()
+    arrived = dataclasses.replace(
+        batch,
+        lengths=tuple(table.num_tokens[indices].tolist()),
+        prefixes=tuple(table.select(indices).prefixes),
+        **received,
+    )
+    return arrived.select(received["table_index"].argsort().tolist())
 
 
 def _check_shared_prompts(batch: Batch) -> None:
@@ -241,14 +248,10 @@ def _check_shared_prompts(batch: Batch) -> None:
     assert is_same, "one prompt's rollouts begin differently"
 
 
-def _exchange_stream(to_rank: list[list[Rollout]], name: str, dtype: torch.dtype) -> Tensor:
-    """Send one stream of the rollouts to_rank[r] to rank r; returns what was received (collective)."""
+def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
+    """One stream of the rollouts, end to end; there may be none."""
     empty = torch.empty(0, dtype=dtype)
-    parts = []
-    for rollouts in to_rank:
-        streams = [getattr(rollout, name) for rollout in rollouts]
-        parts.append(torch.cat([empty, *streams]))
-    return _all_to_all(parts)
+    return torch.cat([empty, *(getattr(rollout, name) for rollout in rollouts)])
 
 
 def _all_to_all(parts: list[Tensor]) -> Tensor:

@@ -89,7 +89,8 @@ class ShardedModel:
         """Add the gradient of a microbatch's loss to the gradients.
 
         With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
-        Ranks may have different numbers of microbatches, but each has at least one (it may be empty).
+        Ranks may have different numbers of microbatches, but each has at least one (it may be empty), or no
+        rank has any.
         """
         watchdog.heartbeat()
         for unit in self._units:
@@ -111,13 +112,14 @@ class ShardedModel:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
         It is the norm over all parameters and ranks, before clipping. max_grad_norm 0: do not clip. A
-        gradient of exactly 0 makes no update: there is nothing to learn, and momentum would still move the
-        weights.
+        gradient of exactly 0, as without any `backward`, makes no update: there is nothing to learn, and momentum
+        would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        norm = _total_norm(self._gradients())
+        gradients = self._gradients()
+        norm = _total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
             where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
@@ -125,7 +127,7 @@ class ShardedModel:
             optimizer.zero_grad(set_to_none=True)
             return norm
         if max_grad_norm and norm > max_grad_norm:
-            for gradient in self._gradients():
+            for gradient in gradients:
                 gradient.mul_(max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
