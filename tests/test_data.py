@@ -1,5 +1,6 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
+import itertools
 import json
 import random
 import shutil
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
@@ -346,6 +348,27 @@ def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_fold
     assert wrapped == ids("<bos><turn>user:hello<turn>assistant:bye")
     with pytest.raises(ValueError, match=r"reward model.*no chat template"):
         Tokenizer(text_folder).encode_answered(messages, "bye")
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("share_unknown", [0.0, 0.05, 0.5, 1.0])
+def test_a_text_is_that_of_its_known_parts_around_each_unknown_id(chat_folder, seed, share_unknown):
+    """Unknown ids first, last and side by side, specials among them, none at all; a list or a tensor."""
+    tokenizer, rng = Tokenizer(chat_folder), random.Random(seed)
+    known, unknown = range(len(tokenizer.backend)), (len(tokenizer.backend), 200_000, 2**31)
+    for length in (0, 1, 2, 60):
+        sampled = [rng.choice(unknown if rng.random() < share_unknown else known) for _ in range(length)]
+        groups = itertools.groupby(sampled, key=lambda i: i in unknown)
+        texts = []
+        for is_unknown, group in groups:
+            part = list(group)
+            text = tokenizer.backend.decode(part, skip_special_tokens=True)
+            texts.append("\ufffd" * len(part) if is_unknown else text)
+        assert (
+            tokenizer.decode(sampled)
+            == tokenizer.decode(torch.tensor(sampled, dtype=torch.int64))
+            == "".join(texts)
+        )
 
 
 def test_decode_drops_special_tokens_and_nothing_else(chat_folder):

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row
 from minirl.errors import InputError, refuse
@@ -111,19 +114,18 @@ class Tokenizer:
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, without special tokens.
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """Return the text of a completion, int64 [L] or a list, without special tokens.
 
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
         """
-        # The known ids between unknown ones.
-        parts: list[list[int]] = [[]]
-        for token_id in ids:
-            if token_id < self._num_ids:
-                parts[-1].append(token_id)
-            else:
-                parts.append([])
+        # transformers looks at every id of a list, which takes longer than to decode it; a tensor it takes whole.
+        tokens = torch.as_tensor(ids, dtype=torch.int64)
+        (unknown,) = (tokens >= self._num_ids).nonzero(as_tuple=True)
+        # The known ids between unknown ones: each part but the first begins with an unknown id.
+        first, *others = tokens.tensor_split(unknown)
+        parts = [first, *(part[1:] for part in others)]
         texts = [self.backend.decode(part, skip_special_tokens=True) for part in parts]
         return "\ufffd".join(texts)
 

@@ -146,7 +146,7 @@ class Logger:
             for name, values in numbers.items():
                 line[name] = values[i]
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
-            line["num_tokens"] = len(rollout.completion)
+            line["num_tokens"] = len(rollout.tokens) - rollout.num_prompt_tokens
             line["finish_reason"] = rollout.finish_reason
             lines.append(line)
         gathered: list[Any] = [None] * world_size()

@@ -113,7 +113,6 @@ def reward_rollouts(
     seeds = []
     for rollout in rollouts:
         rollout_id = rollout.rollout_id
-        completion = rollout.completion
         seed = request_key(
             prompts.seed,
             purpose=prompts.purpose,
@@ -121,8 +120,8 @@ def reward_rollouts(
             sample=rollout_id.sample,
         )
         rows.append(prompts.row(rollout_id.prompt_ordinal))
-        completions.append(completion)
-        texts.append(prompts.tokenizer.decode(completion))
+        completions.append(rollout.completion)
+        texts.append(prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :]))
         seeds.append(seed)
 
     columns = []
