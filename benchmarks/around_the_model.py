@@ -2,15 +2,15 @@
 
     PYTHONPATH=. python benchmarks/around_the_model.py [--rollouts 8192] [--rows 100000]
 
-No model: the rollouts have random tokens, a prompt of 200 and completions of 900 on average, 16 of a prompt. The tokenizer
-is a byte-level BPE of 8,192 tokens, trained here on random words. Each row is the CPU time of this process, of all its
-threads; `of this thread` is what the step itself waits for.
+No model: the rollouts have random tokens, a prompt of 200 and completions of 900 on average, 16 of a prompt. The
+tokenizer is a byte-level BPE of 8,192 tokens, trained here on random words. Each row is the CPU time of this process,
+of all its threads; `of this thread` is what the step itself waits for.
 
-judge: `reward_rollouts` with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and the
-exchange at one rank. layouts: of all microbatches, with the portable kernel's index. streams: the microbatches of a batch,
-and a number for each sequence spread over its tokens. log_rollouts: writing the texts. data: reading and checking a JSONL
-file of rows of about 200 bytes, and the requests of one step; memory is what the process has grown by, measured in a
-process of its own.
+judge: `reward_rollouts` with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and
+the exchange at one rank. layouts: of all microbatches, without the portable kernel's index, which is measured for
+eight. streams: the microbatches of a batch, and a number for each sequence spread over its tokens. log_rollouts:
+writing the texts. data: reading and checking a JSONL file of rows of about 150 bytes, and the requests of one step;
+memory is what a process has grown by.
 """
 
 import argparse
