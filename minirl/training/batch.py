@@ -7,18 +7,18 @@ all else does not.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.attention import PackedLayout
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout
 from minirl.training.assignment import PromptPrefix
 
 
@@ -56,9 +56,8 @@ class RolloutTable:
         """The table indices of these rollouts. Raises KeyError for a rollout that is not in the table."""
         ordinals = self.prompt_ordinal.tolist()
         samples = self.sample.tolist()
-        ids = map(RolloutId, ordinals, samples)
-        index_of = {rollout_id: i for i, rollout_id in enumerate(ids)}
-        return [index_of[rollout.rollout_id] for rollout in rollouts]
+        index_of = {ids: i for i, ids in enumerate(zip(ordinals, samples, strict=True))}
+        return [index_of[r.rollout_id.prompt_ordinal, r.rollout_id.sample] for r in rollouts]
 
 
 NOT_MADE: Any = None  # a stream that has not been made yet
@@ -110,11 +109,14 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        starts = [0, *itertools.accumulate(self.lengths)]
-        spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
-        for i in indices:
-            spans.append(torch.arange(starts[i], starts[i + 1]))
-        return torch.cat(spans).to(self.tokens.device)
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = lengths.cumsum(0) - lengths
+        chosen_lengths = lengths[chosen]
+        new_starts = chosen_lengths.cumsum(0) - chosen_lengths
+        # How far the tokens of each chosen sequence are from their place in the selection.
+        shift = (starts[chosen] - new_starts).repeat_interleave(chosen_lengths)
+        return (torch.arange(len(shift)) + shift).to(self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """A batch of the sequences at these indices, in this order."""
@@ -130,9 +132,7 @@ class Batch:
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
-        masks = self.loss_mask.split(list(self.lengths))
-        counts = [int(mask.sum()) for mask in masks]
-        return torch.tensor(counts, dtype=torch.int64)
+        return _counts(self.loss_mask.cpu(), self.lengths)
 
     def scatter(self, values: Tensor) -> Tensor:
         """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
@@ -159,15 +159,18 @@ class Batch:
 
 def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts."""
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    masks = [rollout.loss_mask for rollout in rollouts]
+    num_loss_tokens = _counts(torch.cat([torch.empty(0, dtype=torch.bool), *masks]), lengths)
     facts = []
-    for rollout in rollouts:
+    for rollout, length, num_sampled in zip(rollouts, lengths, num_loss_tokens.tolist(), strict=True):
         facts.append(
             [
                 rollout.rollout_id.prompt_ordinal,
                 rollout.rollout_id.sample,
                 rollout.num_prompt_tokens,
-                len(rollout.tokens),
-                int(rollout.loss_mask.sum()),
+                length,
+                num_sampled,
                 rollout.finish_reason == "length",
             ]
         )
@@ -189,6 +192,13 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
         is_truncated=table[:, 5].bool(),
         rewards=table[:, 6:],
     )
+
+
+def _counts(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """How many tokens of each sequence the mask [T] has, int64 [N]."""
+    before = F.pad(mask.cumsum(0), (1, 0))  # how many come before each token
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return before[ends].diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
 def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
@@ -228,7 +238,8 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
         table_index=indices,
         prefixes=tuple(own.prefixes),
     )
-    batch = batch.select(indices.argsort().tolist())
+    if not torch.equal(indices, indices.sort().values):
+        batch = batch.select(indices.argsort().tolist())
     _check_shared_prompts(batch)
     return batch
 
