@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.attention import PackedLayout
@@ -132,7 +131,9 @@ class Batch:
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
-        return _counts(self.loss_mask.cpu(), self.lengths)
+        masks = self.loss_mask.split(list(self.lengths))
+        counts = [int(mask.sum()) for mask in masks]
+        return torch.tensor(counts, dtype=torch.int64)
 
     def scatter(self, values: Tensor) -> Tensor:
         """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
@@ -159,18 +160,15 @@ class Batch:
 
 def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts."""
-    lengths = [len(rollout.tokens) for rollout in rollouts]
-    masks = [rollout.loss_mask for rollout in rollouts]
-    num_loss_tokens = _counts(torch.cat([torch.empty(0, dtype=torch.bool), *masks]), lengths)
     facts = []
-    for rollout, length, num_sampled in zip(rollouts, lengths, num_loss_tokens.tolist(), strict=True):
+    for rollout in rollouts:
         facts.append(
             [
                 rollout.rollout_id.prompt_ordinal,
                 rollout.rollout_id.sample,
                 rollout.num_prompt_tokens,
-                length,
-                num_sampled,
+                len(rollout.tokens),
+                int(rollout.loss_mask.sum()),
                 rollout.finish_reason == "length",
             ]
         )
@@ -192,13 +190,6 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
         is_truncated=table[:, 5].bool(),
         rewards=table[:, 6:],
     )
-
-
-def _counts(mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """How many tokens of each sequence the mask [T] has, int64 [N]."""
-    before = F.pad(mask.cumsum(0), (1, 0))  # how many come before each token
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    return before[ends].diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
 def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
@@ -246,10 +237,11 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
 
 def _check_shared_prompts(batch: Batch) -> None:
     """Assert that rollouts of one prompt begin with the same tokens, as the batch's layout presumes."""
-    layout = batch.layout()
-    computed = batch.tokens[layout.computed_tokens]
-    is_same = torch.equal(computed[layout.hidden_index], batch.tokens)
-    assert is_same, "one prompt's rollouts begin differently"
+    sequences = batch.tokens.split(batch.lengths)
+    # `shared` is empty if no two rollouts have one prompt.
+    for tokens, (parent, num_shared) in zip(sequences, batch.layout().shared, strict=False):
+        is_same = torch.equal(tokens[:num_shared], sequences[parent][:num_shared])
+        assert is_same, "one prompt's rollouts begin differently"
 
 
 def _exchange_stream(to_rank: list[list[Rollout]], name: str, dtype: torch.dtype) -> Tensor:
