@@ -1,5 +1,6 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
+import itertools
 import json
 import random
 import shutil
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
@@ -73,7 +75,7 @@ def test_order_does_not_depend_on_the_process():
     """Another process, with another hash seed, draws the same rows."""
     program = (
         "from minirl.data.prompts import PromptStream\nfrom minirl.data.task import Row\n"
-        "class T:\n    def encode(self, row): return [1]\n"
+        "class T:\n    def encode(self, row): return [1]\n    def encode_all(self, rows): return [[1]] * len(rows)\n"
         "p = PromptStream([Row('a', {}, 'x')] * 9, T(), purpose='train', max_tokens=2, max_new_tokens=1, seed=3)\n"
         "print([p.index(i) for i in range(30)])"
     )
@@ -94,7 +96,7 @@ def test_a_request_is_its_row_its_key_and_the_limits():
     assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
     for request in requests:
         ordinal, sample = request.rollout_id.prompt_ordinal, request.rollout_id.sample
-        assert request.prompt_ids == prompts.prompt_ids[prompts.index(ordinal)]
+        assert request.prompt_ids == prompts.prompt_ids(ordinal)
         assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
         assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
         assert (request.max_new_tokens, request.temperature, request.stop_ids) == (5, 0.7, frozenset({7}))
@@ -107,11 +109,12 @@ def test_shares_of_the_ranks_are_every_request_once_in_order(monkeypatch, world_
     wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
     whole = make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted)
     assert len(whole) == 24
+    prompts = make_prompts(["a", "bb", "ccc", "dd"])
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        shares.append(make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted))
+        shares.append(prompts.requests(**wanted))
     assert [request for share in shares for request in share] == whole
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -171,8 +174,9 @@ def test_epochs_served_are_counted_in_rows_kept():
 def test_too_long_prompts_are_skipped_and_counted():
     """A prompt of exactly the limit stays; row and tokens stay aligned; the order covers the rest. Pitfall 55."""
     prompts = make_prompts(["aa", "bbbb", "ccc", "ddddd"], max_prompt_tokens=3)
-    assert [row.prompt for row in prompts.rows] == ["aa", "ccc"]
-    assert prompts.prompt_ids == [(97, 97), (99, 99, 99)]
+    served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
+    assert served == {0: ("aa", (97, 97)), 1: ("ccc", (99, 99, 99))}
+    assert prompts.num_prompts == 2
     assert any("2 of 4 prompts have more than 3 tokens (1, 3): left out" in note for note in prompts.notes())
     assert sorted(order(prompts, 0, 2)) == [0, 1]
 
@@ -181,7 +185,7 @@ def test_no_prompt_that_fits_is_refused_with_the_lengths():
     """The shortest prompt, the room there is and the flags that give it; no rows at all is not an error."""
     with pytest.raises(InputError, match=r"shortest has 8 tokens of 8 .*--cache-tokens.*--long-prompts"):
         make_prompts(["b" * 8, "d" * 9], max_prompt_tokens=3)
-    assert make_prompts([]).rows == make_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
+    assert make_prompts([]).requests(0, make_prompts([]).num_prompts, group_size=0, num_greedy=1) == []
 
 
 def test_text_prompts_get_the_tokenizers_own_bos_once(chat_folder):
@@ -203,6 +207,27 @@ def test_chat_flag_wraps_text_in_one_user_message(chat_folder):
     with_flag, without = Tokenizer(chat_folder, chat=True), Tokenizer(chat_folder)
     assert with_flag.encode(Row("hello", {}, "f:1")) == ids("<bos><turn>user:hello<turn>assistant:")
     assert with_flag.encode(Row(messages, {}, "f:1")) == without.encode(Row(messages, {}, "f:1"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_tokenized_together_get_the_ids_of_each_alone(chat_folder, chat):
+    """Texts and chats in turns, long and short, one that continues a message; none at all."""
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so, "}
+    prompts = ["a", "b" * 90, [user], [user, assistant], "c", [user], "", "<eos>.", "\x00\u2028 "]
+    rows = [Row(prompt, {}, "f:1") for prompt in prompts]
+    tokenizer = Tokenizer(chat_folder, chat=chat)
+    assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
+    assert tokenizer.encode_all([]) == []
+
+
+def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
+    """A chat template may write the date; what is served leaves room for the completion on every day."""
+    tokenizer = Letters()
+    rows = [Row("abc", {}, "f:1")]
+    prompts = PromptStream(rows, tokenizer, purpose="train", max_tokens=8, max_new_tokens=5)
+    tokenizer.encode = lambda row: [1, 2, 3, 4]
+    (request,) = prompts.requests(0, 1, group_size=1)
+    assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)
 
 
 def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
@@ -346,6 +371,27 @@ def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_fold
     assert wrapped == ids("<bos><turn>user:hello<turn>assistant:bye")
     with pytest.raises(ValueError, match=r"reward model.*no chat template"):
         Tokenizer(text_folder).encode_answered(messages, "bye")
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("share_unknown", [0.0, 0.05, 0.5, 1.0])
+def test_a_text_is_that_of_its_known_parts_around_each_unknown_id(chat_folder, seed, share_unknown):
+    """Unknown ids first, last and side by side, specials among them, none at all; a list or a tensor."""
+    tokenizer, rng = Tokenizer(chat_folder), random.Random(seed)
+    known, unknown = range(len(tokenizer.backend)), (len(tokenizer.backend), 200_000, 2**31)
+    for length in (0, 1, 2, 60):
+        sampled = [rng.choice(unknown if rng.random() < share_unknown else known) for _ in range(length)]
+        groups = itertools.groupby(sampled, key=lambda i: i in unknown)
+        texts = []
+        for is_unknown, group in groups:
+            part = list(group)
+            text = tokenizer.backend.decode(part, skip_special_tokens=True)
+            texts.append("\ufffd" * len(part) if is_unknown else text)
+        assert (
+            tokenizer.decode(sampled)
+            == tokenizer.decode(torch.tensor(sampled, dtype=torch.int64))
+            == "".join(texts)
+        )
 
 
 def test_decode_drops_special_tokens_and_nothing_else(chat_folder):

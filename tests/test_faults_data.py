@@ -1,6 +1,8 @@
 """Faults of data files, prompts and tokenizers: named by file, line and field before a model is loaded."""
 
 import json
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +119,81 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text):
     assert found == [(f"{text}{i}", i, f"{path}:{line}") for i, line in enumerate((1, 3, 5))]
 
 
+def test_row_13_a_line_that_is_changed_while_the_run_goes_is_named_when_it_is_served(write):
+    """In its bytes, cut off or gone; lines that are added, other rows, and a file that takes its place do no harm."""
+    lines = [json.dumps({"prompt": f"row {i}"}).encode() for i in range(4)]
+    path = write(*lines)
+    rows = read_rows(path, "prompt")
+    before = list(rows)
+    with open(path, "ab") as file:
+        file.write(b"\nmore")
+    assert list(rows) == before
+    with open(path, "r+b") as file:
+        file.seek(len(lines[0]) + 1)
+        file.write(lines[1].replace(b"row 1", b"row 7"))
+    with pytest.raises(InputError, match=rf"{path}:2: has changed since the run began; restore the file"):
+        rows[1]
+    assert [rows[0], *rows[2:]] == [before[0], *before[2:]]
+    with open(path, "r+b") as file:
+        file.truncate(len(lines[0]) + 3)
+    for i in (1, 2, 3, -1):
+        with pytest.raises(InputError, match="has changed since the run began"):
+            rows[i]
+
+    rows = read_rows(write(*lines), "prompt")
+    (tmp := Path(f"{path}.new")).write_bytes(b"{}")
+    tmp.rename(path)
+    assert list(rows) == before
+
+
+def test_rows_of_a_file_are_not_kept_in_memory(write):
+    """A row costs its place in the file, whatever its length."""
+    path = write(*[json.dumps({"prompt": "long " * 50, "n": i}).encode() for i in range(20_000)])
+    tracemalloc.start()
+    rows = read_rows(path, "prompt")
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept / len(rows) < 40
+    assert rows[19_999].columns == rows[-1].columns == {"n": 19_999}
+    assert [row.columns["n"] for row in rows[3:12:4]] == [3, 7, 11]
+    with pytest.raises(IndexError):
+        rows[20_000]
+
+
+def check_on_ranks(rank, texts):
+    """The stream's facts on this rank, or what it refuses."""
+    try:
+        prompts = make_prompts(*texts, vocab_size=120)
+    except InputError as error:
+        return str(error)
+    ordinals = range(2 * prompts.num_prompts)
+    return prompts.notes(), [(prompts.row(i).place, prompts.prompt_ids(i)) for i in ordinals]
+
+
+@pytest.mark.parametrize("texts", ["a", "ab", "abcdefgh", ["a", "bbbbbbb", "cc", "a", "cc"], ["a"] * 301])
+def test_a_stream_checked_by_several_ranks_is_that_of_one(one_rank, two_ranks, texts):
+    """Whose share a row is makes no difference, nor a rank without any."""
+    (alone,) = one_rank.run(check_on_ranks, texts)
+    assert two_ranks.run(check_on_ranks, texts) == [alone, alone]
+
+
+@pytest.mark.parametrize("bad", [[0], [5], [299], [200, 100], [0, 299]])
+def test_a_prompt_that_one_rank_refuses_is_named_by_all(two_ranks, bad):
+    """The first of several."""
+    texts = ["z" if i in bad else "a" for i in range(300)]
+    first = f"f:{min(bad) + 1}: the prompt has token id 122"
+    for said in two_ranks.run(check_on_ranks, texts):
+        assert said.startswith(first)
+
+
+@pytest.mark.parametrize("bad", [0, 70, 99])
+def test_row_19_a_text_among_many_that_cannot_be_tokenized_is_named(tokenizer_folder, bad):
+    """Rows are tokenized many at a time."""
+    texts = ["a\ud800" if i == bad else "ab" for i in range(100)]
+    with pytest.raises(InputError, match=rf"^f:{bad + 1}: the text cannot be tokenized: .*ud800"):
+        make_prompts(*texts, tokenizer=Tokenizer(tokenizer_folder))
+
+
 def test_row_19_what_cannot_be_tokenized_is_named(tokenizer_folder):
     """Half of a surrogate pair, as text and in a message; NUL is a character."""
     tokenizer = Tokenizer(tokenizer_folder)
@@ -132,7 +209,7 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 def test_row_20_long_prompts_are_skipped_counted_and_named():
     """The default; the first three places."""
     prompts = make_prompts(*LONG)
-    assert [row.prompt for row in prompts.rows] == ["aaaaaa", "cc"]
+    assert {prompts.row(i).prompt for i in range(prompts.num_prompts)} == {"aaaaaa", "cc"}
     (said,) = prompts.notes()
     assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
     assert "--long-prompts" in said
@@ -142,18 +219,14 @@ def test_row_20_long_prompts_are_refused_if_asked():
     """The first one's place, the numbers and the flags."""
     with pytest.raises(InputError, match=r"\(f:2, .*--max-new-tokens takes 4 of 10 .*--long-prompts"):
         make_prompts(*LONG, long_prompts="error")
-    assert len(make_prompts("a", "b", long_prompts="error").rows) == 2
+    assert make_prompts("a", "b", long_prompts="error").num_prompts == 2
 
 
 def test_row_20_long_prompts_keep_their_end_if_asked():
     """The last six tokens; short ones as they are; all have room for a completion."""
     prompts = make_prompts(*LONG[:3], "abcdefghij", long_prompts="left")
-    assert ["".join(map(chr, tokens)) for tokens in prompts.prompt_ids] == [
-        "aaaaaa",
-        "bbbbbb",
-        "cc",
-        "efghij",
-    ]
+    served = {prompts.index(i): "".join(map(chr, prompts.prompt_ids(i))) for i in range(4)}
+    assert served == {0: "aaaaaa", 1: "bbbbbb", 2: "cc", 3: "efghij"}
     assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
     assert "2 of 4 prompts have more than 6 tokens (f:2, f:4): cut from the left" in prompts.notes()[0]
 
@@ -253,7 +326,7 @@ def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer
         InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"
     ):
         make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last)
-    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).prompt_ids
+    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).num_prompts == 2
 
 
 def test_row_36_a_prompt_without_tokens_is_refused_by_row():

@@ -309,8 +309,8 @@ def make_rollouts(tmp_path, texts):
     )
     rollouts = []
     for sample, text in enumerate(texts):
-        tokens = torch.tensor([*prompts.prompt_ids[0], *ids(text)])
-        n, first = len(tokens), len(prompts.prompt_ids[0])
+        tokens = torch.tensor([*prompts.prompt_ids(0), *ids(text)])
+        n, first = len(tokens), len(prompts.prompt_ids(0))
         streams = (torch.arange(n) >= first, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
         rollouts.append(Rollout(tokens, *streams, first, RolloutId(5, sample), "stop"))
     return prompts, rollouts

@@ -350,7 +350,7 @@ def make_prompts(folder, rows):
 
 def make_rollout(prompts, ordinal, sample, completion):
     """A rollout of the `ordinal`-th prompt whose completion is this text, specials written out, in the policy's ids."""
-    prompt, sampled = prompts.prompt_ids[prompts.index(ordinal)], ids(completion)
+    prompt, sampled = prompts.prompt_ids(ordinal), ids(completion)
     tokens = torch.tensor([*prompt, *sampled])
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))

@@ -95,7 +95,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 def test_rows_keep_place_and_columns(write):
     """Places count every line of the file; the prompt is not a column; another field may be the prompt."""
     path = write(["", GOOD, " ", GOOD])
-    rows = read_rows(path, "prompt")
+    rows = list(read_rows(path, "prompt"))
     assert rows == [Row("hello", {"answer": 3}, f"{path}:2"), Row("hello", {"answer": 3}, f"{path}:4")]
     questions = read_rows(write(['{"q": "a", "prompt": null}'], "q.jsonl"), "q")
     assert [(row.prompt, dict(row.columns)) for row in questions] == [("a", {"prompt": None})]
@@ -218,7 +218,7 @@ def test_a_number_in_the_prompt_does_not_score():
 def test_gsm8k_rows_have_question_instruction_and_number(write):
     """The reference's number is parsed once, at load. Pitfall 56."""
     path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
-    assert read_gsm8k(path) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
+    assert list(read_gsm8k(path)) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     task = load_gsm8k(path, [])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
     assert task.eval_rows == []

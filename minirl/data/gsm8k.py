@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.data.jsonl import read_objects
+from minirl.data.jsonl import JsonlRows
 from minirl.data.task import Row, Task
 from minirl.errors import InputError
 
@@ -29,23 +29,23 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     )
 
 
-def read_gsm8k(path: str) -> list[Row]:
+def read_gsm8k(path: str) -> JsonlRows:
     """Read rows with the question as prompt and the reference number as column `answer`.
 
     Raises InputError naming file, line and field of the first bad row.
     """
-    rows = []
-    for place, fields in read_objects(path):
-        for name in ("question", "answer"):
-            value = fields.get(name)
-            if not isinstance(value, str) or not value.strip():
-                raise InputError(f"{place}: field {name!r} is {value!r}; expected text")
-        answer = strict_answer(fields["answer"])
-        if answer is None:
-            raise InputError(f"{place}: field 'answer' has no number after '####'")
-        prompt = fields["question"] + INSTRUCTION
-        rows.append(Row(prompt, {"answer": answer}, place))
-    return rows
+    return JsonlRows(path, _to_row)
+
+
+def _to_row(fields: dict[str, Any], place: str) -> Row:
+    for name in ("question", "answer"):
+        value = fields.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f"{place}: field {name!r} is {value!r}; expected text")
+    answer = strict_answer(fields["answer"])
+    if answer is None:
+        raise InputError(f"{place}: field 'answer' has no number after '####'")
+    return Row(fields["question"] + INSTRUCTION, {"answer": answer}, place)
 
 
 def strict_answer(text: str) -> float | None:

@@ -1,9 +1,13 @@
 """Tasks from JSONL files: one object with a prompt per line. Files are checked before the run starts."""
 
+import functools
 import json
-from collections.abc import Iterator, Sequence
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError
@@ -21,55 +25,102 @@ def load_jsonl_task(data: str, eval_data: Sequence[str], *, prompt_field: str) -
     )
 
 
-def read_rows(path: str, prompt_field: str) -> list[Row]:
-    """Read all rows of a file; other fields become columns.
+def read_rows(path: str, prompt_field: str) -> "JsonlRows":
+    """The rows of a file; other fields than `prompt_field` become columns. Raises as `JsonlRows`."""
+    return JsonlRows(path, functools.partial(_to_row, prompt_field=prompt_field))
 
-    Raises InputError naming file, line and field of the first bad row.
+
+def _to_row(fields: dict[str, Any], place: str, *, prompt_field: str) -> Row:
+    if prompt_field not in fields:
+        raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
+    prompt = fields[prompt_field]
+    if not _is_prompt(prompt):
+        found = f"{place}: field {prompt_field!r} is {str(prompt)[:60]!r}"
+        expected = "expected text, or messages with role and content"
+        others = f"the row has {sorted(fields)}, see --prompt-field"
+        raise InputError(f"{found}; {expected}; {others}")
+    reserved = [name for name in STANDARD_ARGUMENTS if name in fields and name != prompt_field]
+    if reserved:
+        raise InputError(
+            f"{place}: field {reserved[0]!r} has the name of an argument that every reward function gets; "
+            "rename the field"
+        )
+    columns = {name: value for name, value in fields.items() if name != prompt_field}
+    return Row(prompt, columns, place)
+
+
+class JsonlRows(Sequence[Row]):
+    """The rows of a JSONL file, one object per line. Blank lines are skipped.
+
+    All are checked when this is made. Then only the places of the lines are kept, 20 bytes a row, and a row is read
+    from the file again when it is asked for. The file stays open: one that is renamed over it is not read.
     """
-    rows = []
-    for place, fields in read_objects(path):
-        if prompt_field not in fields:
-            raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
-        prompt = fields[prompt_field]
-        if not _is_prompt(prompt):
-            found = f"{place}: field {prompt_field!r} is {str(prompt)[:60]!r}"
-            expected = "expected text, or messages with role and content"
-            others = f"the row has {sorted(fields)}, see --prompt-field"
-            raise InputError(f"{found}; {expected}; {others}")
-        reserved = [name for name in STANDARD_ARGUMENTS if name in fields and name != prompt_field]
-        if reserved:
+
+    def __init__(self, path: str, to_row: Callable[[dict[str, Any], str], Row]):
+        """`to_row` makes the row of an object and its place, "file:line", or raises InputError.
+
+        Raises InputError naming file and line if the file is missing or empty, or a line is no object.
+        """
+        if not Path(path).is_file():
+            raise InputError(f"there is no file {path}")
+        self._path = path
+        self._to_row = to_row
+        self._line_numbers = array("q")
+        self._starts = array("q")
+        # Of each line's bytes: a file may be changed while the run reads it.
+        self._checksums = array("L")
+        # Read as bytes: only "\n" ends a line, while a text may contain other line separators.
+        self._file = open(path, "rb")  # noqa: SIM115, it stays open
+        start = 0
+        for number, line in enumerate(self._file, 1):
+            text = self._decode(line, number)
+            if text.strip():
+                self._parse(text, number)
+                self._line_numbers.append(number)
+                self._starts.append(start)
+                self._checksums.append(zlib.crc32(line.rstrip(b"\n")))
+            start += len(line)
+        self._starts.append(start)
+        if not self._line_numbers:
+            raise InputError(f"{path}: no rows")
+
+    def __len__(self) -> int:
+        return len(self._line_numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """Raises InputError naming the line if it is not what it was when the file was checked."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = self._line_numbers[index]
+        place = range(len(self))[index]
+        start, end = self._starts[place : place + 2]
+        # Blank lines may follow.
+        line, _, _ = os.pread(self._file.fileno(), end - start, start).partition(b"\n")
+        if zlib.crc32(line) != self._checksums[index]:
             raise InputError(
-                f"{place}: field {reserved[0]!r} has the name of an argument that every reward function gets; "
-                "rename the field"
+                f"{self._path}:{number}: has changed since the run began; restore the file and resume, "
+                "or start another run with the new data"
             )
-        columns = {name: value for name, value in fields.items() if name != prompt_field}
-        rows.append(Row(prompt, columns, place))
-    return rows
+        return self._parse(self._decode(line, number), number)
 
+    def _decode(self, line: bytes, number: int) -> str:
+        # A file may begin with a byte order mark.
+        encoding = "utf-8-sig" if number == 1 else "utf-8"
+        try:
+            return line.decode(encoding)
+        except UnicodeDecodeError as error:
+            place = f"{self._path}:{number}"
+            raise InputError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
-def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSONL file, each after its place "file:line". Blank lines are skipped.
-
-    Raises InputError naming file and line if the file is missing or empty, or a line is not an object.
-    """
-    if not Path(path).is_file():
-        raise InputError(f"there is no file {path}")
-    num_objects = 0
-    # Read as bytes: only "\n" ends a line, while a text may contain other line separators.
-    with open(path, "rb") as file:
-        for number, raw_line in enumerate(file, 1):
-            place = f"{path}:{number}"
-            # A file may begin with a byte order mark.
-            encoding = "utf-8-sig" if number == 1 else "utf-8"
-            try:
-                line = raw_line.decode(encoding)
-            except UnicodeDecodeError as error:
-                raise InputError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-            if line.strip():
-                yield place, _parse_object(line, place)
-                num_objects += 1
-    if num_objects == 0:
-        raise InputError(f"{path}: no rows")
+    def _parse(self, text: str, number: int) -> Row:
+        place = f"{self._path}:{number}"
+        return self._to_row(_parse_object(text, place), place)
 
 
 def _parse_object(line: str, place: str) -> dict[str, Any]:

@@ -1,23 +1,30 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
+import itertools
 import random
+from array import array
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
-from minirl.ranks.process_group import rank, world_size
+from minirl.ranks.process_group import all_gather_rows, gather_objects, rank, world_size
 from minirl.rollouts import Request, RolloutId
 
-EncodedRow = tuple[Row, tuple[int, ...]]
+# Rows that are tokenized together when they are checked.
+ROWS_PER_CHECK = 64
 
 
 class PromptStream:
-    """The tokenized prompts of a task in shuffled epochs without end; those that are too long are left out.
+    """The prompts of a task in shuffled epochs without end; those that are too long are left out.
 
     A prompt's number in the stream is its `prompt_ordinal`, counted over the whole run. Its row is a pure
-    function of (seed, prompt_ordinal).
+    function of (seed, prompt_ordinal). Prompts are tokenized when they are served; of all others only the
+    numbers of the rows are kept.
     """
 
     def __init__(
@@ -32,7 +39,7 @@ class PromptStream:
         vocab_size: int | None = None,
         long_prompts: str = "skip",
     ):
-        """Tokenize the rows and check their lengths and ids.
+        """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
         vocab_size: the number of the model's embeddings. long_prompts: what to do with prompts that leave
@@ -40,24 +47,32 @@ class PromptStream:
         on the "left". If no prompt leaves as many, all that leave at least one token are kept, and their
         completions are shorter.
 
-        Raises InputError naming rows and flags, also if no row is left.
+        Raises InputError on every rank, naming rows and flags, also if no row is left.
         """
-        encoded = [(row, tuple(tokenizer.encode(row))) for row in rows]
-        for row, prompt_ids in encoded:
-            _check_ids(row, prompt_ids, vocab_size)
-        self._notes: list[str] = []
-        if encoded:
-            encoded, self._notes = _fit_prompts(encoded, max_tokens, max_new_tokens, long_prompts)
-        self.rows = [row for row, _ in encoded]
-        self.prompt_ids = [prompt_ids for _, prompt_ids in encoded]
         self.tokenizer = tokenizer
         self.purpose = purpose
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.vocab_size = vocab_size
+        self._rows = rows
+        self._notes: list[str] = []
+        self._max_prompt_tokens = max_tokens
+        # Which of the rows are served.
+        self._kept = torch.arange(len(rows), dtype=torch.int32)
+        if rows:
+            lengths, hashes = _check_prompts(rows, tokenizer, vocab_size)
+            self._fit_prompts(lengths, long_prompts)
+            num_repeated = self.num_prompts - len(hashes[self._kept].unique())
+            if num_repeated:
+                self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
         # The orders of the epochs that were last asked for.
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[int, array[int]] = {}
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts an epoch has."""
+        return len(self._kept)
 
     def notes(self, *, per_step: int = 0) -> list[str]:
         """Return sentences on what is unusual in the rows.
@@ -65,11 +80,8 @@ class PromptStream:
         per_step: the number of prompts that a training step takes, 0 if the stream is not for training.
         """
         notes = list(self._notes)
-        num_repeated = len(self.prompt_ids) - len(set(self.prompt_ids))
-        if num_repeated:
-            notes.append(f"{num_repeated} of {len(self.prompt_ids)} prompts repeat an earlier one")
-        if len(self.rows) < per_step:
-            notes.append(f"a step takes {per_step} prompts and there are {len(self.rows)}: it repeats them")
+        if self.num_prompts < per_step:
+            notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
         if per_step and not self._can_stop():
             notes.append(
                 "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
@@ -98,13 +110,16 @@ class PromptStream:
         begin = len(rollout_ids) * rank() // world_size()
         end = len(rollout_ids) * (rank() + 1) // world_size()
         requests = []
-        for rollout_id in rollout_ids[begin:end]:
-            is_greedy = rollout_id.sample >= group_size
-            requests.append(self._request(rollout_id, 0.0 if is_greedy else temperature))
+        for prompt_ordinal, group in itertools.groupby(
+            rollout_ids[begin:end], key=lambda rollout_id: rollout_id.prompt_ordinal
+        ):
+            prompt_ids = self.prompt_ids(prompt_ordinal)
+            for rollout_id in group:
+                is_greedy = rollout_id.sample >= group_size
+                requests.append(self._request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
         return requests
 
-    def _request(self, rollout_id: RolloutId, temperature: float) -> Request:
-        prompt_ids = self.prompt_ids[self.index(rollout_id.prompt_ordinal)]
+    def _request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
         key = request_key(
             self.seed,
             purpose=self.purpose,
@@ -120,15 +135,23 @@ class PromptStream:
             stop_ids=self.tokenizer.stop_ids,
         )
 
+    def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
+        """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""
+        row = self.row(prompt_ordinal)
+        ids = self.tokenizer.encode(row)
+        # Again: a chat template may write the date.
+        _check_ids(row, ids, self.vocab_size)
+        return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
+
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt."""
-        return self.rows[self.index(prompt_ordinal)]
+        """Return the row of a prompt. Raises InputError if the file that it is in has been changed there."""
+        return self._rows[int(self._kept[self.index(prompt_ordinal)])]
 
     def index(self, prompt_ordinal: int) -> int:
-        """Return the index of a prompt in `rows` and `prompt_ids`."""
-        epoch, position = divmod(prompt_ordinal, len(self.rows))
+        """Return the number of a prompt among the rows that are served."""
+        epoch, position = divmod(prompt_ordinal, self.num_prompts)
         if epoch not in self._orders:
-            order = list(range(len(self.rows)))
+            order = array("q", range(self.num_prompts))
             random.Random(f"{self.seed} {epoch}").shuffle(order)
             # Keep the previous epoch too: a step may begin in one epoch and end in the next.
             orders = {epoch: order}
@@ -139,10 +162,77 @@ class PromptStream:
 
     def epoch(self, prompt_ordinal: int) -> float:
         """Return the number of epochs before a prompt, as a fraction."""
-        return prompt_ordinal / len(self.rows)
+        return prompt_ordinal / self.num_prompts
+
+    def _fit_prompts(self, lengths: Tensor, long_prompts: str) -> None:
+        """Skip long prompts, or set where they are cut, as `__init__` describes. lengths int64 [N]: of all rows."""
+        shortest = int(lengths.min())
+        max_prompt_tokens = self.max_tokens - self.max_new_tokens
+        limit = f"{self.max_tokens} that the model, --cache-tokens and --max-tokens-per-microbatch allow"
+        if shortest >= self.max_tokens and long_prompts == "skip":
+            raise InputError(
+                f"every prompt is too long: the shortest has {shortest} tokens of {limit}; see --long-prompts"
+            )
+
+        # If no prompt leaves max_new_tokens and truncation cannot help, allow all that leave at least one token.
+        can_truncate = long_prompts == "left" and max_prompt_tokens >= 1
+        if shortest > max_prompt_tokens and not can_truncate:
+            max_prompt_tokens = self.max_tokens - 1
+            what = f"no prompt leaves --max-new-tokens {self.max_new_tokens} of {limit}"
+            most = self.max_tokens - shortest
+            self._notes.append(f"{what}: completions get what their prompts leave, {most} at most")
+        self._max_prompt_tokens = max_prompt_tokens
+
+        is_long = lengths > max_prompt_tokens
+        long_rows = is_long.nonzero()[:, 0].tolist()
+        if not long_rows:
+            return
+        places = ", ".join(self._rows[i].place for i in long_rows[:3])
+        if len(long_rows) > 3:
+            places += ", ..."
+        counts = f"{len(long_rows)} of {len(lengths)} prompts"
+        what = f"{counts} have more than {max_prompt_tokens} tokens ({places})"
+        if long_prompts == "error":
+            taken = f"--max-new-tokens takes {self.max_new_tokens} of {limit}"
+            raise InputError(f"{what}; {taken}; see --long-prompts")
+        if long_prompts == "skip":
+            self._kept = self._kept[~is_long]
+        done = "left out" if long_prompts == "skip" else "cut from the left"
+        self._notes.append(f"{what}: {done}; see --long-prompts")
 
 
-def _check_ids(row: Row, prompt_ids: tuple[int, ...], vocab_size: int | None) -> None:
+def _check_prompts(
+    rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
+
+    Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError naming the first
+    bad row, on every rank.
+    """
+    # Number of tokens and hash of one prompt after another.
+    facts = array("q")
+    error = None
+    begin = len(rows) * rank() // world_size()
+    end = len(rows) * (rank() + 1) // world_size()
+    try:
+        for first in range(begin, end, ROWS_PER_CHECK):
+            part = rows[first : min(first + ROWS_PER_CHECK, end)]
+            for row, ids in zip(part, tokenizer.encode_all(part), strict=True):
+                _check_ids(row, ids, vocab_size)
+                facts.extend((len(ids), hash(tuple(ids))))
+    except InputError as own_error:
+        error = str(own_error)
+    own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
+    if world_size() > 1:
+        errors = gather_objects(error)
+        error = next((error for error in errors if error is not None), None)
+        own = all_gather_rows(own)
+    if error is not None:
+        raise InputError(error)
+    return own[:, 0], own[:, 1]
+
+
+def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int | None) -> None:
     """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
     if not prompt_ids:
         raise InputError(f"{row.place}: the prompt has no tokens")
@@ -150,49 +240,3 @@ def _check_ids(row: Row, prompt_ids: tuple[int, ...], vocab_size: int | None) ->
     if vocab_size is not None and largest >= vocab_size:
         what = f"the prompt has token id {largest}, the model {vocab_size} embeddings"
         raise InputError(f"{row.place}: {what}; the tokenizer is another model's")
-
-
-def _fit_prompts(
-    encoded: list[EncodedRow], max_tokens: int, max_new_tokens: int, long_prompts: str
-) -> tuple[list[EncodedRow], list[str]]:
-    """Skip or truncate long prompts as `PromptStream` describes.
-
-    Returns the rows that fit, and notes on the others.
-    """
-    notes = []
-    shortest = min(len(prompt_ids) for _, prompt_ids in encoded)
-    max_prompt_tokens = max_tokens - max_new_tokens
-    limit = f"{max_tokens} that the model, --cache-tokens and --max-tokens-per-microbatch allow"
-    if shortest >= max_tokens and long_prompts == "skip":
-        raise InputError(
-            f"every prompt is too long: the shortest has {shortest} tokens of {limit}; see --long-prompts"
-        )
-
-    # If no prompt leaves max_new_tokens and truncation cannot help, allow all that leave at least one token.
-    can_truncate = long_prompts == "left" and max_prompt_tokens >= 1
-    if shortest > max_prompt_tokens and not can_truncate:
-        max_prompt_tokens = max_tokens - 1
-        what = f"no prompt leaves --max-new-tokens {max_new_tokens} of {limit}"
-        notes.append(f"{what}: completions get what their prompts leave, {max_tokens - shortest} at most")
-
-    long_places = [row.place for row, prompt_ids in encoded if len(prompt_ids) > max_prompt_tokens]
-    if long_places:
-        places = ", ".join(long_places[:3])
-        if len(long_places) > 3:
-            places += ", ..."
-        counts = f"{len(long_places)} of {len(encoded)} prompts"
-        what = f"{counts} have more than {max_prompt_tokens} tokens ({places})"
-        if long_prompts == "error":
-            taken = f"--max-new-tokens takes {max_new_tokens} of {limit}"
-            raise InputError(f"{what}; {taken}; see --long-prompts")
-        done = "left out" if long_prompts == "skip" else "cut from the left"
-        notes.append(f"{what}: {done}; see --long-prompts")
-
-    fitting = []
-    for row, prompt_ids in encoded:
-        if long_prompts == "left":
-            # Keep the last tokens.
-            prompt_ids = prompt_ids[max(0, len(prompt_ids) - max_prompt_tokens) :]
-        if len(prompt_ids) <= max_prompt_tokens:
-            fitting.append((row, prompt_ids))
-    return fitting, notes

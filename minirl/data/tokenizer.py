@@ -1,11 +1,15 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
+import itertools
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row
@@ -47,9 +51,27 @@ class Tokenizer:
         They have either the tokenizer's own special tokens (text) or those of the chat template, never both.
         Raises InputError naming the row if the prompt cannot be encoded.
         """
+        text, adds_special_tokens = self._prompt_text(row)
+        return self._encode_text(text, row.place, add_special_tokens=adds_special_tokens)
+
+    def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return what `encode` returns for each row, in less time. Raises InputError as `encode`."""
+        texts = [self._prompt_text(row) for row in rows]
+        ids: list[list[int]] = []
+        try:
+            for adds_special_tokens, group in itertools.groupby(texts, key=lambda text: text[1]):
+                same_kind = [text for text, _ in group]
+                ids += self.backend(same_kind, add_special_tokens=adds_special_tokens)["input_ids"]
+        except Exception:
+            # One by one the error names its row.
+            return [self.encode(row) for row in rows]
+        return ids
+
+    def _prompt_text(self, row: Row) -> tuple[str, bool]:
+        """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""
         if isinstance(row.prompt, str) and not self.chat:
-            return self._encode_text(row.prompt, row.place)
-        return self._encode_messages(as_messages(row.prompt), row.place, is_prompt=True)
+            return row.prompt, True
+        return self._apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
     def encode_answered(self, prompt: str | Messages, completion: str) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
@@ -71,10 +93,11 @@ class Tokenizer:
             completion = messages[-1]["content"] + completion
             messages = messages[:-1]
         answer = {"role": "assistant", "content": completion}
-        return self._encode_messages([*messages, answer], place, is_prompt=False)
+        text = self._apply_template([*messages, answer], place, is_prompt=False)
+        return self._encode_text(text, place, add_special_tokens=False)
 
-    def _encode_messages(self, messages: Messages, place: str, *, is_prompt: bool) -> list[int]:
-        """Encode messages by the chat template.
+    def _apply_template(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+        """Return the text that the chat template makes of messages.
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
         answer continues that message, as in TRL.
@@ -86,7 +109,7 @@ class Tokenizer:
         what = f"{place}: the chat template of {self.folder}"
         try:
             with _time_limit(_TEMPLATE_SECONDS):
-                text = self.backend.apply_chat_template(
+                text: str = self.backend.apply_chat_template(
                     messages,
                     tokenize=False,
                     add_generation_prompt=is_prompt and not continues,
@@ -101,7 +124,7 @@ class Tokenizer:
             num_added > _TEMPLATE_CHARACTERS,
             f"{what} adds {num_added} characters to the messages ({_TEMPLATE_CHARACTERS} at most)",
         )
-        return self._encode_text(text, place, add_special_tokens=False)
+        return text
 
     def _encode_text(self, text: str, place: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -111,19 +134,18 @@ class Tokenizer:
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, without special tokens.
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """Return the text of a completion, int64 [L] or a list, without special tokens.
 
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
         """
-        # The known ids between unknown ones.
-        parts: list[list[int]] = [[]]
-        for token_id in ids:
-            if token_id < self._num_ids:
-                parts[-1].append(token_id)
-            else:
-                parts.append([])
+        # transformers looks at every id of a list, which takes longer than to decode it; a tensor it takes whole.
+        tokens = torch.as_tensor(ids, dtype=torch.int64)
+        (unknown,) = (tokens >= self._num_ids).nonzero(as_tuple=True)
+        # The known ids between unknown ones: each part but the first begins with an unknown id.
+        first, *others = tokens.tensor_split(unknown)
+        parts = [first, *(part[1:] for part in others)]
         texts = [self.backend.decode(part, skip_special_tokens=True) for part in parts]
         return "\ufffd".join(texts)
 

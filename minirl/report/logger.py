@@ -134,12 +134,14 @@ class Logger:
         functions: the names of the K rewards of `rewarded`. columns: further numbers [N] of this rank's N
         rollouts.
         """
-        numbers = {name: _json_numbers(column) for name, column in columns.items()}
-        rewards = _json_numbers(rewarded.rewards)
+        numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
+        rewards = _json_numbers(rewarded.rewards.tolist())
+        # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = []
         for i, rollout in enumerate(rewarded.rollouts):
+            rollout_id = (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample)
             line: dict[str, Any] = {
-                "id": [rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample],
+                "id": rollout_id,
                 "row": rewarded.rows[i].place,
                 "prompt": rewarded.rows[i].prompt,
                 "completion": rewarded.texts[i],
@@ -147,15 +149,15 @@ class Logger:
             for name, values in numbers.items():
                 line[name] = values[i]
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
-            line["num_tokens"] = len(rollout.completion)
+            line["num_tokens"] = len(rollout.tokens) - rollout.num_prompt_tokens
             line["finish_reason"] = rollout.finish_reason
-            lines.append(line)
+            lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
         dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
             all_lines = [line for rank_lines in gathered for line in rank_lines]
-            all_lines.sort(key=lambda line: line["id"])
-            self._write_rollouts(step, "".join(json.dumps(line) + "\n" for line in all_lines))
+            all_lines.sort()
+            self._write_rollouts(step, "".join(line for _, line in all_lines))
 
     def finish(self) -> None:
         """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
@@ -207,11 +209,11 @@ class Logger:
             self._wandb = None
 
 
-def _json_numbers(values: Tensor) -> list[Any]:
-    """A tensor as nested lists, with None in place of NaN, which JSON does not have."""
-    if values.ndim > 1:
-        return [_json_numbers(part) for part in values]
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _json_numbers(values: Any) -> Any:
+    """A tensor's `tolist` with None in place of NaN, which JSON does not have."""
+    if isinstance(values, list):
+        return [_json_numbers(value) for value in values]
+    return None if math.isnan(values) else values
 
 
 def duration(seconds: float) -> str:

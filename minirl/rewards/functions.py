@@ -12,7 +12,7 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,12 +73,14 @@ def required_arguments(function: RewardFunction) -> set[str]:
     return names
 
 
-def check_columns(functions: Mapping[str, RewardFunction], rows: Sequence[Row]) -> None:
+def check_columns(functions: Mapping[str, RewardFunction], rows: Iterable[Row]) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires."""
+    required = {}
     for name, function in functions.items():
-        required = required_arguments(function).difference(STANDARD_ARGUMENTS)
-        for row in rows:
-            missing = sorted(required - row.columns.keys())
+        required[name] = required_arguments(function).difference(STANDARD_ARGUMENTS)
+    for row in rows:
+        for name, columns in required.items():
+            missing = sorted(columns - row.columns.keys())
             if missing:
                 available = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
                 raise InputError(
@@ -107,22 +109,24 @@ def reward_rollouts(
     Functions in worker processes are seeded from the rollout ids, so that a random reward does not depend on
     earlier calls. Raises as `compute_rewards`.
     """
+    # A row of a file is read when it is asked for: once for all rollouts of its prompt.
+    ordinals = {rollout.rollout_id.prompt_ordinal for rollout in rollouts}
+    row_of = {ordinal: prompts.row(ordinal) for ordinal in ordinals}
     rows = []
     completions = []
     texts = []
     seeds = []
     for rollout in rollouts:
         rollout_id = rollout.rollout_id
-        completion = rollout.completion
         seed = request_key(
             prompts.seed,
             purpose=prompts.purpose,
             prompt_ordinal=rollout_id.prompt_ordinal,
             sample=rollout_id.sample,
         )
-        rows.append(prompts.row(rollout_id.prompt_ordinal))
-        completions.append(completion)
-        texts.append(prompts.tokenizer.decode(completion))
+        rows.append(row_of[rollout_id.prompt_ordinal])
+        completions.append(rollout.completion)
+        texts.append(prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :]))
         seeds.append(seed)
 
     columns = []

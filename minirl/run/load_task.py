@@ -1,6 +1,7 @@
 """Load a task by its name and files, with the rewards that the flags ask for."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def load_task(
                 f"--reward {' '.join(reward)}: task {name} has a score {taken[0]}; rename the function"
             )
         task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
-    check_columns({**task.rewards, **task.extra_scores}, [*task.train_rows, *task.eval_rows])
+    rows = itertools.chain(task.train_rows, *task.eval_sets.values())
+    check_columns({**task.rewards, **task.extra_scores}, rows)
     return task
 
 

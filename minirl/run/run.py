@@ -282,7 +282,7 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
-        requests = self.held_out.requests(0, len(self.held_out.rows), group_size=0, num_greedy=1)
+        requests = self.held_out.requests(0, self.held_out.num_prompts, group_size=0, num_greedy=1)
         rollouts = self.generate(self._engine, requests)
         self._engine.take_stats()  # dropped: the next step's metrics are about that step alone
         rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
@@ -419,7 +419,7 @@ class Run:
     def _print_start(self) -> None:
         ranks = f"{world_size()} x {self.device.type} {self.dtype}"
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self.is_exact}")
-        counts = f"{len(self.prompts.rows)} prompts, {len(self.held_out.rows)} held out"
+        counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         print0(f"task {self._task_name}: {counts}")
         for note in (
             self._notes + self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()

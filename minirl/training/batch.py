@@ -7,7 +7,6 @@ communicate; all else does not.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from minirl.model.attention import PackedLayout
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout
 from minirl.training.assignment import PromptPrefix
 
 
@@ -56,9 +55,8 @@ class RolloutTable:
         """The table indices of these rollouts. Raises KeyError for a rollout that is not in the table."""
         ordinals = self.prompt_ordinal.tolist()
         samples = self.sample.tolist()
-        ids = map(RolloutId, ordinals, samples)
-        index_of = {rollout_id: i for i, rollout_id in enumerate(ids)}
-        return [index_of[rollout.rollout_id] for rollout in rollouts]
+        index_of = {ids: i for i, ids in enumerate(zip(ordinals, samples, strict=True))}
+        return [index_of[r.rollout_id.prompt_ordinal, r.rollout_id.sample] for r in rollouts]
 
 
 NOT_MADE: Any = None  # a stream that has not been made yet
@@ -110,11 +108,14 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        starts = [0, *itertools.accumulate(self.lengths)]
-        spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
-        for i in indices:
-            spans.append(torch.arange(starts[i], starts[i + 1]))
-        return torch.cat(spans).to(self.tokens.device)
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = lengths.cumsum(0) - lengths
+        chosen_lengths = lengths[chosen]
+        new_starts = chosen_lengths.cumsum(0) - chosen_lengths
+        # How far the tokens of each chosen sequence are from their place in the selection.
+        shift = (starts[chosen] - new_starts).repeat_interleave(chosen_lengths)
+        return (torch.arange(len(shift)) + shift).to(self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """A batch of the sequences at these indices, in this order."""
@@ -242,10 +243,11 @@ def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None
 
 def _check_shared_prompts(batch: Batch) -> None:
     """Assert that rollouts of one prompt begin with the same tokens, as the batch's layout presumes."""
-    layout = batch.layout()
-    computed = batch.tokens[layout.computed_tokens]
-    is_same = torch.equal(computed[layout.hidden_index], batch.tokens)
-    assert is_same, "one prompt's rollouts begin differently"
+    sequences = batch.tokens.split(batch.lengths)
+    # `shared` is empty if no two rollouts have one prompt.
+    for tokens, (parent, num_shared) in zip(sequences, batch.layout().shared, strict=False):
+        is_same = torch.equal(tokens[:num_shared], sequences[parent][:num_shared])
+        assert is_same, "one prompt's rollouts begin differently"
 
 
 def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:

@@ -48,3 +48,6 @@ class Letters:
 
     def encode(self, row):
         return [ord(letter) for letter in row.prompt]
+
+    def encode_all(self, rows):
+        return [self.encode(row) for row in rows]
