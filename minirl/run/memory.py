@@ -6,6 +6,7 @@ a head. Nothing here communicates.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -139,6 +140,7 @@ def workload(
     )
 
 
+@functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of a model of this shape; tied ones count once."""
     with torch.device("meta"):
@@ -265,14 +267,11 @@ def _frozen_bytes(work: Workload) -> dict[str, float]:
 
 def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
     """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one."""
-    requests = min(sizes.max_running_requests, work.requests)
-    prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prompt), requests * work.longest_prompt)
-    prefill = _forward(work, work.policy, prefill_tokens)
     generate = {
         "cache": cached_bytes(
             work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
         ),
-        "prefill or logits": max(prefill, requests * decode_logits_bytes(work.policy)),
+        "prefill or logits": _generate_bytes(work, sizes.max_running_requests),
     }
     phases = {"generate": generate}
     tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
@@ -300,6 +299,14 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
         "activations and logits": max(activations),
     }
     return phases
+
+
+def _generate_bytes(work: Workload, max_running_requests: int) -> float:
+    """The most that a prefill or the logits of a decode step take."""
+    requests = min(max_running_requests, work.requests)
+    prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prompt), requests * work.longest_prompt)
+    prefill = _forward(work, work.policy, prefill_tokens)
+    return max(prefill, requests * decode_logits_bytes(work.policy))
 
 
 def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:
@@ -356,9 +363,10 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
         tokens = largest_microbatch(work, sizes, room, most=most_tokens)
         sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
     if given["max_running_requests"] == "auto":
-        # Logits take a quarter of the room at most, the cache the rest.
-        most_requests = int(room / 4 / decode_logits_bytes(work.policy))
-        requests = max(1, min(MOST_REQUESTS[work.device_type], most_requests))
+        requests = MOST_REQUESTS[work.device_type]
+        # At least half of the room is the cache's.
+        while requests > 1 and _generate_bytes(work, requests) > room / 2:
+            requests //= 2
         sizes = dataclasses.replace(sizes, max_running_requests=requests)
     if given["cache_tokens"] == "auto":
         most_tokens = MOST_CACHE_TOKENS
