@@ -45,6 +45,7 @@ from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
 from minirl.rewards.groups import gather_groups
 from minirl.run.config import RunConfig, check_shared
+from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
@@ -111,6 +112,11 @@ class Config(RunConfig):
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
     ratio_level: RatioLevel = "token"  # token: PPO; sequence_mean: GSPO; sequence_sum: RLOO
     clip_high: float = 0.28  # ratios above 1 + clip_high lose their gradient if the advantage is positive
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term needs the model that the run began with."""
+        return bool(self.kl_coef or self.kl_reward_coef)
 
 
 def token_advantages(
@@ -213,11 +219,13 @@ def has_gradient(config: Config, batch: Batch) -> Tensor:
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check(config)
+    if config.dry_run:
+        return dry_run(config)
     run = Run(config, name="grpo")
     policy, optimizer = run.load_trainable(run.model_config, run.model_folder)
     engine = run.make_engine(policy)
     reference = None
-    if config.kl_coef or config.kl_reward_coef:
+    if config.has_reference:
         reference = run.load_reference()
     progress = run.begin({"policy": (policy, optimizer)}, engine)
     num_greedy = 1 if config.baseline == "greedy" else 0

@@ -45,6 +45,7 @@ from minirl.objective.losses import (
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.run.config import RunConfig, check_shared
+from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
@@ -72,6 +73,16 @@ class Config(RunConfig):
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # of generalised advantage estimation
     bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the KL term needs the model that the run began with."""
+        return bool(self.kl_reward_coef)
+
+    @property
+    def has_value_model(self) -> bool:
+        """Always: it is trained beside the policy."""
+        return True
 
     @property
     def value_warmup_updates(self) -> int:
@@ -168,13 +179,15 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check(config)
+    if config.dry_run:
+        return dry_run(config)
     run = Run(config, name="ppo")
     policy, optimizer = run.load_trainable(run.model_config, run.model_folder)
     value_config, value_folder = value_model_source(config, run)
     value, value_optimizer = run.load_trainable(value_config, value_folder)
     engine = run.make_engine(policy)
     reference = None
-    if config.kl_reward_coef:
+    if config.has_reference:
         reference = run.load_reference()
     progress = run.begin(
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},

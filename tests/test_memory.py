@@ -1,5 +1,7 @@
-"""The formulas of docs/memory.md are the bytes that are really allocated."""
+"""The formulas of docs/memory.md and of `run.memory` are the bytes that are really allocated; what is chosen fits."""
 
+import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minirl.generation.engine import Engine
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.sampling import sample
 from minirl.model import attention
@@ -15,7 +18,11 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import world_size
+from minirl.rollouts import Request, RolloutId
+from minirl.run import memory
+from minirl.run.memory import Sizes, Workload
 from minirl.training.batch import Batch
+from minirl.training.frozen_models import frozen_logprobs
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.memory import allocated_bytes, saved_bytes
@@ -35,7 +42,7 @@ def formula(row: str, **sizes: float) -> float:
     """The value of the formula in the table's row that begins with `row`, by the letters of the page."""
     (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row} |")]
     text = line.split("|")[2].removeprefix(" CUDA:")
-    text = re.split("[;a-z]", text)[0].strip()
+    text = re.split(r"[;a-z]|\([a-z]", text)[0].strip()
     assert re.fullmatch(r"[A-Z0-9 .+*/()-]+", text), text
     product = re.sub(r"(?<=[A-Z0-9)]) (?=[A-Z0-9(])", " * ", text)
     return eval(product, {}, sizes)
@@ -226,3 +233,217 @@ def test_the_example_follows_from_the_table():
     ]
     found = [float(number) for number in re.findall(r"([\d.]+) (?:GB|MB)\b", example.partition("GB:")[2])]
     assert found == pytest.approx(expected, rel=0.03)
+
+
+QWEN_7B = ModelConfig(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=None,
+    layer_windows=(None,) * 28,
+    qkv_bias=True,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tie_word_embeddings=False,
+)
+AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
+
+
+def make_workload(config: ModelConfig, **changes: Any) -> Workload:
+    """Of GRPO on the CPU in fp32, with a reference model."""
+    work = Workload(
+        trained=(config,),
+        frozen={"reference": config},
+        dtype=torch.float32,
+        device_type="cpu",
+        num_ranks=1,
+        parks_frozen=True,
+        longest_prompt=300,
+        longest=812,
+        requests=128,
+        update_tokens=128 * 812,
+        enough_tokens=8192,
+    )
+    return dataclasses.replace(work, **changes)
+
+
+@pytest.mark.parametrize("config", [make_config(*SHAPES[0]), QWEN_7B], ids=["small", "7B"])
+def test_the_code_computes_what_the_table_says(config):
+    """Every row that has a formula, on 8 GPUs in bf16 and on the CPU in fp32."""
+    letters = sizes_of(config) | {
+        "P": memory.num_parameters(config),
+        "V": config.vocab_size,
+        "W": 8,
+        "S": 432,
+    }
+    gpus = {"dtype": torch.bfloat16, "device_type": "cuda"}
+    work = make_workload(config, num_ranks=8, **gpus)
+    always = memory.always_bytes(work)
+    phases = memory.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False))
+    headless = dataclasses.replace(config, scalar_head=True)
+    token = {"tokens": 1, "length": 800}
+    letters["A"] = memory.layer_bytes(config, torch.bfloat16, "cuda", length=800)
+    computed = {
+        "weights, shared by generate, score and update": always["weights"],
+        "masters and two moments": always["masters and moments"],
+        "gradients, summed over microbatches": phases["update"]["gradients"],
+        "reference": phases["score (reference)"]["reference"],
+        "cached token": phases["generate"]["cache"] / 10_000,
+        "a layer's activations of a token, A": letters["A"],
+        "a layer's activations of a token, A, CPU in fp32": memory.layer_bytes(
+            config, torch.float32, "cpu", length=800
+        ),
+        "token of a microbatch": memory.activation_bytes(headless, **gpus, **token, recompute_layers=False),
+        "token of a microbatch with `--recompute-layers`": memory.activation_bytes(
+            headless, **gpus, **token, recompute_layers=True
+        ),
+        "token without gradient": memory.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,
+        "logits of a decode step, each request": memory.decode_logits_bytes(config),
+        "copies that a checkpoint is written from, on the host": memory.save_bytes(work),
+    }
+    assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}
+
+
+def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -> dict[str, float]:
+    """Of the second update, generating and scoring: what a rank holds, and the peak of each on top of it."""
+    config = read_config(folder)
+    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, recompute_layers=recompute)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    batch = make_batch(num_tokens)
+
+    def update() -> None:
+        for is_last in (False, True):
+            logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+            model.backward(logprobs.sum(), is_last=is_last)
+        model.step(optimizer, lr=0.1, max_grad_norm=1.0)
+
+    update()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    sharded = [tensor.to_local() for tensor in [*model.masters.values(), *moments]]
+    held = sum(tensor.nbytes for tensor in [*model.compute_weights.values(), *sharded])
+    engine = Engine(
+        model.decoder, max_running_requests=4, cache_tokens=8 * num_tokens, dtype=torch.float32, device=CPU
+    )
+    requests = [
+        Request(
+            prompt_ids=tuple((i + j) % 60 for j in range(num_tokens - 4)),
+            rollout_id=RolloutId(i, 0),
+            key=i,
+            max_new_tokens=4,
+            temperature=1.0,
+            stop_ids=frozenset(),
+        )
+        for i in range(2)
+    ]
+    return {
+        "always": held,
+        "update": allocated_bytes(update)[0],
+        "generate": allocated_bytes(lambda: engine.generate(requests))[0],
+        "score (reference)": allocated_bytes(lambda: frozen_logprobs(model.decoder, batch, [[0]], 1.0))[0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab", "recompute", "num_ranks"),
+    [(SHAPES[0], 64, False, 2), (SHAPES[1], 6500, False, 1), (SHAPES[2], 64, True, 1)],
+    ids=["two ranks", "a vocabulary", "recomputing"],
+)
+def test_each_phase_peaks_where_the_code_says(
+    one_rank, two_ranks, tmp_path, shape, vocab, recompute, num_ranks
+):
+    """On the CPU, within 10 %: of the phase alone, without what is always held, and of both."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    raw = {**RAW_CONFIG, "model_type": "llama", "vocab_size": vocab, **dict(zip(names, shape, strict=False))}
+    raw |= {"num_attention_heads": shape[3], "num_key_value_heads": shape[4], "head_dim": shape[5]}
+    folder = make_folder(tmp_path / "model", {**raw, "max_position_embeddings": 1024})
+    num_tokens = shape[-1]
+    pool = two_ranks if num_ranks == 2 else one_rank
+    measured = pool.run(bytes_of_phases, folder, num_tokens, recompute)[0]
+    work = make_workload(
+        read_config(folder),
+        num_ranks=num_ranks,
+        longest_prompt=num_tokens - 4,
+        longest=num_tokens,
+        requests=2,
+        update_tokens=num_tokens,
+    )
+    always = memory.always_bytes(work)
+    held = always["weights"] + always["masters and moments"]
+    assert measured.pop("always") == pytest.approx(held, rel=0.02)
+    phases = memory.phase_bytes(work, Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute))
+    for phase, peak in measured.items():
+        assert peak == pytest.approx(sum(phases[phase].values()), rel=0.1), phase
+
+
+def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
+    """With less and less memory: first everything, then layers are recomputed, then less of all, then a refusal."""
+    config = make_config(*SHAPES[0])
+    work = make_workload(config)
+    sizes = memory.choose_sizes(work, 64e9, AUTO)
+    assert sizes == Sizes(256, 65536, 8192, recompute_layers=False)
+    chosen = []
+    for free in (64e9, 2e9, 1e9, 0.5e9, 0.3e9, 0.25e9):
+        sizes = memory.choose_sizes(work, free, AUTO)
+        assert memory.too_large(work, sizes, free) is None
+        assert memory.peak_bytes(work, sizes) <= memory.USABLE * free
+        chosen.append(sizes)
+    for more, less in itertools.pairwise(chosen):
+        assert more.recompute_layers <= less.recompute_layers
+        assert more.cache_tokens >= less.cache_tokens
+        is_alike = more.recompute_layers == less.recompute_layers
+        assert more.max_tokens_per_microbatch >= less.max_tokens_per_microbatch or not is_alike
+    assert chosen[-1].recompute_layers
+    assert chosen[-1].max_tokens_per_microbatch < 8192
+    assert chosen[-1].cache_tokens < 65536
+    least = memory.choose_sizes(work, 0.2e9, AUTO)
+    assert least.max_tokens_per_microbatch == work.longest
+    assert "--max-tokens-per-microbatch" in memory.too_large(work, least, 0.2e9)
+    assert "--nproc-per-node" in memory.too_large(work, least, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_running_requests", 3),
+        ("cache_tokens", 900_000),
+        ("max_tokens_per_microbatch", 100_000),
+        ("recompute_layers", False),
+    ],
+)
+def test_a_size_that_is_given_wins(name, value):
+    """Also one that does not fit."""
+    sizes = memory.choose_sizes(make_workload(make_config(*SHAPES[0])), 0.3e9, {**AUTO, name: value})
+    assert getattr(sizes, name) == value
+
+
+def test_a_step_that_fits_whole_takes_the_full_budget_with_any_memory():
+    """So the numbers of a small run do not depend on what else the machine does."""
+    work = make_workload(make_config(*SHAPES[0]), update_tokens=900)
+    for free in (64e9, 0.4e9):
+        sizes = memory.choose_sizes(work, free, AUTO)
+        assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
+
+
+def test_a_window_bounds_the_cache():
+    """As the cache itself allocates it."""
+    config = dataclasses.replace(make_config(*SHAPES[1]), layer_windows=(None, 100))
+    cache = KVCache(
+        config.layer_windows,
+        num_kv_heads=2,
+        head_dim=64,
+        num_query_groups=2,
+        num_tokens=4096,
+        max_sequences=3,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    assert memory.cached_bytes(config, torch.float32, tokens=4096, requests=3) == num_bytes

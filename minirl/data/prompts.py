@@ -12,7 +12,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
-from minirl.ranks.process_group import all_gather_rows, gather_objects, rank, world_size
+from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
 from minirl.rollouts import Request, RolloutId
 
 # Rows that are tokenized together when they are checked.
@@ -60,9 +60,12 @@ class PromptStream:
         self._max_prompt_tokens = max_tokens
         # Which of the rows are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
+        # Tokens of the longest prompt that is served.
+        self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, vocab_size)
             self._fit_prompts(lengths, long_prompts)
+            self.longest_prompt = min(int(lengths[self._kept].max()), self._max_prompt_tokens)
             num_repeated = self.num_prompts - len(hashes[self._kept].unique())
             if num_repeated:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
@@ -206,14 +209,17 @@ def _check_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
 
+    A process that has not joined the process group checks all rows.
+
     Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError naming the first
     bad row, on every rank.
     """
     # Number of tokens and hash of one prompt after another.
     facts = array("q")
     error = None
-    begin = len(rows) * rank() // world_size()
-    end = len(rows) * (rank() + 1) // world_size()
+    own_rank, num_ranks = (rank(), world_size()) if has_joined() else (0, 1)
+    begin = len(rows) * own_rank // num_ranks
+    end = len(rows) * (own_rank + 1) // num_ranks
     try:
         for first in range(begin, end, ROWS_PER_CHECK):
             part = rows[first : min(first + ROWS_PER_CHECK, end)]
@@ -223,7 +229,7 @@ def _check_prompts(
     except InputError as own_error:
         error = str(own_error)
     own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
-    if world_size() > 1:
+    if num_ranks > 1:
         errors = gather_objects(error)
         error = next((error for error in errors if error is not None), None)
         own = all_gather_rows(own)

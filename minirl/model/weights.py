@@ -51,10 +51,11 @@ DIGESTS_FILE = "digests.json"
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
 
-def resolve_folder(model: str, *, flag: str = "--model") -> Path:
+def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
     """Return the local folder of a model: `model` itself, or a snapshot of that id from the hub.
 
-    Downloads the snapshot if it is not cached. Raises InputError, which names the flag and the model.
+    Downloads the snapshot if it is not cached, without the weights if they are not asked for. Raises InputError,
+    which names the flag and the model.
     """
     folder = Path(model)
     if (folder / "config.json").is_file():
@@ -64,8 +65,9 @@ def resolve_folder(model: str, *, flag: str = "--model") -> Path:
         raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
+    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
     try:
-        snapshot = snapshot_download(model, allow_patterns=_DOWNLOADED_FILES)
+        snapshot = snapshot_download(model, allow_patterns=patterns)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the hub ({error})"

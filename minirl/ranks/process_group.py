@@ -36,11 +36,7 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     Raises InputError for a device that does not exist, and torch's DistStoreError if another rank does not come
     within JOIN_S.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: choose auto, cpu or cuda")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    if device == "cuda" and not use_cuda:
-        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+    use_cuda = device_type(device) == "cuda"
     torch.set_num_threads(threads)
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -60,6 +56,16 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     if use_cuda:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_type(device: str) -> str:
+    """ "cpu" or "cuda", for `start`'s argument. Not collective. Raises InputError for a device that does not exist."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device}: choose auto, cpu or cuda")
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+    return "cuda" if has_cuda and device != "cpu" else "cpu"
 
 
 def stop() -> NoReturn:
@@ -84,6 +90,11 @@ def stop_requested() -> int:
 def rank() -> int:
     """This process's rank. Before `start`, torchrun's, or 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def has_joined() -> bool:
+    """Whether this process is in the process group, so that it can communicate."""
+    return dist.is_initialized()
 
 
 def world_size() -> int:

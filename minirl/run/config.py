@@ -5,16 +5,19 @@ adds the flags of its objective; a field that it declares again has another defa
 `config.lr`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
 from minirl.run.flags import check_needed, check_numbers
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
+# "auto": from the memory that there is, see docs/memory.md.
+Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -42,8 +45,8 @@ class Generate:
     max_new_tokens: int | None = None
     """limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    max_running_requests: int = 256  # completions that a rank decodes at a time
-    cache_tokens: int = 65536  # tokens that a rank's key/value cache holds, per layer
+    max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
+    cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Update:
     warmup_updates: int = 5  # optimizer steps of linear warm-up
     num_epochs: int = 1  # passes over a step's rollouts
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
-    max_tokens_per_microbatch: int = 8192  # tokens of one forward and backward on a rank
+    max_tokens_per_microbatch: Size = "auto"  # tokens of one forward and backward on a rank; auto: what fits
     max_grad_norm: float = 1.0  # gradient clipping, each model by itself; 0: none
     weight_decay: float = 0.0  # AdamW's
 
@@ -121,7 +124,11 @@ class Machine:
     threads: int = 1
     """CPU threads per rank; with more, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
-    recompute_layers: bool = False  # recompute activations in backward: less memory, a third more time
+    recompute_layers: Literal["auto", "on", "off"] = "auto"
+    """recompute activations in backward: less memory, a third more time; auto: where microbatches would be small"""
+    dry_run: bool = False  # load no weights and train nothing: print what would happen and whether it fits
+    gpus: str | None = None
+    """with --dry-run, another machine: RANKSxGB, as 8x80 for 8 GPUs of 80 GB; none: what is here"""
     hang_timeout: float = 600
     """seconds without progress on any rank after which all leave with a report; 0: never"""
 
@@ -153,6 +160,16 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
         return self.model is None
 
     @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is loaded: a script with a KL term says when."""
+        return False
+
+    @property
+    def has_value_model(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return False
+
+    @property
     def minibatches_per_epoch(self) -> int:
         """`num_minibatches`, or its default for this model."""
         default = 2 if self.is_embedded else 1
@@ -181,10 +198,22 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
         return (named or 1) + bool(self.overlong_buffer)
 
 
+def ranks_and_bytes(gpus: str) -> tuple[int, float]:
+    """The number of ranks and the memory of each that --gpus says. Raises InputError."""
+    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", gpus, re.ASCII)
+    if not found:
+        raise InputError(f"--gpus {gpus}: give the number of ranks and GB of each, as 8x80")
+    return int(found[1]), float(found[2]) * 1e9
+
+
 def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     check_numbers(config, positive=POSITIVE)
-    check_needed(config, needs={"correction_low": "correction", "correction_high": "correction"})
+    check_needed(
+        config, needs={"correction_low": "correction", "correction_high": "correction", "gpus": "dry_run"}
+    )
+    if config.gpus is not None:
+        ranks_and_bytes(config.gpus)
     num_rollouts = config.prompts_per_step * config.group_size
     num_minibatches = config.minibatches_per_epoch
     refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")

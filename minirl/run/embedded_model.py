@@ -77,6 +77,13 @@ def embedded_model_folder(root: Path) -> Path:
     return folder
 
 
+def write_shape(folder: Path) -> Path:
+    """Write the embedded model's config and tokenizer, without weights, and return the folder. Not collective."""
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(RECIPE["config"]))
+    return folder
+
+
 def _damage(folder: Path) -> str | None:
     """Return which file differs from what was written, or None."""
     try:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Row, Task
+from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -28,7 +28,14 @@ from minirl.model.weights import check_weights, copy_model, load_replica, resolv
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import process_group
-from minirl.ranks.process_group import broadcast_object, print0, rank, stop_requested, world_size
+from minirl.ranks.process_group import (
+    broadcast_object,
+    gather_objects,
+    print0,
+    rank,
+    stop_requested,
+    world_size,
+)
 from minirl.report.logger import Logger
 from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived, without_nan
 from minirl.report.progress import progress_bar
@@ -41,7 +48,18 @@ from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
-from minirl.run.run_folder import open_run_folder, run_before_restart, runs_root
+from minirl.run.memory import (
+    Sizes,
+    choose_sizes,
+    free_bytes,
+    gb,
+    given_sizes,
+    max_request_tokens,
+    peak_bytes,
+    too_large,
+    workload,
+)
+from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
 from minirl.training.frozen_models import frozen_logprobs, unparked
@@ -100,12 +118,13 @@ class Run:
 
         Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
         """
+        refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
-        task = _load_task(config, rewards)
+        task = task_with_rewards(config, rewards)
         self.device = process_group.start(
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
         )
-        self.dtype = _compute_dtype(config.dtype, self.device)
+        self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         run_name = config.run_name or broadcast_object(run_before_restart())
         self._folder = open_run_folder(
@@ -121,12 +140,11 @@ class Run:
         check_weights(self.model_config, self.model_folder)
         self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
-        self.max_tokens = min(
-            self.model_config.max_position_embeddings, config.cache_tokens, config.max_tokens_per_microbatch
+        self.max_tokens = max_request_tokens(config, self.model_config, self.max_new_tokens)
+        self.prompts, self.held_out = prompt_streams(
+            config, task, self.tokenizer, self.model_config, self.max_new_tokens
         )
-        self.prompts = self._prompt_stream(task.train_rows, purpose="train")
-        held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
-        self.held_out = self._prompt_stream(held_out, purpose="eval")
+        self.sizes, self._memory_note = self._fit_memory()
         self._eval_files = tuple(task.eval_sets)
         self._task_name = task.name
         self._reward_functions, self.reward_weights = self._load_rewards(task)
@@ -150,7 +168,7 @@ class Run:
             folder,
             dtype=self.dtype,
             device=self.device,
-            recompute_layers=self.config.recompute_layers,
+            recompute_layers=self.sizes.recompute_layers,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 
@@ -165,8 +183,8 @@ class Run:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
         return Engine(
             policy.decoder,
-            max_running_requests=self.config.max_running_requests,
-            cache_tokens=self.config.cache_tokens,
+            max_running_requests=self.sizes.max_running_requests,
+            cache_tokens=self.sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
         )
@@ -245,7 +263,7 @@ class Run:
             table.prefixes,
             num_minibatches=self.config.minibatches_per_epoch,
             num_ranks=world_size(),
-            max_tokens=self.config.max_tokens_per_microbatch,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
 
@@ -370,17 +388,27 @@ class Run:
         except OSError as error:
             raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
 
-    def _prompt_stream(self, rows: Sequence[Row], *, purpose: str) -> PromptStream:
-        return PromptStream(
-            rows,
-            self.tokenizer,
-            purpose=purpose,
-            seed=self.config.seed,
-            max_tokens=self.max_tokens,
-            max_new_tokens=self.max_new_tokens,
-            vocab_size=self.model_config.vocab_size,
-            long_prompts=self.config.long_prompts,
+    def _fit_memory(self) -> tuple[Sizes, str]:
+        """The sizes that flags leave open, and a line on them (collective). Raises InputError if nothing fits."""
+        recorded = broadcast_object(read_args(self._folder.path) if rank() == 0 else None)
+        given = given_sizes(self.config, microbatch_tokens=recorded.get("max_tokens_per_microbatch"))
+        work = workload(
+            self.config,
+            policy_folder=self.model_folder,
+            value_folder=self.saved_folder("value"),
+            streams=(self.prompts, self.held_out),
+            dtype=self.dtype,
+            device_type=self.device.type,
+            num_ranks=world_size(),
         )
+        free = min(gather_objects(free_bytes(self.device)))
+        sizes = choose_sizes(work, free, given)
+        reason = too_large(work, sizes, free)
+        refuse(
+            reason and "auto" in given.values(),
+            f"{reason}. All four sizes given, it starts anyway: {sizes.flags()}",
+        )
+        return sizes, f"{sizes.flags()}: at most {gb(peak_bytes(work, sizes))} of {gb(free)} on each rank"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward model and the overlong penalty, and the weight of each."""
@@ -392,7 +420,7 @@ class Run:
                 dtype=self.dtype,
                 device=self.device,
                 chat=config.chat,
-                max_tokens=config.max_tokens_per_microbatch,
+                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
                 park=config.park_frozen,
             )
         if config.overlong_buffer:
@@ -408,6 +436,7 @@ class Run:
             "max_new_tokens": self.max_new_tokens,
             "task": self._task_name,
             "old_logprobs": self.old_logprobs,
+            **dataclasses.asdict(self.sizes),
             "dtype": str(self.dtype),
             "device": self.device.type,
             "model": str(self.model_folder),
@@ -421,13 +450,15 @@ class Run:
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self.is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         print0(f"task {self._task_name}: {counts}")
+        print0(f"sizes {self._memory_note}")
         for note in (
             self._notes + self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
         ):
             print0(f"note: {note}")
 
 
-def _load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
+def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
+    """The task that the flags ask for, with its own rewards or these. Raises InputError."""
     task = load_task(
         config.task,
         data=config.data,
@@ -441,9 +472,31 @@ def _load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) 
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)
 
 
-def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+def prompt_streams(
+    config: RunConfig, task: Task, tokenizer: Tokenizer, model_config: ModelConfig, max_new_tokens: int
+) -> tuple[PromptStream, PromptStream]:
+    """The training prompts and the held-out ones. Not collective. Raises InputError naming rows and flags."""
+    held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
+    train, held_out_stream = (
+        PromptStream(
+            rows,
+            tokenizer,
+            purpose=purpose,
+            seed=config.seed,
+            max_tokens=max_request_tokens(config, model_config, max_new_tokens),
+            max_new_tokens=max_new_tokens,
+            vocab_size=model_config.vocab_size,
+            long_prompts=config.long_prompts,
+        )
+        for purpose, rows in (("train", task.train_rows), ("eval", held_out))
+    )
+    return train, held_out_stream
+
+
+def compute_dtype(name: str, device_type: str) -> torch.dtype:
+    """The dtype of --dtype."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

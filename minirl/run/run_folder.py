@@ -44,6 +44,8 @@ FREE_FLAGS = {
     "hang_timeout",
     "reward_timeout",
     "park_frozen",
+    "dry_run",
+    "gpus",
 }
 # What a run that was killed before it wrote args.json may have left in its folder.
 _LEFT_BEFORE_ARGS = {"lock", "checkpoints", "rollouts", ".half-args.json"}

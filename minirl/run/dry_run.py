@@ -1,0 +1,189 @@
+"""What a run would do and whether it fits, without weights, run folder or process group: `--dry-run`."""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from minirl.data.prompts import PromptStream
+from minirl.data.task import RewardFunction, Row, Task
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
+from minirl.model.families import read_config
+from minirl.model.weights import resolve_folder
+from minirl.ranks.process_group import device_type, print0, world_size
+from minirl.rewards.functions import compute_rewards
+from minirl.run.config import RunConfig, ranks_and_bytes
+from minirl.run.embedded_model import write_shape
+from minirl.run.memory import (
+    USABLE,
+    Sizes,
+    Workload,
+    always_bytes,
+    choose_sizes,
+    free_bytes,
+    gb,
+    given_sizes,
+    host_bytes,
+    largest_cache,
+    largest_microbatch,
+    num_parameters,
+    phase_bytes,
+    room_bytes,
+    too_large,
+    workload,
+)
+from minirl.run.run import compute_dtype, prompt_streams, task_with_rewards
+
+SHOWN_PROMPTS = 2
+SHOWN_CHARACTERS = 400  # of a prompt or completion
+MOST_TOKENS = 2**24  # of a microbatch or cache that are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Machine:
+    """The ranks that a run would have, and the free bytes of each."""
+
+    device_type: str
+    num_ranks: int
+    free: float
+
+
+def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None = None) -> int:
+    """Print what the run would do and what each phase needs; returns the exit code. Not collective.
+
+    rewards: as for `Run`. Reads data, config.json and tokenizer, and calls the reward functions on two prompts.
+    Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
+    """
+    machine = _machine(config)
+    task = task_with_rewards(config, rewards)
+    with ExitStack() as stack:
+        if config.model is None:
+            folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        else:
+            folder = resolve_folder(config.model, with_weights=False)
+        model_config = read_config(folder, scalar_head=False)
+        tokenizer = Tokenizer(folder, chat=config.chat)
+        max_new_tokens = config.max_new_tokens or task.max_new_tokens
+        streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
+        work = workload(
+            config,
+            policy_folder=folder,
+            value_folder=None,
+            streams=streams,
+            dtype=compute_dtype(config.dtype, machine.device_type),
+            device_type=machine.device_type,
+            num_ranks=machine.num_ranks,
+        )
+    given = given_sizes(config)
+    sizes = choose_sizes(work, machine.free, given)
+    _print_work(config, work, streams)
+    _print_memory(work, sizes, machine.free)
+    _print_prompts(task, streams[0])
+    reason = too_large(work, sizes, machine.free)
+    if reason:
+        raise InputError(f"--dry-run: does not fit: {reason}")
+    print0("fits; nothing was loaded or written")
+    return 0
+
+
+def _machine(config: RunConfig) -> _Machine:
+    """That of --gpus, or this one with torchrun's ranks."""
+    if config.gpus is not None:
+        num_ranks, free = ranks_and_bytes(config.gpus)
+        return _Machine("cuda", num_ranks, free)
+    kind = device_type(config.device)
+    return _Machine(kind, world_size(), free_bytes(torch.device(kind)))
+
+
+def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStream]) -> None:
+    prompts, held_out = streams
+    dtype = str(work.dtype).removeprefix("torch.")
+    parameters = f"{config.model or 'embedded'}: {num_parameters(work.policy):,} parameters"
+    print0(f"model    {parameters}, {dtype} on {work.num_ranks} {_ranks(work)}")
+    num_epochs = config.num_steps * config.prompts_per_step / prompts.num_prompts
+    print0(
+        f"data     {prompts.num_prompts:,} prompts, the longest {work.longest_prompt:,} tokens; "
+        f"{held_out.num_prompts:,} held out"
+    )
+    for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
+        print0(f"note     {note}")
+    print0(
+        f"steps    {config.num_steps:,}, or {num_epochs:.3g} epochs; {config.updates_per_step} updates each, "
+        f"{config.num_updates:,} in all"
+    )
+    num_rollouts = config.prompts_per_step * config.group_size
+    print0(
+        f"a step   {num_rollouts:,} completions of {config.prompts_per_step:,} prompts, at most "
+        f"{num_rollouts * work.longest:,} tokens: {work.longest:,} each, of which {prompts.max_new_tokens:,} are new"
+    )
+
+
+def _ranks(work: Workload) -> str:
+    kind = "GPU" if work.is_cuda else "CPU rank"
+    return kind if work.num_ranks == 1 else f"{kind}s"
+
+
+def _print_memory(work: Workload, sizes: Sizes, free: float) -> None:
+    """The bytes of each phase on a rank, and the largest sizes that would fit."""
+    always = always_bytes(work)
+    print0(f"sizes    {sizes.flags()}")
+    print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} are used")
+    print0(f"  always {_sum_of(always)}")
+    for phase, parts in phase_bytes(work, sizes).items():
+        total = sum(always.values()) + sum(parts.values())
+        print0(f"  {phase} {gb(total)}: always + {_parts(parts)}")
+    if work.is_cuda:
+        print0(f"  and of the host {gb(host_bytes(work))}: parked models, copies for a checkpoint")
+    room = room_bytes(work, free)
+    endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
+    without, recomputed = (
+        largest_microbatch(
+            endless, dataclasses.replace(sizes, recompute_layers=recompute), room, most=MOST_TOKENS
+        )
+        for recompute in (False, True)
+    )
+    cache = largest_cache(work, sizes, room, most=MOST_TOKENS)
+    print0(
+        f"largest  microbatch {without:,} tokens, {recomputed:,} with --recompute-layers on; cache {cache:,} tokens"
+    )
+
+
+def _sum_of(parts: Mapping[str, float]) -> str:
+    return f"{gb(sum(parts.values()))}: {_parts(parts)}"
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {gb(num_bytes)}" for name, num_bytes in parts.items())
+
+
+def _print_prompts(task: Task, prompts: PromptStream) -> None:
+    """The first prompts as the model reads them, and what each reward gives to an empty and to a sample completion."""
+    tokenizer = prompts.tokenizer
+    for ordinal in range(min(SHOWN_PROMPTS, prompts.num_prompts)):
+        row = prompts.row(ordinal)
+        ids = prompts.prompt_ids(ordinal)
+        text = tokenizer.backend.decode(ids, skip_special_tokens=False)
+        print0(f"prompt   {row.place}, {len(ids)} tokens: {_shown(text)}")
+        samples = ["", _sample_completion(row)]
+        sample_ids = [tokenizer.backend(sample, add_special_tokens=False)["input_ids"] for sample in samples]
+        for name, function in {**task.rewards, **task.extra_scores}.items():
+            values = compute_rewards(function, [row, row], completions=samples, completion_ids=sample_ids)
+            given = ", ".join(
+                f"{_shown(sample)} gets {value}" for sample, value in zip(samples, values, strict=True)
+            )
+            print0(f"reward   {name}: {given}")
+
+
+def _sample_completion(row: Row) -> str:
+    """The row's first text, which often is the answer."""
+    texts = [value for value in row.columns.values() if isinstance(value, str) and value]
+    return texts[0] if texts else "a completion"
+
+
+def _shown(text: str) -> str:
+    shown = repr(text[:SHOWN_CHARACTERS])
+    return shown if len(text) <= SHOWN_CHARACTERS else f"{shown} ..."

@@ -1,0 +1,482 @@
+"""The bytes that a rank needs in each phase of a step, and the sizes that fit into the memory that there is.
+
+The formulas are those of docs/memory.md, and `tests/test_memory.py` measures both. In them: D hidden size, F width of
+the MLP, Q and K channels of all query and key heads, H query heads, L layers, V words in the vocabulary, C channels of
+a head. Nothing here communicates.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minirl.data.prompts import PromptStream
+from minirl.model.attention import FLASH_BLOCK
+from minirl.model.config import ModelConfig
+from minirl.model.families import read_config
+from minirl.model.logprobs import vocab_chunk_size
+from minirl.model.portable_attention import BLOCK
+from minirl.model.transformer import Transformer
+from minirl.model.weights import named_parameters, resolve_folder
+from minirl.run.config import RunConfig
+from minirl.training.scoring import TOKEN_CHUNK
+
+# Of the free memory. The rest is for fragments, libraries and what the formulas leave out.
+USABLE = 0.9
+# What "auto" chooses at most. On the CPU more tokens at a time are no faster.
+MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
+MOST_CACHE_TOKENS = 65536  # on the CPU
+MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+PREFILL_TOKENS = 8192  # of a forward pass of the engine
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The flags of these names, with a value for each "auto"."""
+
+    max_running_requests: int
+    cache_tokens: int
+    max_tokens_per_microbatch: int
+    recompute_layers: bool
+
+    def flags(self) -> str:
+        """As on the command line."""
+        return (
+            f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens} "
+            f"--max-tokens-per-microbatch {self.max_tokens_per_microbatch} "
+            f"--recompute-layers {'on' if self.recompute_layers else 'off'}"
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
+
+    trained: policy, and value model if any; frozen: reference and reward model, by name.
+    longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
+    requests: completions that a rank decodes in one phase. update_tokens: tokens that it trains on in one update.
+    enough_tokens: see the function of that name.
+    """
+
+    trained: tuple[ModelConfig, ...]
+    frozen: Mapping[str, ModelConfig]
+    dtype: torch.dtype
+    device_type: str
+    num_ranks: int
+    parks_frozen: bool
+    longest_prompt: int
+    longest: int
+    requests: int
+    update_tokens: int
+    enough_tokens: int
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The model that generates."""
+        return self.trained[0]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the models are computed on a GPU, which frozen ones leave between their uses."""
+        return self.device_type == "cuda"
+
+
+def workload(
+    config: RunConfig,
+    *,
+    policy_folder: Path,
+    value_folder: Path | None,
+    streams: Sequence[PromptStream],
+    dtype: torch.dtype,
+    device_type: str,
+    num_ranks: int,
+) -> Workload:
+    """The workload of a run. Reads the models' config.json only.
+
+    value_folder: of a run that is resumed; None: --value-model, or the policy's. streams: training prompts, and
+    held-out ones. Raises InputError for models that cannot be used.
+    """
+    policy = read_config(policy_folder)
+    trained = [policy]
+    if config.has_value_model:
+        named = getattr(config, "value_model", None)
+        if value_folder is None and named:
+            value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
+        value_config = read_config(value_folder or policy_folder)
+        trained.append(dataclasses.replace(value_config, scalar_head=True))
+    frozen = {"reference": policy} if config.has_reference else {}
+    if config.reward_model:
+        reward_folder = resolve_folder(
+            config.reward_model, flag="--reward-model", with_weights=not config.dry_run
+        )
+        frozen["reward model"] = read_config(reward_folder, scalar_head=True)
+    prompts, held_out = streams
+    longest_prompt = max(stream.longest_prompt for stream in streams)
+    longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
+    num_rollouts = config.prompts_per_step * config.group_size
+    # A greedy completion may come on top of each group.
+    num_requests = max(num_rollouts + config.prompts_per_step, held_out.num_prompts)
+    rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
+    return Workload(
+        trained=tuple(trained),
+        frozen=frozen,
+        dtype=dtype,
+        device_type=device_type,
+        num_ranks=num_ranks,
+        parks_frozen=config.park_frozen,
+        longest_prompt=longest_prompt,
+        longest=longest,
+        requests=math.ceil(num_requests / num_ranks),
+        update_tokens=rollouts_per_update * longest,
+        enough_tokens=enough_tokens(prompts.max_new_tokens),
+    )
+
+
+@functools.cache
+def num_parameters(config: ModelConfig) -> int:
+    """Parameters of a model of this shape; tied ones count once."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return sum(parameter.numel() for parameter in named_parameters(model).values())
+
+
+def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, requests: int) -> float:
+    """The key/value cache. A layer with a window keeps no more blocks than the requests' windows touch."""
+    channels = config.num_key_value_heads * config.head_dim
+    cached = 0
+    for window in config.layer_windows:
+        in_windows = tokens if window is None else requests * ((window - 1) // BLOCK + 2) * BLOCK
+        cached += min(tokens, in_windows)
+    return 2 * dtype.itemsize * channels * cached
+
+
+def decode_logits_bytes(config: ModelConfig) -> float:
+    """Logits of a decode step, each request."""
+    return 24 * config.vocab_size
+
+
+def layer_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, *, length: int) -> float:
+    """What a layer keeps of a token for backward (A), in sequences of this length."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = _channels(config)
+    if device_type == "cuda":
+        return dtype.itemsize * 4 * (hidden + inner + queries)
+    scores = 4 * config.num_attention_heads + keys / 8
+    return 24 * hidden + 16 * inner + 8 * queries + _mean_seen(config, length) * scores
+
+
+def activation_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    tokens: int,
+    length: int,
+    recompute_layers: bool,
+) -> float:
+    """The most that forward and backward of a microbatch take, besides the gradients.
+
+    It peaks either in the head, with what all layers keep, or in the last layer, with the head's gradient.
+    """
+    num_layers, hidden = config.num_hidden_layers, config.hidden_size
+    layer = tokens * layer_bytes(config, dtype, device_type, length=length)
+    kept = num_layers * layer
+    in_layer = 0.4 * layer
+    if recompute_layers:
+        kept = tokens * dtype.itemsize * num_layers * hidden
+        in_layer = 1.4 * layer
+    if config.scalar_head:
+        return kept + in_layer
+    head_gradient = dtype.itemsize * config.vocab_size * hidden
+    return kept + head_gradient + max(in_layer, _head_backward_bytes(config, device_type, tokens))
+
+
+def _head_backward_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
+    """Gradients in fp32 of the states and of one vocabulary chunk of the head, and logits in fp32."""
+    states = 4 * tokens * config.hidden_size
+    chunk = 4 * _vocab_chunk(config, device_type) * config.hidden_size
+    logits = _logits_bytes(config, device_type, tokens)
+    return states + chunk + 2 * logits + max(logits, chunk)
+
+
+def forward_bytes(
+    config: ModelConfig, dtype: torch.dtype, device_type: str, *, tokens: int, length: int
+) -> float:
+    """The most that a forward pass without gradient takes: in the MLP or the attention of a layer, or in the head."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = _channels(config)
+    tables = 12.0 * config.head_dim
+    mlp = 3 * inner + 4 * hidden
+    attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
+    if device_type == "cpu":
+        attention = 2 * hidden + 3.5 * queries + 5.5 * keys + 448 * config.num_attention_heads
+        tables += 4 * _mean_seen(config, length)
+    layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
+    if config.scalar_head:
+        return layers
+    head = 2 * tokens * dtype.itemsize * hidden + 3 * _logits_bytes(config, device_type, tokens)
+    return max(layers, head)
+
+
+def _channels(config: ModelConfig) -> tuple[int, int]:
+    """Channels of all query heads together, and of all key heads."""
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+
+def _mean_seen(config: ModelConfig, length: int) -> float:
+    """Tokens that a token of a sequence of this length sees on average. A block of queries sees what any of it does."""
+    seen = [min(window or length, length / 2) + 32 for window in config.layer_windows]
+    return sum(seen) / len(seen)
+
+
+def _vocab_chunk(config: ModelConfig, device_type: str) -> int:
+    return min(config.vocab_size, vocab_chunk_size(torch.device(device_type)))
+
+
+def _logits_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
+    """One fp32 tensor of the logits that exist at a time."""
+    return 4 * min(tokens, TOKEN_CHUNK) * _vocab_chunk(config, device_type)
+
+
+def always_bytes(work: Workload) -> dict[str, float]:
+    """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
+    held = {"weights": 0.0, "masters and moments": 0.0, "rope tables": 0.0}
+    for config in work.trained:
+        held["weights"] += work.dtype.itemsize * num_parameters(config)
+        held["masters and moments"] += 12 * num_parameters(config) / work.num_ranks
+    for config in {dataclasses.replace(config, scalar_head=False) for config in work.trained}:
+        held["rope tables"] += 8 * config.max_position_embeddings * config.head_dim
+    if not work.is_cuda or not work.parks_frozen:
+        held |= _frozen_bytes(work)
+    if not work.is_cuda:
+        held["checkpoint copies"] = save_bytes(work)
+    return held
+
+
+def _frozen_bytes(work: Workload) -> dict[str, float]:
+    return {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
+
+
+def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
+    """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one."""
+    generate = {
+        "cache": cached_bytes(
+            work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
+        ),
+        "prefill or logits": _generate_bytes(work, sizes.max_running_requests),
+    }
+    phases = {"generate": generate}
+    tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
+    unparked = _frozen_bytes(work) if work.is_cuda and work.parks_frozen else {}
+    for name, config in work.frozen.items():
+        phase = {"forward": _forward(work, config, tokens)}
+        if name in unparked:
+            phase[name] = unparked[name]
+        phases[f"score ({name})"] = phase
+    if len(work.trained) > 1:
+        phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
+    activations = [
+        activation_bytes(
+            config,
+            work.dtype,
+            work.device_type,
+            tokens=tokens,
+            length=work.longest,
+            recompute_layers=sizes.recompute_layers,
+        )
+        for config in work.trained
+    ]
+    phases["update"] = {
+        "gradients": sum(4.0 * num_parameters(config) for config in work.trained),
+        "activations and logits": max(activations),
+    }
+    return phases
+
+
+def _generate_bytes(work: Workload, max_running_requests: int) -> float:
+    """The most that a prefill or the logits of a decode step take."""
+    requests = min(max_running_requests, work.requests)
+    prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prompt), requests * work.longest_prompt)
+    prefill = _forward(work, work.policy, prefill_tokens)
+    return max(prefill, requests * decode_logits_bytes(work.policy))
+
+
+def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:
+    return forward_bytes(config, work.dtype, work.device_type, tokens=tokens, length=work.longest)
+
+
+def save_bytes(work: Workload) -> float:
+    """Copies on the host that a checkpoint is written from, on rank 0, which also has the weights'."""
+    shards = 12 / work.num_ranks
+    return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
+
+
+def host_bytes(work: Workload) -> float:
+    """What a rank needs of the host's memory beside a GPU: frozen models and a checkpoint's copies."""
+    return sum(_frozen_bytes(work).values()) + save_bytes(work)
+
+
+def peak_bytes(work: Workload, sizes: Sizes) -> float:
+    """The most that a rank needs in any phase."""
+    always = sum(always_bytes(work).values())
+    return always + max(sum(parts.values()) for parts in phase_bytes(work, sizes).values())
+
+
+def given_sizes(config: RunConfig, *, microbatch_tokens: int | None = None) -> dict[str, Any]:
+    """`Sizes` by name as the flags give them, "auto" where they leave one open.
+
+    microbatch_tokens: what the run that is resumed has chosen. Another number would round sums differently.
+    """
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
+    if given["recompute_layers"] != "auto":
+        given["recompute_layers"] = given["recompute_layers"] == "on"
+    if given["max_tokens_per_microbatch"] == "auto" and microbatch_tokens is not None:
+        given["max_tokens_per_microbatch"] = microbatch_tokens
+    return given
+
+
+def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes:
+    """The sizes for a rank with so many free bytes before anything is loaded; what is given stays as it is.
+
+    If nothing fits, they are the least that the longest request needs; `too_large` then says what to change.
+    """
+    room = room_bytes(work, free)
+    sizes = Sizes(1, work.longest, work.longest, recompute_layers=True)
+    sizes = dataclasses.replace(sizes, **{name: value for name, value in given.items() if value != "auto"})
+    most_tokens = max(MOST_MICROBATCH_TOKENS[work.device_type], work.enough_tokens)
+    if given["recompute_layers"] == "auto":
+        tokens = work.enough_tokens
+        if given["max_tokens_per_microbatch"] != "auto":
+            tokens = sizes.max_tokens_per_microbatch
+        kept = dataclasses.replace(sizes, recompute_layers=False)
+        is_enough = largest_microbatch(work, kept, room, most=tokens) == tokens
+        sizes = dataclasses.replace(sizes, recompute_layers=not is_enough)
+    if given["max_tokens_per_microbatch"] == "auto":
+        tokens = largest_microbatch(work, sizes, room, most=most_tokens)
+        sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
+    if given["max_running_requests"] == "auto":
+        requests = MOST_REQUESTS[work.device_type]
+        # At least half of the room is the cache's.
+        while requests > 1 and _generate_bytes(work, requests) > room / 2:
+            requests //= 2
+        sizes = dataclasses.replace(sizes, max_running_requests=requests)
+    if given["cache_tokens"] == "auto":
+        most_tokens = MOST_CACHE_TOKENS
+        if work.is_cuda:
+            # There it is memory from the first token on: no more than all requests can fill.
+            requests = min(sizes.max_running_requests, work.requests)
+            most_tokens = requests * (work.longest + FLASH_BLOCK)
+        tokens = largest_cache(work, sizes, room, most=most_tokens)
+        sizes = dataclasses.replace(sizes, cache_tokens=max(tokens, work.longest))
+    return sizes
+
+
+def room_bytes(work: Workload, free: float) -> float:
+    """What is left for the phases of a rank's free bytes; negative if not even the models fit."""
+    return USABLE * free - sum(always_bytes(work).values())
+
+
+def largest_microbatch(work: Workload, sizes: Sizes, room: float, *, most: int) -> int:
+    """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into so many bytes."""
+
+    def fits(tokens: int) -> bool:
+        phases = phase_bytes(work, dataclasses.replace(sizes, max_tokens_per_microbatch=tokens))
+        return all(sum(parts.values()) <= room for phase, parts in phases.items() if phase != "generate")
+
+    return _largest(most, fits)
+
+
+def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int) -> int:
+    """The most tokens of the cache, up to `most`, with which generating fits into so many bytes."""
+
+    def fits(tokens: int) -> bool:
+        generate = phase_bytes(work, dataclasses.replace(sizes, cache_tokens=tokens))["generate"]
+        return sum(generate.values()) <= room
+
+    return _largest(most, fits)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits: `most`, or else a multiple of 256, which may be 0."""
+    if fits(most):
+        return most
+    low, high = 0, math.ceil(most / 256)  # times 256; high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(256 * middle):
+            low = middle
+        else:
+            high = middle
+    return 256 * low
+
+
+def enough_tokens(max_new_tokens: int) -> int:
+    """Tokens of a microbatch from which on more of them are not worth the recomputation of layers."""
+    return max(8192, 2 * max_new_tokens)
+
+
+def max_request_tokens(config: RunConfig, model_config: ModelConfig, max_new_tokens: int) -> int:
+    """The most tokens of a prompt with its completion. It does not depend on the memory that there is."""
+    limits = [model_config.max_position_embeddings]
+    for given in (config.cache_tokens, config.max_tokens_per_microbatch):
+        limits.append(enough_tokens(max_new_tokens) if given == "auto" else given)
+    return min(limits)
+
+
+def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
+    """Why a run with these sizes does not fit into a rank's free memory, with the flags to change; None if it does."""
+    usable = USABLE * free
+    always = sum(always_bytes(work).values())
+    if always > usable:
+        return (
+            f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
+            "(--nproc-per-node), a smaller --model or --dtype bfloat16"
+        )
+    for phase, parts in phase_bytes(work, sizes).items():
+        needed = always + sum(parts.values())
+        if needed > usable:
+            advice = _ADVICE[phase.split()[0]]
+            return f"phase {phase} needs {gb(needed)} of the {gb(usable)} that a rank can use: {advice}"
+    return None
+
+
+_ADVICE = {
+    "generate": "lower --cache-tokens or --max-running-requests; both are at least what one request of "
+    "the longest prompt and --max-new-tokens needs",
+    "score": "lower --max-tokens-per-microbatch or --max-new-tokens, or take more ranks (--nproc-per-node)",
+    "update": "lower --max-tokens-per-microbatch (at least the longest prompt and --max-new-tokens), set "
+    "--recompute-layers on, or take more ranks (--nproc-per-node)",
+}
+
+
+def gb(num_bytes: float) -> str:
+    """So many bytes for a reader, in GB (1e9)."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e9:.0f} GB"
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory that this rank can take now: of its GPU, or its share of the host's. Not collective."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def free_host_bytes() -> int:
+    """The host's free memory, or what is left of the control group's limit if that is less."""
+    found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    available = 1024 * int(found[1]) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.is_file() and limit.read_text().strip().isdecimal():
+        # Pages of files that were read are given up when memory is short.
+        inactive = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used = int((group / "memory.current").read_text()) - int(inactive[1] if inactive else 0)
+        available = min(available, int(limit.read_text()) - used)
+    return available

@@ -1,0 +1,214 @@
+"""`--dry-run` says what can be checked by hand, loads and writes nothing, and refuses what does not fit."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import train_grpo
+import train_ppo
+from minirl.errors import InputError, RewardError
+from minirl.run import run as run_module
+from minirl.run.config import RunConfig
+from minirl.run.embedded_model import write_shape
+from minirl.run.run import Run
+from support.scripts import run_in_pool
+
+QWEN_05B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+QWEN_7B = {
+    **QWEN_05B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+REWARD = """
+def mean_digit(completions, answer):
+    return [len(completion) / 2 for completion in completions]
+def broken(completions):
+    raise ValueError("no")
+"""
+TINY = "--num-steps 1 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """A folder without weights, data with a prompt of 300 tokens, and a reward; the fields of a config."""
+
+    def of_model(raw, reward="mean_digit"):
+        folder = tmp_path / "model"
+        folder.mkdir()
+        write_shape(folder)
+        (folder / "config.json").write_text(json.dumps(raw))
+        rows = [{"prompt": "1" * 300, "answer": "1234"}, {"prompt": "2" * 20, "answer": "2"}]
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "rewards.py").write_text(REWARD)
+        return {
+            "dry_run": True,
+            "model": str(folder),
+            "data": str(tmp_path / "data.jsonl"),
+            "reward": (f"{tmp_path}/rewards.py:{reward}",),
+            "prompts_per_step": 128,
+            "max_new_tokens": 512,
+        }
+
+    return of_model
+
+
+def dry_run(module, **fields):
+    """What the script prints, and its exit code."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = module.main(module.Config(**fields))
+    return printed.getvalue(), code
+
+
+def gigabytes(printed, name):
+    """The number before GB after a name."""
+    return float(re.search(rf"{re.escape(name)} ([\d.]+) GB", printed)[1])
+
+
+def number(printed, name):
+    return int(re.search(rf"{re.escape(name)} ([\d,]+)", printed)[1].replace(",", ""))
+
+
+def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
+    """By hand, P = 7.6156e9: 2 P = 15.23, 12 P / 8 = 11.42, 4 P = 30.46 GB; 72 GB are used."""
+    printed, code = dry_run(train_grpo, **flags(QWEN_7B), gpus="8x80", kl_coef=0.1)
+    assert code == 0
+    assert "7,615,616,512 parameters, bfloat16 on 8 GPUs" in printed
+    assert "2 prompts, the longest 300 tokens" in printed
+    # 128 x 8 completions of 300 + 512 tokens; 300 steps of 128 prompts are 19200 times the data.
+    assert (
+        "1,024 completions of 128 prompts, at most 831,488 tokens: 812 each, of which 512 are new" in printed
+    )
+    assert "300, or 1.92e+04 epochs; 1 updates each, 300 in all" in printed
+    assert gigabytes(printed, "weights") == 15.2
+    assert gigabytes(printed, "masters and moments") == 11.4
+    assert gigabytes(printed, "gradients") == 30.5
+    assert gigabytes(printed, "reference") == 15.2
+    # Beside them 14.85 GB are left, less 1.09 for the head's gradient (2 V D). A layer keeps A = 8 (3584 + 18944 +
+    # 3584) = 208,896 bytes of a token. Without recomputation the most is needed in the head: 28 A + 4 x 3584 bytes a
+    # token, twice 0.47 GB for a chunk of the head in fp32 and twice 0.067 for logits. So 8,192 tokens do not fit.
+    # With it, the most is needed in the last layer: 2 x 28 x 3584 + 1.4 A = 493 kB a token.
+    assert "--recompute-layers on" in printed
+    assert number(printed, "largest  microbatch") == pytest.approx((13.76e9 - 1.07e9) / 5.863e6, abs=256)
+    assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(13.76e9 / 493_158, abs=256)
+    # A cached token takes 4 x 28 x 512 bytes. A rank decodes 128 completions, and a greedy one of each of 16
+    # prompts.
+    assert number(printed, "--cache-tokens") == 144 * (812 + 256)
+    assert gigabytes(printed, "cache") == pytest.approx(144 * 1068 * 57_344 / 1e9, rel=0.01)
+    # Each rank parks a reference, and rank 0 copies 2 P + 12 P / 8 for a checkpoint.
+    assert gigabytes(printed, "of the host") == pytest.approx(15.23 + 15.23 + 11.42, rel=0.01)
+
+
+def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):
+    """By hand, P = 0.494e9: 2 P = 0.988, 12 P = 5.93, 4 P = 1.98 GB; 21.6 GB are used."""
+    printed, code = dry_run(train_grpo, **flags(QWEN_05B), gpus="1x24")
+    assert code == 0
+    assert "494,032,768 parameters, bfloat16 on 1 GPU\n" in printed
+    assert gigabytes(printed, "weights") == 0.988
+    assert gigabytes(printed, "masters and moments") == 5.93
+    assert gigabytes(printed, "gradients") == 1.98
+    # 12.69 GB are left. The most is needed in the head, with what 24 layers keep: 24 x 8 (896 + 4864 + 896) and
+    # 4 x 896 bytes a token; 0.27 GB for the head's gradient (2 V D), twice 0.117 for a chunk of it in fp32
+    # (32,768 D), twice 0.067 for logits in fp32 (512 x 32,768).
+    left = 12.69e9 - 0.27e9 - 2 * 0.117e9 - 2 * 0.067e9
+    assert "--recompute-layers off" in printed
+    assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(left / 1.282e6, abs=256)
+
+
+def test_what_does_not_fit_is_refused_with_the_flags_to_change(flags):
+    """The models themselves, or a size that was given; of PPO two models are trained."""
+    fields = flags(QWEN_05B)
+    with pytest.raises(InputError, match=r"--dry-run: does not fit: the models need .*--nproc-per-node"):
+        dry_run(train_grpo, **fields, gpus="1x6")
+    with pytest.raises(InputError, match=r"phase update needs .* GB.*--max-tokens-per-microbatch"):
+        dry_run(train_grpo, **fields, gpus="1x24", max_tokens_per_microbatch=50_000, recompute_layers="off")
+    with pytest.raises(InputError, match=r"phase generate needs .* GB.*--cache-tokens"):
+        dry_run(train_grpo, **fields, gpus="1x24", cache_tokens=10_000_000)
+    printed, _ = dry_run(train_ppo, **fields, gpus="1x80")
+    assert gigabytes(printed, "gradients") == pytest.approx(2 * 1.98, rel=0.01)
+    assert "score (value model)" in printed
+
+
+def test_prompts_are_shown_as_the_model_reads_them_and_rewards_are_called(flags):
+    """On an empty completion, and on the row's first text."""
+    fields = flags(QWEN_05B)
+    printed, _ = dry_run(train_grpo, **fields, gpus="1x24")
+    assert f"data.jsonl:2, 20 tokens: '{'2' * 20}'" in printed
+    assert "mean_digit: '' gets 0.0, '1234' gets 2.0" in printed
+    broken = (fields["reward"][0].replace("mean_digit", "broken"),)
+    with pytest.raises(RewardError, match="broken"):
+        dry_run(train_grpo, **{**fields, "reward": broken}, gpus="1x24")
+
+
+@pytest.mark.parametrize("module", [train_grpo, train_ppo])
+def test_the_embedded_model_is_not_made_and_no_folder_is(module, tmp_path, monkeypatch):
+    """On this machine, whatever it has."""
+    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
+    printed, code = dry_run(module, dry_run=True, device="cpu")
+    assert code == 0
+    assert "592,768 parameters, float32 on 1 CPU rank" in printed
+    assert "--max-tokens-per-microbatch 8192 --recompute-layers off" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_lacks_the_call_trains_nothing():
+    """A copy of an older script takes the flag too."""
+    with pytest.raises(InputError, match="--dry-run: this script lacks"):
+        Run(RunConfig(dry_run=True), name="old")
+
+
+def set_free(rank, num_bytes):
+    """Have runs of this process find so many bytes free; None: as many as there are."""
+    run_module.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
+
+
+FREE_BYTES = run_module.free_bytes
+
+
+def test_a_resumed_run_takes_the_microbatches_that_it_began_with(one_rank, runs):
+    """Whatever memory there is now: other ones would round sums differently."""
+    output = run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "sizes", runs=runs)
+    assert output.count("sizes --max-running-requests 256 --cache-tokens 65536") == 1
+    path: Path = runs / "sizes" / "args.json"
+    args = json.loads(path.read_text())
+    assert args["max_tokens_per_microbatch"] == 8192
+    assert args["flags"]["max_tokens_per_microbatch"] == "auto"
+    path.write_text(json.dumps({**args, "max_tokens_per_microbatch": 40}))
+    more = ["--num-steps", "2", *TINY[2:]]
+    output = run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "sizes", runs=runs)
+    assert "--max-tokens-per-microbatch 40 " in output
+    assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
+
+
+def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):
+    """And leaves no folder. With all sizes given it starts: they may be known better."""
+    one_rank.run(set_free, 1e6)
+    try:
+        with pytest.raises(AssertionError, match=r"InputError: the models need .* 0.0009 GB"):
+            run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "small", runs=runs)
+        assert not (runs / "small").exists()
+        sizes = "--max-running-requests 4 --cache-tokens 512 --max-tokens-per-microbatch 99".split()
+        given = (*sizes, "--recompute-layers", "off", "--run-name", "given")
+        run_in_pool(one_rank, "train_grpo.py", *TINY, *given, runs=runs)
+    finally:
+        one_rank.run(set_free, None)
