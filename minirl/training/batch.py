@@ -232,8 +232,7 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
         table_index=indices,
         prefixes=tuple(own.prefixes),
     )
-    if not torch.equal(indices, indices.sort().values):
-        batch = batch.select(indices.argsort().tolist())
+    batch = batch.select(indices.argsort().tolist())
     _check_shared_prompts(batch)
     return batch
 
