@@ -7,10 +7,9 @@ tokenizer is a byte-level BPE of 8,192 tokens, trained here on random words. Eac
 of all its threads; `of this thread` is what the step itself waits for.
 
 judge: `reward_rollouts` with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and
-the exchange at one rank. layouts: of all microbatches, without the portable kernel's index, which is measured for
-eight. streams: the microbatches of a batch, and a number for each sequence spread over its tokens. log_rollouts:
-writing the texts. data: reading and checking a JSONL file of rows of about 150 bytes, and the requests of one step;
-memory is what a process has grown by.
+the exchange at one rank. streams: the microbatches of a batch, and a number for each sequence spread over its tokens.
+layouts: of all microbatches, without the portable kernel's index. log_rollouts: writing the texts. data: reading and
+checking a JSONL file of rows of about 190 bytes, and the requests of one step; memory is what a process has grown by.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def measured(name: str) -> Iterator[None]:
 
 def words(rng: random.Random, count: int) -> str:
     """Random words, which a BPE cuts into a token or two each."""
-    lengths = [rng.choice((2, 3, 4, 5, 7)) for _ in range(count)]
+    lengths = rng.choices((2, 3, 4, 5, 7), k=count)
     return " ".join("".join(rng.choices("etaoinshrdlu", k=length)) for length in lengths)
 
 
@@ -116,7 +115,7 @@ def measure_step(count: int, folder: Path) -> None:
     rollouts = make_rollouts(count, prompts)
 
     with measured("judge"):
-        judged = reward_rollouts({"length": lambda completions: map_lengths(completions)}, prompts, rollouts)
+        judged = reward_rollouts({"length": num_characters}, prompts, rollouts)
     with measured("exchange"):
         table = gather_table(rollouts, judged.rewards)
         batch = exchange(rollouts, table, [0] * count)
@@ -137,17 +136,12 @@ def measure_step(count: int, folder: Path) -> None:
         for layout in layouts:
             assert len(layout.positions) == len(layout.computed_tokens) <= len(layout.hidden_index)
             assert len(layout.cu_queries) == len(layout.cu_seqlens)
-    with measured("portable index"):
-        for layout in layouts[:8]:
-            layout.portable_index(None, 1)
     logger = Logger(folder, {}, wandb_mode="off")
     with measured("log_rollouts"):
         logger.log_rollouts(1, judged, ["length"], advantage=torch.zeros(count))
-    with measured("its end"):
-        logger.finish()
 
 
-def map_lengths(completions: list[str]) -> list[float]:
+def num_characters(completions: list[str]) -> list[float]:
     """The reward: the number of characters."""
     return [float(len(text)) for text in completions]
 

@@ -1,7 +1,6 @@
 """The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
 
 import math
-import random
 import sys
 import types
 
@@ -169,30 +168,6 @@ def test_a_shared_prompt_is_computed_as_rows_of_the_first_sequence_that_has_it()
         "a row is not the token that it was kept for"
     )
     assert {x.dtype for x in (layout.hidden_index, layout.computed_tokens, layout.positions)} == {torch.int64}
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_layouts_are_those_of_a_loop_over_sequences(seed):
-    """Sequences that share with others that share too, empty ones, and nothing shared."""
-    rng = random.Random(seed)
-    lengths = [rng.choice((0, 1, 2, 5, 30)) for _ in range(rng.choice((0, 1, 2, 5, 12)))]
-    shared = []
-    for i, length in enumerate(lengths):
-        parent = rng.randrange(i + 1)
-        shared.append((parent, 0 if parent == i else rng.randint(0, min(length, lengths[parent]))))
-    hidden, computed, positions = [], [], []
-    start = 0
-    for length, (parent, num_shared) in zip(lengths, shared, strict=True):
-        first = len(computed)
-        computed += range(start + num_shared, start + length)
-        positions += range(num_shared, length)
-        own = range(first, len(computed))
-        hidden.append([*(hidden[parent][:num_shared] if num_shared else []), *own])
-        start += length
-    layout = PackedLayout(tuple(lengths), CPU, shared=tuple(shared))
-    assert layout.hidden_index.tolist() == [index for of_sequence in hidden for index in of_sequence]
-    assert layout.computed_tokens.tolist() == computed
-    assert layout.positions.tolist() == positions
 
 
 def test_without_shared_prompts_every_token_is_a_row():

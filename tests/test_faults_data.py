@@ -177,6 +177,17 @@ def test_a_stream_checked_by_several_ranks_is_that_of_one(one_rank, two_ranks, t
     assert two_ranks.run(check_on_ranks, texts) == [alone, alone]
 
 
+def check_own_rows(rank, counts):
+    return check_on_ranks(rank, "a" * counts[rank])
+
+
+@pytest.mark.parametrize("counts", [(3, 4), (2, 1)])
+def test_ranks_with_other_data_are_refused(two_ranks, counts):
+    """Nodes may each have a file of that name."""
+    said = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
+    assert two_ranks.run(check_own_rows, counts) == [said, said]
+
+
 @pytest.mark.parametrize("bad", [[0], [5], [299], [200, 100], [0, 299]])
 def test_a_prompt_that_one_rank_refuses_is_named_by_all(two_ranks, bad):
     """The first of several."""

@@ -1,5 +1,6 @@
 """Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
 
+import itertools
 import json
 import time
 
@@ -25,6 +26,11 @@ from minirl.run.load_task import load_task
 
 GOOD = '{"prompt": "hello", "answer": 3}'
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
+
+
+def eval_rows(task):
+    """All held-out rows."""
+    return list(itertools.chain(*task.eval_sets.values()))
 
 
 @pytest.fixture
@@ -132,8 +138,8 @@ def test_jsonl_task_has_both_files_and_no_reward(write):
     """The task is named after its file; without eval data nothing is held out; the reward is the user's to give."""
     train, held_out = write([GOOD] * 3, "stories.jsonl"), write([GOOD], "held_out.jsonl")
     task = load_jsonl_task(train, [held_out], prompt_field="prompt")
-    assert (task.name, len(task.train_rows), len(task.eval_rows), task.rewards) == ("stories", 3, 1, {})
-    assert load_jsonl_task(train, [], prompt_field="prompt").eval_rows == []
+    assert (task.name, len(task.train_rows), len(eval_rows(task)), task.rewards) == ("stories", 3, 1, {})
+    assert load_jsonl_task(train, [], prompt_field="prompt").eval_sets == {}
 
 
 STRICT_AND_FLEXIBLE = [
@@ -221,7 +227,7 @@ def test_gsm8k_rows_have_question_instruction_and_number(write):
     assert list(read_gsm8k(path)) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     task = load_gsm8k(path, [])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
-    assert task.eval_rows == []
+    assert task.eval_sets == {}
 
 
 @pytest.mark.parametrize(
@@ -259,13 +265,13 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
 def test_sorting_holds_out_what_it_does_not_train_on():
     """Distinct strings of 4 to 8 digits, none in both parts, the same each time, others by seed. Pitfall 57."""
     task = load_sorting(num_train=2000, num_eval=100)
-    prompts = [row.prompt for row in (*task.train_rows, *task.eval_rows)]
-    assert (len(task.train_rows), len(task.eval_rows), len(set(prompts))) == (2000, 100, 2100)
+    prompts = [row.prompt for row in (*task.train_rows, *eval_rows(task))]
+    assert (len(task.train_rows), len(eval_rows(task)), len(set(prompts))) == (2000, 100, 2100)
     assert {len(prompt) - 1 for prompt in prompts} == {4, 5, 6, 7, 8}
     assert set("".join(prompts)) == set(ALPHABET)
     assert load_sorting(num_train=2000, num_eval=100) == task
     other = load_sorting(num_train=2000, num_eval=100, seed=1)
-    assert [row.prompt for row in other.eval_rows] != [row.prompt for row in task.eval_rows]
+    assert [row.prompt for row in eval_rows(other)] != [row.prompt for row in eval_rows(task)]
 
 
 def test_sorting_scores_the_sorted_string_and_nothing_else():
@@ -313,7 +319,7 @@ def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, 
     task = load_task("gsm8k", data=path, eval_data=(path,), reward=(mine("three"),))
     assert returned(task.rewards) == [("three", [3.0])]
     assert dict(task.extra_scores) == {"strict": strict_score, "flexible": flexible_score}
-    assert len(task.eval_rows) == 1
+    assert len(eval_rows(task)) == 1
     sorting = load_task("sorting", data=None, eval_data=(), reward=(mine("three"),))
     assert returned(sorting.rewards) == [("three", [3.0])]
     assert dict(sorting.extra_scores) == {"exact": score}
@@ -380,7 +386,7 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     second = write([GOOD] * 3, "hard.jsonl")
     task = load_task("jsonl", data=first, eval_data=(first, second), reward_model="dir")
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
-    assert len(task.eval_rows) == 5
+    assert len(eval_rows(task)) == 5
     (tmp_path / "other").mkdir()
     again = write([GOOD], "other/easy.jsonl")
     with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
 from minirl.rollouts import Request, RolloutId
@@ -211,8 +211,8 @@ def _check_prompts(
 
     A process that has not joined the process group checks all rows.
 
-    Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError naming the first
-    bad row, on every rank.
+    Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError on every rank,
+    naming the first bad row, or if the ranks do not have the same number of rows.
     """
     # Number of tokens and hash of one prompt after another.
     facts = array("q")
@@ -232,6 +232,9 @@ def _check_prompts(
     if num_ranks > 1:
         errors = gather_objects(error)
         error = next((error for error in errors if error is not None), None)
+        counts = gather_objects(len(rows))
+        differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
+        refuse(error is None and len(set(counts)) > 1, differ)
         own = all_gather_rows(own)
     if error is not None:
         raise InputError(error)

@@ -40,8 +40,3 @@ class Task:
     max_new_tokens: int
     # Functions that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-
-    @property
-    def eval_rows(self) -> list[Row]:
-        """All held-out rows."""
-        return [row for rows in self.eval_sets.values() for row in rows]

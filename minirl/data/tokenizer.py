@@ -142,7 +142,10 @@ class Tokenizer:
         """
         # transformers looks at every id of a list, which takes longer than to decode it; a tensor it takes whole.
         tokens = torch.as_tensor(ids, dtype=torch.int64)
-        (unknown,) = (tokens >= self._num_ids).nonzero(as_tuple=True)
+        is_unknown = tokens >= self._num_ids
+        if not is_unknown.any():
+            return self.backend.decode(tokens, skip_special_tokens=True)
+        (unknown,) = is_unknown.nonzero(as_tuple=True)
         # The known ids between unknown ones: each part but the first begins with an unknown id.
         first, *others = tokens.tensor_split(unknown)
         parts = [first, *(part[1:] for part in others)]

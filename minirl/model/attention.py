@@ -162,39 +162,35 @@ class PackedLayout:
 
         Lengths (3, 5) of which the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
         """
-        position, is_shared = self._positions_in_stream
-        parents = _tensor([parent for parent, _ in self.shared] or range(len(self.lengths)))
-        shared_source = _repeat(self._starts[parents], self.lengths) + position
-        # Where in the stream each token is computed, or shared with a parent of the parent.
-        source = shared_source.where(is_shared, torch.arange(len(position)))
-        while is_shared[source].any():
-            source = source[source]
-        hidden = (~is_shared).cumsum(0) - 1
-        return upload(hidden[source], self.device)
+        indices: list[Tensor] = []
+        num_hidden = 0
+        for i, length in enumerate(self.lengths):
+            parent, num_shared = self.shared[i] if self.shared else (i, 0)
+            num_own = length - num_shared
+            index = torch.arange(num_hidden, num_hidden + num_own)
+            if num_shared:
+                index = torch.cat([indices[parent][:num_shared], index])
+            indices.append(index)
+            num_hidden += num_own
+        return upload(_concatenate(indices), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
-        _, is_shared = self._positions_in_stream
-        return upload((~is_shared).nonzero()[:, 0], self.device)
+        spans = []
+        start = 0
+        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
+            spans.append(torch.arange(start + num_shared, start + length))
+            start += length
+        return upload(_concatenate(spans), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        position, is_shared = self._positions_in_stream
-        return upload(position[~is_shared], self.device)
-
-    @functools.cached_property
-    def _starts(self) -> Tensor:
-        """On the host, where each sequence starts in the stream, int64 [N]."""
-        lengths = _tensor(self.lengths)
-        return lengths.cumsum(0) - lengths
-
-    @functools.cached_property
-    def _positions_in_stream(self) -> tuple[Tensor, Tensor]:
-        """On the host, the position of each token in its sequence, int64 [T], and whether it is shared, bool [T]."""
-        position = torch.arange(sum(self.lengths)) - _repeat(self._starts, self.lengths)
-        return position, position < _repeat(_tensor(self.num_shared), self.lengths)
+        spans = []
+        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
+            spans.append(torch.arange(num_shared, length))
+        return upload(_concatenate(spans), self.device)
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
@@ -226,16 +222,15 @@ class PackedLayout:
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return F.pad(_tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return F.pad(ends, (1, 0)).to(torch.int32)
 
 
-def _tensor(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _repeat(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Each sequence's value [N] at its tokens, [T]."""
-    return values.repeat_interleave(_tensor(lengths))
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate int64 tensors, of which there may be none."""
+    if not parts:
+        return torch.arange(0)
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ communicate; all else does not.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,22 +109,24 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        starts = lengths.cumsum(0) - lengths
-        chosen_lengths = lengths[chosen]
-        new_starts = chosen_lengths.cumsum(0) - chosen_lengths
-        # How far the tokens of each chosen sequence are from their place in the selection.
-        shift = (starts[chosen] - new_starts).repeat_interleave(chosen_lengths)
-        return (torch.arange(len(shift)) + shift).to(self.tokens.device)
+        starts = [0, *itertools.accumulate(self.lengths)]
+        spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
+        for i in indices:
+            spans.append(torch.arange(starts[i], starts[i + 1]))
+        return torch.cat(spans).to(self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """A batch of the sequences at these indices, in this order."""
         sequence_index = torch.tensor(indices, dtype=torch.int64, device=self.tokens.device)
-        token_index = self.token_index(indices)
+        starts = [0, *itertools.accumulate(self.lengths)]
         selected = {}
         for name, tensor in self._tensors().items():
-            selected[name] = tensor[sequence_index if name == "table_index" else token_index]
+            if name == "table_index":
+                selected[name] = tensor[sequence_index]
+            else:
+                # The empty one gives the dtype where there are no sequences.
+                spans = [tensor[starts[i] : starts[i + 1]] for i in indices]
+                selected[name] = torch.cat([tensor[:0], *spans])
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
