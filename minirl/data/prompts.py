@@ -60,12 +60,13 @@ class PromptStream:
         self._max_prompt_tokens = max_tokens
         # Which of the rows are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
-        # Tokens of the longest prompt that is served.
-        self.longest_prompt = 0
+        # Tokens of the shortest and the longest prompt that are served.
+        self.shortest_prompt = self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, vocab_size)
             self._fit_prompts(lengths, long_prompts)
-            self.longest_prompt = min(int(lengths[self._kept].max()), self._max_prompt_tokens)
+            served = lengths[self._kept].clamp(max=self._max_prompt_tokens)
+            self.shortest_prompt, self.longest_prompt = int(served.min()), int(served.max())
             num_repeated = self.num_prompts - len(hashes[self._kept].unique())
             if num_repeated:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")

@@ -1,6 +1,7 @@
 """What a run would do and whether it fits, without weights, run folder or process group: `--dry-run`."""
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -96,7 +97,8 @@ def _machine(config: RunConfig) -> _Machine:
         num_ranks, free = ranks_and_bytes(config.gpus)
         return _Machine("cuda", num_ranks, free)
     kind = device_type(config.device)
-    return _Machine(kind, world_size(), free_bytes(torch.device(kind)))
+    index = int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
+    return _Machine(kind, world_size(), free_bytes(torch.device(kind, index)))
 
 
 def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStream]) -> None:
@@ -104,21 +106,22 @@ def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStrea
     dtype = str(work.dtype).removeprefix("torch.")
     parameters = f"{config.model or 'embedded'}: {num_parameters(work.policy):,} parameters"
     print0(f"model    {parameters}, {dtype} on {work.num_ranks} {_ranks(work)}")
-    num_epochs = config.num_steps * config.prompts_per_step / prompts.num_prompts
     print0(
         f"data     {prompts.num_prompts:,} prompts, the longest {work.longest_prompt:,} tokens; "
         f"{held_out.num_prompts:,} held out"
     )
     for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
         print0(f"note     {note}")
+    num_epochs = config.num_steps * config.prompts_per_step / prompts.num_prompts
     print0(
-        f"steps    {config.num_steps:,}, or {num_epochs:.3g} epochs; {config.updates_per_step} updates each, "
-        f"{config.num_updates:,} in all"
+        f"steps    {config.num_steps:,} steps, {num_epochs:,.2f} epochs, {config.num_updates:,} updates "
+        f"({config.updates_per_step} a step)"
     )
     num_rollouts = config.prompts_per_step * config.group_size
     print0(
         f"a step   {num_rollouts:,} completions of {config.prompts_per_step:,} prompts, at most "
-        f"{num_rollouts * work.longest:,} tokens: {work.longest:,} each, of which {prompts.max_new_tokens:,} are new"
+        f"{num_rollouts * work.longest:,} tokens: {work.longest:,} each, of which "
+        f"{min(prompts.max_new_tokens, prompts.max_tokens - prompts.shortest_prompt):,} at most are new"
     )
 
 
@@ -131,7 +134,7 @@ def _print_memory(work: Workload, sizes: Sizes, free: float) -> None:
     """The bytes of each phase on a rank, and the largest sizes that would fit."""
     always = always_bytes(work)
     print0(f"sizes    {sizes.flags()}")
-    print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} are used")
+    print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} can be used")
     print0(f"  always {_sum_of(always)}")
     for phase, parts in phase_bytes(work, sizes).items():
         total = sum(always.values()) + sum(parts.values())
@@ -179,9 +182,9 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
 
 
 def _sample_completion(row: Row) -> str:
-    """The row's first text, which often is the answer."""
-    texts = [value for value in row.columns.values() if isinstance(value, str) and value]
-    return texts[0] if texts else "a completion"
+    """The row's first field beside the prompt, which often is the answer, if it is text or a number."""
+    values = [str(value) for value in row.columns.values() if isinstance(value, str | int | float)]
+    return values[0] if values else "a completion"
 
 
 def _shown(text: str) -> str:

@@ -457,8 +457,10 @@ _ADVICE = {
 
 
 def gb(num_bytes: float) -> str:
-    """So many bytes for a reader, in GB (1e9)."""
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e9:.0f} GB"
+    """So many bytes for a reader, in GB (1e9) or MB (1e6)."""
+    if num_bytes < 1e8:
+        return f"{num_bytes / 1e6:.3g} MB"
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e9:,.0f} GB"
 
 
 def free_bytes(device: torch.device) -> int:
