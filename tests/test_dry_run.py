@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import train_grpo
 import train_ppo
@@ -156,9 +158,19 @@ def test_prompts_are_shown_as_the_model_reads_them_and_rewards_are_called(flags)
     printed, _ = dry_run(train_grpo, **fields, gpus="1x24")
     assert f"data.jsonl:2, 20 tokens: '{'2' * 20}'" in printed
     assert "mean_digit: '' gets 0.0, '1234' gets 2.0" in printed
+    Path(fields["data"]).write_text(json.dumps({"prompt": "1", "answer": "\ud800"}))
+    assert "'?' gets 0.5" in dry_run(train_grpo, **fields, gpus="1x24")[0]
     broken = (fields["reward"][0].replace("mean_digit", "broken"),)
     with pytest.raises(RewardError, match="broken"):
         dry_run(train_grpo, **{**fields, "reward": broken}, gpus="1x24")
+
+
+def test_weights_that_are_there_must_be_the_model_s(flags):
+    """Their names and shapes are read: a real run would refuse them too."""
+    fields = flags(QWEN_05B)
+    save_file({"model.norm.weight": torch.ones(3)}, f"{fields['model']}/model.safetensors")
+    with pytest.raises(InputError, match="missing tensors"):
+        dry_run(train_grpo, **fields, gpus="1x24")
 
 
 @pytest.mark.parametrize("module", [train_grpo, train_ppo])

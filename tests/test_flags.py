@@ -136,6 +136,10 @@ def test_the_fields_with_numbers_are_found():
         (lambda: check_shared(RunConfig(model="x")), "--model needs --data"),
         (lambda: check_shared(RunConfig(gpus="8x80")), "--gpus 8x80: has no effect without --dry-run"),
         (lambda: check_shared(RunConfig(gpus="8", dry_run=True)), "--gpus 8: give the number of ranks"),
+        (
+            lambda: check_shared(RunConfig(gpus="8x80", dry_run=True, device="cpu")),
+            "--gpus 8x80: with --device cpu",
+        ),
         (lambda: check_shared(RunConfig(gpus="0x80", dry_run=True)), "--gpus 0x80: give the number of ranks"),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
         (

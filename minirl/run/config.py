@@ -214,6 +214,7 @@ def check_shared(config: RunConfig) -> None:
     )
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)
+        refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
     num_rollouts = config.prompts_per_step * config.group_size
     num_minibatches = config.minibatches_per_epoch
     refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")

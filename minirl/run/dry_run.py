@@ -14,7 +14,7 @@ from minirl.data.task import RewardFunction, Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import read_config
-from minirl.model.weights import resolve_folder
+from minirl.model.weights import check_weights, resolve_folder
 from minirl.ranks.process_group import device_type, print0, world_size
 from minirl.rewards.functions import compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
@@ -41,6 +41,7 @@ from minirl.run.run import compute_dtype, prompt_streams, task_with_rewards
 
 SHOWN_PROMPTS = 2
 SHOWN_CHARACTERS = 400  # of a prompt or completion
+SAMPLE_CHARACTERS = 10_000  # of a completion that rewards are called on
 MOST_TOKENS = 2**24  # of a microbatch or cache that are asked for
 
 
@@ -67,6 +68,8 @@ def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None =
         else:
             folder = resolve_folder(config.model, with_weights=False)
         model_config = read_config(folder, scalar_head=False)
+        if any(folder.glob("*.safetensors")):
+            check_weights(model_config, folder)
         tokenizer = Tokenizer(folder, chat=config.chat)
         max_new_tokens = config.max_new_tokens or task.max_new_tokens
         streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
@@ -79,8 +82,7 @@ def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None =
             device_type=machine.device_type,
             num_ranks=machine.num_ranks,
         )
-    given = given_sizes(config)
-    sizes = choose_sizes(work, machine.free, given)
+    sizes = choose_sizes(work, machine.free, given_sizes(config))
     _print_work(config, work, streams)
     _print_memory(work, sizes, machine.free)
     _print_prompts(task, streams[0])
@@ -184,7 +186,9 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
 def _sample_completion(row: Row) -> str:
     """The row's first field beside the prompt, which often is the answer, if it is text or a number."""
     values = [str(value) for value in row.columns.values() if isinstance(value, str | int | float)]
-    return values[0] if values else "a completion"
+    sample = values[0] if values else "a completion"
+    # Half of a surrogate pair cannot be tokenized, and no completion has one.
+    return sample[:SAMPLE_CHARACTERS].encode(errors="replace").decode()
 
 
 def _shown(text: str) -> str:
