@@ -429,6 +429,9 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
             str(gsm8k / "train.jsonl"),
             "--eval-data",
             str(gsm8k / "test.jsonl"),
+            # No answer is right: without a KL term no rollout would be trained on.
+            "--kl-coef",
+            "0.01",
         )
     sizes = ("--num-steps", "2", "--prompts-per-step", "6", "--group-size", "4", "--eval-rows", "8")
     flags += (*sizes, "--max-new-tokens", "48", "--lr", "1e-3")
