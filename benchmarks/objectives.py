@@ -297,7 +297,8 @@ def compare(name: str, folder: str) -> tuple[float, float]:
     return tuple(worst.tolist())
 
 
-def main() -> None:
+def start_beside_trl() -> str:
+    """Join the process group, silence TRL's warnings and return its version. Exits with 2 without TRL."""
     if importlib.util.find_spec("trl") is None:
         print("TRL is not installed: nothing was compared. pip install trl==1.16.0, see the top of this file")
         sys.exit(2)
@@ -308,7 +309,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     disable_progress_bar()
-    print(f"TRL {trl.__version__}, float64, {NUM_BATCHES} batches each, tolerance {TOLERANCE:.0e}")
+    return trl.__version__
+
+
+def main() -> None:
+    version = start_beside_trl()
+    print(f"TRL {version}, float64, {NUM_BATCHES} batches each, tolerance {TOLERANCE:.0e}")
     print(f"{'objective':26} {'batches':>7} {'loss':>9} {'gradient':>9}")
     is_equal = True
     with tempfile.TemporaryDirectory() as folder:

@@ -14,21 +14,18 @@ without TRL.
 """
 
 import importlib.util
-import logging
 import math
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from objectives import EOS, TOKEN, save_model
+from objectives import EOS, TOKEN, save_model, start_beside_trl
 from torch import Tensor
 
 from minirl.data.task import Row
 from minirl.objective.advantages import group_advantages, weighted_scores
-from minirl.ranks import process_group
 from minirl.rewards.functions import compute_rewards
 from minirl.rewards.worker_process import load_reward
 
@@ -136,16 +133,7 @@ def trl_rewards(
 
 
 def main() -> None:
-    if importlib.util.find_spec("trl") is None:
-        print("TRL is not installed: nothing was compared. pip install trl==1.16.0, see the top of this file")
-        sys.exit(2)
-    import trl
-    from transformers.utils.logging import disable_progress_bar
-
-    process_group.start(device="cpu")
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    disable_progress_bar()
+    version = start_beside_trl()
     rows = []
     for solution in SOLUTIONS:
         row = Row([{"role": "user", "content": "?"}], {"solution": solution}, place="here")
@@ -154,7 +142,7 @@ def main() -> None:
     ids = [repeated_ids(i) for i in range(len(rows))]
     weights = torch.ones(len(TRL_NAMES) + len(OWN_NAMES), dtype=torch.float64)
     is_equal = True
-    print(f"TRL {trl.__version__}, {len(rows)} completions in groups of {GROUP_SIZE}")
+    print(f"TRL {version}, {len(rows)} completions in groups of {GROUP_SIZE}")
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         own_file = str(Path(folder) / "own_rewards.py")

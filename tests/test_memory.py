@@ -178,7 +178,7 @@ def test_an_update_on_the_cpu_peaks_where_the_table_says(shape, recompute):
     if recompute:
         # In fp32 the states between the layers take twice the bytes.
         doubled = sizes | {"L": 2 * sizes["L"]}
-        expected = formula("token of a microbatch with `--recompute-layers`", **doubled)
+        expected = formula("token of a microbatch with `--recompute-layers on`", **doubled)
     assert peak == pytest.approx(num_tokens * expected, rel=0.1)
 
 
@@ -221,7 +221,7 @@ def test_the_example_follows_from_the_table():
     sizes["W"] = 8
     sizes["A"] = formula("a layer's activations of a token, A", **sizes)
     token = formula("token of a microbatch", **sizes)
-    recomputed = formula("token of a microbatch with `--recompute-layers`", **sizes)
+    recomputed = formula("token of a microbatch with `--recompute-layers on`", **sizes)
     expected = [
         formula("weights, shared by generate, score and update", **sizes) / 1e9,
         formula("masters and two moments", **sizes) / 1e9,
@@ -302,7 +302,7 @@ def test_the_code_computes_what_the_table_says(config):
             config, torch.float32, "cpu", length=800
         ),
         "token of a microbatch": memory.activation_bytes(headless, **gpus, **token, recompute_layers=False),
-        "token of a microbatch with `--recompute-layers`": memory.activation_bytes(
+        "token of a microbatch with `--recompute-layers on`": memory.activation_bytes(
             headless, **gpus, **token, recompute_layers=True
         ),
         "token without gradient": memory.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,

@@ -273,7 +273,7 @@ class Engine:
         nothing. `_extend_or_preempt` copes with a full cache.
         """
         groups: list[_AdmittedGroup] = []
-        if not self._waiting:
+        if not self._waiting or len(self._running) >= self.max_running_requests:
             return groups
         cache = self._live_cache
         num_running = len(self._running)
@@ -348,7 +348,7 @@ class Engine:
             self.stats.prefill_tokens += len(tokens)
             ends = torch.tensor(layout.lengths).cumsum(0)
             for stem, end in zip(new_stems, ends.tolist(), strict=True):
-                stem.hidden = hidden[end - 1]
+                stem.hidden = hidden[end - 1].clone()  # a view would keep the states of the whole prefill
 
         # The last request of a group takes the stem's own sequence, if none waits for it; the others take forks.
         # Every one of them samples from the stem's hidden state.
@@ -442,7 +442,7 @@ class Engine:
         self.stats.padding_tokens += num_computed - num_requests
         self.stats.decode_steps += 1
 
-    def _make_batch(self, requests: list[RunningRequest]) -> "_Batch":
+    def _make_batch(self, requests: list[RunningRequest]) -> _Batch:
         """What the decode steps of these requests share, with padding to a batch size of the CUDA graphs, if any.
 
         Padding decodes any token, with any key, always at the same position of its own sequence. Its results are

@@ -140,10 +140,10 @@ class Run:
         check_weights(self.model_config, self.model_folder)
         self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
-        self.max_tokens = max_request_tokens(config, self.model_config, self.max_new_tokens)
         self.prompts, self.held_out = prompt_streams(
             config, task, self.tokenizer, self.model_config, self.max_new_tokens
         )
+        self.max_tokens = self.prompts.max_tokens
         self.sizes, self._memory_note = self._fit_memory()
         self._eval_files = tuple(task.eval_sets)
         self._task_name = task.name
@@ -475,7 +475,11 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
 def prompt_streams(
     config: RunConfig, task: Task, tokenizer: Tokenizer, model_config: ModelConfig, max_new_tokens: int
 ) -> tuple[PromptStream, PromptStream]:
-    """The training prompts and the held-out ones. Not collective. Raises InputError naming rows and flags."""
+    """The training prompts and the held-out ones (collective, as `PromptStream`).
+
+    Raises InputError naming rows and flags.
+    """
+    max_tokens = max_request_tokens(config, model_config, max_new_tokens)
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(
@@ -483,7 +487,7 @@ def prompt_streams(
             tokenizer,
             purpose=purpose,
             seed=config.seed,
-            max_tokens=max_request_tokens(config, model_config, max_new_tokens),
+            max_tokens=max_tokens,
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
             long_prompts=config.long_prompts,
