@@ -63,7 +63,7 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
     temperature = torch.ones(args.sequences)
 
     sequences = [cache.add(PROMPT_LENGTH) for _ in range(args.sequences)]
-    assert all(sequences), "the cache is large enough"
+    assert None not in sequences, "the cache is large enough"
     layout = cache.prefill_layout(sequences)
     prompts = torch.randint(config.vocab_size, (args.sequences * PROMPT_LENGTH,))
     hidden = model(prompts, layout.positions, layout)
@@ -75,7 +75,7 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
             hidden, model.lm_head.weight, keys=noise_keys, positions=positions, temperature=temperature
         )
         assert all(cache.extend(sequence) for sequence in sequences), "the cache is large enough"
-        layout = cache.decode_layout(sequences)
+        layout = cache.decode_layout(torch.tensor(sequences))
         hidden = model(tokens, layout.positions, layout)
         positions = positions + 1
         yield time.process_time() - start, num_blocks - cache.num_free_blocks

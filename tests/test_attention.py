@@ -11,6 +11,7 @@ from minirl.generation.kv_cache import KVCache
 from minirl.model import attention, batch_invariance, padding
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
+from support.caches import length_of
 from support.layouts import FAMILIES, shared_layout
 
 CPU = torch.device("cpu")
@@ -288,6 +289,10 @@ def make_streams(lengths, num_layers, groups, dim, dtype, seed):
     return [[layer[i] for layer in layers] for i in range(len(rests))]
 
 
+def rows_of(rows):
+    return torch.tensor([cached for _, cached, _ in rows])
+
+
 def gather_rows(streams, layer, spans):
     """q, k, v of the tokens start..end of each stream, end to end."""
     rows = [
@@ -317,25 +322,31 @@ def packed_rows(streams, windows, lengths):
 def prefill_and_check(cache, windows, rows, is_exact):
     """Prefill whole prompts; what comes out must be the first rows of the longer sequences."""
     layout = cache.prefill_layout([cached for _, cached, _ in rows])
-    spans = [(0, cached.length) for _, cached, _ in rows]
+    spans = [(0, length_of(cache, cached)) for _, cached, _ in rows]
     for layer, window in enumerate(windows):
         q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
         got = attend(q, k, v, layout, layer=layer, window=window)
-        assert_same(got, torch.cat([packed[layer][: cached.length] for _, cached, packed in rows]), is_exact)
+        assert_same(
+            got,
+            torch.cat([packed[layer][: length_of(cache, cached)] for _, cached, packed in rows]),
+            is_exact,
+        )
 
 
 def decode_and_check(cache, windows, rows, is_exact):
     """Decode one token of each row; what comes out must be its row in the packed attention."""
     for _, cached, _ in rows:
         assert cache.extend(cached)
-    layout = cache.decode_layout([cached for _, cached, _ in rows])
-    spans = [(cached.length - 1, cached.length) for _, cached, _ in rows]
+    layout = cache.decode_layout(rows_of(rows))
+    spans = [(length_of(cache, cached) - 1, length_of(cache, cached)) for _, cached, _ in rows]
     assert layout.positions.tolist() == [start for start, _ in spans]
     for layer, window in enumerate(windows):
         q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
         got = attend(q, k, v, layout, layer=layer, window=window)
         assert_same(
-            got, torch.stack([packed[layer][cached.length - 1] for _, cached, packed in rows]), is_exact
+            got,
+            torch.stack([packed[layer][length_of(cache, cached) - 1] for _, cached, packed in rows]),
+            is_exact,
         )
 
 
@@ -363,12 +374,12 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
         )
     prefill_and_check(cache, windows, parents, is_exact)
     rows = [
-        (stream, cached or cache.fork(family[0][1]), packed)
+        (stream, cache.fork(family[0][1]) if cached is None else cached, packed)
         for family in families
         for stream, cached, packed in family
     ]
     for tables in cache.tables:
-        family_tables = [tables.of_row(cached.row) for _, cached, _ in rows[:3]]
+        family_tables = [tables.of_row(cached) for _, cached, _ in rows[:3]]
         first, _ = family_tables[0]
         assert first > 0 or len({blocks[0] for _, blocks in family_tables}) == 1, "full blocks are not shared"
     for step in range(steps):
@@ -381,11 +392,11 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     rows.append(late)
     for _ in range(steps):
         decode_and_check(cache, windows, rows, is_exact)
-    lengths = [cached.length for _, cached, _ in rows]
+    lengths = [length_of(cache, cached) for _, cached, _ in rows]
     prefixes = packed_rows([stream for stream, _, _ in rows], windows, lengths)
     for prefix, (_, cached, packed) in zip(prefixes, rows, strict=True):  # a later token moves no earlier row
         for layer in range(len(windows)):
-            assert_same(prefix[layer], packed[layer][: cached.length], is_exact)
+            assert_same(prefix[layer], packed[layer][: length_of(cache, cached)], is_exact)
 
 
 def start_rows(cache, windows, groups, dim, dtype, samples, steps, is_exact):
@@ -428,7 +439,7 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
     rows = start_rows(
         cache, windows, groups, dim, dtype, {389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10, is_exact
     )
-    layouts = [cache.decode_layout([cached for _, cached, _ in rows])]
+    layouts = [cache.decode_layout(rows_of(rows))]
     for cached, _ in layouts[0].caches.values():
         plan = cached.read.index
         assert plan.num_sharing == 9 > plan.num_users
@@ -438,9 +449,9 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
         decode_and_check(cache, windows, rows, is_exact)
     for i in (20, 12, 9, 5, 2, 0):  # the parents of both groups among them
         cache.free(rows.pop(i)[1])
-    before = [[tables.of_row(cached.row) for tables in cache.tables] for _, cached, _ in rows]
-    cache.compact([cached for _, cached, _ in rows])
-    after = [[tables.of_row(cached.row) for tables in cache.tables] for _, cached, _ in rows]
+    before = [[tables.of_row(cached) for tables in cache.tables] for _, cached, _ in rows]
+    cache.compact()
+    after = [[tables.of_row(cached) for tables in cache.tables] for _, cached, _ in rows]
     assert before != after, "nothing has moved"
     poison(cache)
     for _ in range(3):
@@ -448,7 +459,7 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
     while len(rows) > 1:  # down to fewer rows than a product must have
         cache.free(rows.pop(-2)[1])
         if len(rows) in (16, 8, 3, 2, 1):
-            cache.compact([cached for _, cached, _ in rows])
+            cache.compact()
             poison(cache)
         if len(rows) in (8, 2, 1):
             decode_and_check(cache, windows, rows, is_exact)
@@ -496,8 +507,8 @@ def test_a_plan_kept_from_another_step_is_right_for_it(window):
     plans, firsts, tables = [], [], []
     for _ in range(140):
         decode_and_check(cache, (window,), rows, is_exact)
-        plans.append(cache.decode_layout([cached for _, cached, _ in rows]).caches[0][0].read.index)
-        found = [cache.tables[0].of_row(cached.row) for _, cached, _ in rows]
+        plans.append(cache.decode_layout(rows_of(rows)).caches[0][0].read.index)
+        found = [cache.tables[0].of_row(cached) for _, cached, _ in rows]
         firsts.append([first for first, _ in found])
         tables.append([blocks for _, blocks in found])
     for i in range(1, 140):
@@ -522,8 +533,8 @@ def test_rows_that_hold_the_blocks_of_rows_that_are_gone_read_their_own():
         plans.append(cache._last_index[0])
         for _, cached, _ in rows:
             cache.free(cached)
-    assert plans[0] is plans[1]
-    assert plans[0][0] == [[0, 1], [0, 3], [2]]
+    assert plans[0].index is plans[1].index
+    assert plans[0].blocks == [[0, 1], [0, 3], [2]]
 
 
 @pytest.mark.parametrize("differs_below", [1, 2, 3, 4, 5, 8, 9, 100])

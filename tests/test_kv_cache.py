@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minirl.generation.kv_cache import CachedSequence, KVCache
+from minirl.generation.kv_cache import KVCache
 from minirl.model.attention import DecodeLayout, PackedLayout
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode
+from support.caches import length_of
 
 FULL = (None, None)
 WINDOWED = (200, 200)
@@ -30,22 +31,24 @@ def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -
     )
 
 
-def tables_of(cache: KVCache, sequence: CachedSequence) -> list[SimpleNamespace]:
+def tables_of(cache: KVCache, row: int) -> list[SimpleNamespace]:
     """The sequence's block table in each pool."""
-    rows = [tables.of_row(sequence.row) for tables in cache.tables]
-    return [SimpleNamespace(first=first, blocks=blocks) for first, blocks in rows]
+    in_pools = [tables.of_row(row) for tables in cache.tables]
+    return [SimpleNamespace(first=first, blocks=blocks) for first, blocks in in_pools]
 
 
 def first_visible_block(window: int | None, position: int) -> int:
     return 0 if window is None else max(0, position - window + 1) // BLOCK
 
 
-def snapshot(cache: KVCache, sequences: list[CachedSequence]) -> tuple:
+def snapshot(cache: KVCache, sequences: list[int]) -> tuple:
     pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.free_lists]
-    return pools, [(s.length, [(t.first, list(t.blocks)) for t in tables_of(cache, s)]) for s in sequences]
+    return pools, [
+        (length_of(cache, s), [(t.first, list(t.blocks)) for t in tables_of(cache, s)]) for s in sequences
+    ]
 
 
-def check_accounting(cache: KVCache, sequences: list[CachedSequence]) -> None:
+def check_accounting(cache: KVCache, sequences: list[int]) -> None:
     """Every property that must hold after any operation."""
     for i, (pool, blocks) in enumerate(zip(cache.pools, cache.free_lists, strict=True)):
         held = Counter(block for s in sequences for block in tables_of(cache, s)[i].blocks)
@@ -53,7 +56,7 @@ def check_accounting(cache: KVCache, sequences: list[CachedSequence]) -> None:
         assert sorted(blocks.free) == [b for b in range(len(blocks.references)) if not held[b]]
         places: dict[int, int] = {}
         for sequence in sequences:
-            table, length = tables_of(cache, sequence)[i], sequence.length
+            table, length = tables_of(cache, sequence)[i], length_of(cache, sequence)
             assert len(set(table.blocks)) == len(table.blocks)
             assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, (
                 "the last block is the last token's"
@@ -84,18 +87,18 @@ def test_random_operations_keep_the_books(windows, seed):
     """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls."""
     rng = random.Random(seed)
     cache = make_cache(windows, num_blocks=rng.choice([5, 12]), max_sequences=rng.choice([4, 64]))
-    live: list[CachedSequence] = []
+    live: list[int] = []
     refused: Counter[str] = Counter()
     done: Counter[str] = Counter()
     for _ in range(250):
         kind = rng.choice(["add", "fork", "fork", "extend", "extend", "free"])
         if kind == "add":
             made = cache.add(rng.choice([1, 127, 128, 129, 256, rng.randint(1, 500)]))
-            live += [made] if made else []
+            live += [made] if made is not None else []
             refused[kind] += made is None
         elif kind == "fork" and live:
             made = cache.fork(rng.choice(live))
-            live += [made] if made else []
+            live += [made] if made is not None else []
             refused[kind] += made is None
         elif kind == "extend" and live:
             sequence = rng.choice(live)
@@ -214,23 +217,23 @@ def test_extend_is_refused_exactly_when_a_needed_block_is_missing(windows):
             [
                 b
                 for place, b in enumerate(t.blocks, t.first)
-                if place >= first_visible_block(pool.window, growing.length)
+                if place >= first_visible_block(pool.window, length_of(cache, growing))
             ]
             for t, pool in zip(tables_of(cache, growing), cache.pools, strict=True)
         ]
         released = [len(t.blocks) - len(k) for t, k in zip(tables_of(cache, growing), kept, strict=True)]
         spare = [len(blocks.free) + n for blocks, n in zip(cache.free_lists, released, strict=True)]
-        possible = growing.length % BLOCK != 0 or min(spare) > 0
-        length = growing.length
+        possible = length_of(cache, growing) % BLOCK != 0 or min(spare) > 0
+        length = length_of(cache, growing)
         assert cache.extend(growing) == possible
         check_accounting(cache, [growing, other, *blocker])
         assert [t.blocks[: len(k)] for t, k in zip(tables_of(cache, growing), kept, strict=True)] == kept
         if not possible:
-            assert growing.length == length
+            assert length_of(cache, growing) == length
             assert not cache.extend(growing), "refused once, granted without a block coming free"
             cache.free(blocker.pop())
             assert cache.extend(growing)
-        assert growing.length == expected_length
+        assert length_of(cache, growing) == expected_length
     check_accounting(cache, [growing, other, *blocker])
 
 
@@ -242,7 +245,7 @@ def test_a_windowed_pool_keeps_only_the_blocks_its_window_sees(window):
     sequence = cache.add(1)
     for length in range(2, 12 * BLOCK):
         assert cache.extend(sequence)
-        assert sequence.length == length
+        assert length_of(cache, sequence) == length
         table = tables_of(cache, sequence)[windowed]
         oldest_seen = max(0, length - window)
         assert table.first == oldest_seen // BLOCK
@@ -262,13 +265,15 @@ def test_a_windowed_pool_has_room_for_its_sequences_at_any_length(window):
     assert None not in live
     for step in range(700):
         for sequence in live:
-            assert cache.extend(sequence), f"refused at {sequence.length} tokens after {step} steps"
+            assert cache.extend(sequence), (
+                f"refused at {length_of(cache, sequence)} tokens after {step} steps"
+            )
     check_accounting(cache, live)
 
 
-def write_last(cache: KVCache, sequences: list[CachedSequence], values: list[float]) -> DecodeLayout:
+def write_last(cache: KVCache, sequences: list[int], values: list[float]) -> DecodeLayout:
     """Store a value as the key, and its negative as the value, of each sequence's last token, in every layer."""
-    layout = cache.decode_layout(sequences)
+    layout = cache.decode_layout(torch.tensor(sequences))
     store(layout, values)
     return layout
 
@@ -323,12 +328,12 @@ def test_every_sequence_reads_back_its_own_tokens(windows, seed):
     """After prefills, forks, frees and decodes in any order, block tables lead to what each sequence wrote itself."""
     rng = random.Random(seed)
     cache = make_cache(windows, num_blocks=14)
-    live: list[tuple[CachedSequence, list[float]]] = []
+    live: list[tuple[int, list[float]]] = []
     counter, decoded, forked = 0, 0, 0
     for _ in range(40):
         kind = rng.choice(["prefill", "fork", "decode", "decode", "free", "compact"])
         if kind == "compact":
-            cache.compact([s for s, _ in live])
+            cache.compact()
             for blocks in cache.free_lists:
                 used = [block for block, references in enumerate(blocks.references) if references]
                 assert used == list(range(len(used))), "a hole is left below a block in use"
@@ -337,7 +342,9 @@ def test_every_sequence_reads_back_its_own_tokens(windows, seed):
             lengths = [rng.choice([1, 128, 129, rng.randint(1, 400)]) for _ in range(rng.randint(1, 2))]
             made = [s for s in map(cache.add, lengths) if s is not None]
             if made:
-                histories = [[float(counter := counter + 1) for _ in range(s.length)] for s in made]
+                histories = [
+                    [float(counter := counter + 1) for _ in range(length_of(cache, s))] for s in made
+                ]
                 store(cache.prefill_layout(made), [x for h in histories for x in h])
                 live += list(zip(made, histories, strict=True))
         elif kind == "fork" and live:
@@ -376,13 +383,13 @@ def test_compact_moves_the_highest_blocks_into_the_lowest_holes():
         [3, 4, 6],
     ]
     cache.free(parent)
-    cache.compact([other, child])
+    cache.compact()
     assert [tables_of(cache, s)[0].blocks for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
     assert pool.keys[0, :4, 0, 0, 0].tolist() == [4, 5, 6, 3]
     assert pool.values[0, :4, 0, 0, 0].tolist() == [-4, -5, -6, -3]
     check_accounting(cache, [other, child])
     tables = [tables_of(cache, s)[0].blocks for s in (other, child)]
-    cache.compact([other, child])
+    cache.compact()
     assert [tables_of(cache, s)[0].blocks for s in (other, child)] == tables
     assert tables_of(cache, cache.add(1))[0].blocks == [4]
 
@@ -402,22 +409,22 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
                 if kind == "fork"
                 else cache.add(rng.choice([1, 127, 128, 200, 300]))
             )
-            live += [made] if made else []
+            live += [made] if made is not None else []
         elif kind == "extend" and live:
             live = [s for s in live if cache.extend(s) or cache.free(s)]
         elif kind == "free" and len(live) > 1:
             cache.free(live.pop(rng.randrange(len(live))))
         elif kind == "compact":
-            cache.compact(live)
+            cache.compact()
         elif kind == "reorder":
             rng.shuffle(live)
         rows = [
-            s for s in live if s.length % BLOCK
+            s for s in live if length_of(cache, s) % BLOCK
         ]  # a sequence at a border has no block yet for its next token
         if not rows:
             continue
         before = list(cache._last_index)
-        caches = cache.decode_layout(rows).caches
+        caches = cache.decode_layout(torch.tensor(rows)).caches
         for layer, (pool, _) in cache.pool_of_layer.items():
             plan = caches[layer][0].read.index
             tables = [list(tables_of(cache, s)[pool].blocks) for s in rows]
@@ -429,7 +436,7 @@ def test_a_plan_is_never_that_of_other_tables(windows, seed):
                     else getattr(plan, name) == value
                 )
                 assert same, name
-            is_kept = before[pool] is not None and before[pool][1] is plan
-            assert is_kept == (before[pool] is not None and before[pool][0] == tables)
+            is_kept = before[pool] is not None and before[pool].index is plan
+            assert is_kept == (before[pool] is not None and before[pool].blocks == tables)
             reused, made_again = reused + is_kept, made_again + (not is_kept)
     assert min(reused, made_again) > 20

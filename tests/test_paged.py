@@ -47,7 +47,7 @@ def mended_interpreter(monkeypatch):
 def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
     """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
     cache, rows = make_cache(window, groups, dim, dtype)
-    pool, (cached, _) = cache.pools[0], cache.decode_layout(rows).caches[0]
+    pool, (cached, _) = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)

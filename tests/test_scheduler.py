@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from minirl.generation.running_request import RunningRequest
+from minirl.generation.running_requests import RunningRequests
 from support.scheduling import Load, requests_of, stub_engine
 
 # Far more requests than places, in caches that have room and in tight ones.
@@ -36,12 +36,13 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name,
     """One that was thrown out and taken in again decodes at least 64 tokens before that happens again."""
     thrown_out_at = defaultdict(list)
 
-    def unfinished(running):
-        thrown_out_at[running.request.rollout_id].append(len(running.tokens))
-        return original(running)
+    def unfinished(running, row):
+        request = original(running, row)
+        thrown_out_at[request.rollout_id].append(len(request.sampled))
+        return request
 
-    original = RunningRequest.unfinished
-    monkeypatch.setattr(RunningRequest, "unfinished", unfinished)
+    original = RunningRequests.unfinished
+    monkeypatch.setattr(RunningRequests, "unfinished", unfinished)
     with stub_engine(load) as engine:
         rollouts = engine.generate(requests_of(load))
     assert len(rollouts) == load.num_requests

@@ -31,8 +31,8 @@ class DecodeGraphs:
         # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
         self._memory: Any = None
 
-    def decode(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """As `decode_step.decode`. On CUDA the next step of the same batch size overwrites the results."""
+    def decode(self, step: DecodeStep) -> Tensor:
+        """As `decode_step.decode`. On CUDA the next step of the same batch size overwrites the result."""
         batch_size = len(step.tokens)
         graph = self._graphs.get(batch_size)
         if graph is None:
@@ -56,17 +56,17 @@ class _Graph:
                 shape[1] = max_blocks
             self.buffers.append(tensor.new_zeros(shape))
         self._fill_buffers(step)
-        self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
+        self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         if step.tokens.is_cuda:
             self._captured = self._capture(step.with_inputs(self.buffers), memory)
 
-    def decode(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
+    def decode(self, step: DecodeStep) -> Tensor:
         self._fill_buffers(step)
         if self._captured is None:
             return decode(self.model, step.with_inputs(self.buffers))
-        graph, results = self._captured
+        graph, sampled = self._captured
         graph.replay()
-        return results
+        return sampled
 
     def _fill_buffers(self, step: DecodeStep) -> None:
         for buffer, tensor in zip(self.buffers, step.inputs, strict=True):
@@ -78,8 +78,8 @@ class _Graph:
             else:
                 buffer.copy_(tensor)
 
-    def _capture(self, step: DecodeStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:
-        """Run the step once so that its kernels are compiled, then capture it. Returns graph and results.
+    def _capture(self, step: DecodeStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Run the step once so that its kernels are compiled, then capture it. Returns graph and result.
 
         The replay that follows stores the same keys and values in the same places of the cache once more.
         """
@@ -91,5 +91,5 @@ class _Graph:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            results = decode(self.model, step)
-        return graph, results
+            sampled = decode(self.model, step)
+        return graph, sampled

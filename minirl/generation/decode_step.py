@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from minirl.generation.sampling import sample
@@ -13,7 +14,7 @@ from minirl.model.transformer import Transformer
 class DecodeStep:
     """The inputs of one decode step.
 
-    tokens int64 [B]: the newest token of each request; layout: their positions and where the cache holds
+    tokens int32 [B]: the newest token of each request; layout: their positions and where the cache holds
     their keys; keys int64 [B] (of the sampling noise) and temperature fp32 [B]: for the tokens to be sampled.
     """
 
@@ -56,10 +57,10 @@ class DecodeStep:
         return DecodeStep(tokens, DecodeLayout(positions, caches), keys, temperature)
 
 
-def decode(model: Transformer, step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """Sample the next tokens int64 [B], with logprobs fp32 [B]. On CUDA it never waits for the device."""
+def decode(model: Transformer, step: DecodeStep) -> Tensor:
+    """Sample the next tokens: int32 [2, B], as `pack_sampled` makes it. On CUDA it never waits for the device."""
     hidden = model(step.tokens, step.layout.positions, step.layout)
-    return sample(
+    tokens, logprobs = sample(
         hidden,
         model.lm_head.weight,
         keys=step.keys,
@@ -67,3 +68,9 @@ def decode(model: Transformer, step: DecodeStep) -> tuple[Tensor, Tensor]:
         positions=step.layout.positions + 1,
         temperature=step.temperature,
     )
+    return pack_sampled(tokens, logprobs)
+
+
+def pack_sampled(tokens: Tensor, logprobs: Tensor) -> Tensor:
+    """Tokens [B], and the bits of their logprobs fp32 [B], as int32 [2, B]: one download has both."""
+    return torch.stack([tokens.int(), logprobs.view(torch.int32)])

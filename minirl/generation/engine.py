@@ -26,10 +26,11 @@ from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.generation.cuda_graphs import DecodeGraphs
-from minirl.generation.decode_step import DecodeStep, decode
+from minirl.generation.decode_step import DecodeStep, decode, pack_sampled
 from minirl.generation.engine_stats import EngineStats
-from minirl.generation.kv_cache import CachedSequence, KVCache, ceil_div
-from minirl.generation.running_request import PendingTokens, RunningRequest
+from minirl.generation.kv_cache import KVCache, ceil_div
+from minirl.generation.packed_upload import upload_together
+from minirl.generation.running_requests import PendingTokens, RunningRequests
 from minirl.generation.sampling import sample
 from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, upload
@@ -40,13 +41,13 @@ from minirl.rollouts import Request, Rollout, RolloutId
 
 @dataclass(eq=False)
 class _Stem:
-    """What the requests of a group begin with, in the cache. The requests are forks of it.
+    """What the requests of a group begin with, in a row of the cache. The requests are forks of it.
 
     hidden: the last token's hidden state [D], which the next tokens are sampled from; None until the prefill.
     """
 
     first: Request
-    cached: CachedSequence
+    row: int
     hidden: Tensor | None = None
 
     @property
@@ -62,21 +63,6 @@ class _AdmittedGroup:
     requests: list[Request]
     stem: _Stem
     keeps_stem: bool
-
-
-@dataclass(eq=False)
-class _Batch:
-    """What decode steps of the same requests have in common; the padding of CUDA graphs comes behind them.
-
-    token_index int64 [B]: where the newest tokens are in `Engine._newest_tokens`; in order after the first step.
-    """
-
-    requests: list[RunningRequest]
-    sequences: list[CachedSequence]
-    keys: Tensor
-    temperature: Tensor
-    token_index: Tensor
-    is_in_order: bool = False
 
 
 class Engine:
@@ -119,21 +105,18 @@ class Engine:
         self.weight_version = 0
 
         self._waiting: deque[Request] = deque()
-        # Oldest first.
-        self._running: list[RunningRequest] = []
+        self._running = RunningRequests(0)
         # Of the group of which only a part is admitted. The other part is waiting.
         self._stem: _Stem | None = None
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
-        # Of the last decode step.
-        self._batch: _Batch | None = None
-        # On the device, the newest token of each running request, at its `RunningRequest.token_index`.
-        self._newest_tokens = torch.empty(0, dtype=torch.int64, device=device)
+        # On the device, the newest token of each running request, at its `RunningRequests.token_index`.
+        self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        # The cached sequence of the padding in decode steps (none without CUDA graphs). Padding stores keys
-        # and values like any request, so it needs a block of its own.
-        self._padding_sequences: list[CachedSequence] = []
+        # The row of the padding in decode steps, int64 [1] ([0] without CUDA graphs). Padding stores keys and values
+        # like any request, so it needs a block of its own.
+        self._padding_row = torch.arange(0)
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
@@ -164,22 +147,24 @@ class Engine:
         Returns the rollouts that were found finished. Not collective.
         """
         watchdog.heartbeat()
+        if not self._running and not self._waiting:
+            return []
         with torch.no_grad():
             self._prefill(self._admit())
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
-            requests = self._below_limit()
-            can_stay_unread = self.async_decoding and self._can_extend(requests)
+            rows = self._below_limit()
+            can_stay_unread = self.async_decoding and self._live_cache.can_extend(rows)
             if not can_stay_unread:
                 finished += self._read_pending()
-                requests = self._below_limit()
-            self._extend_or_preempt(requests)
-            if requests:
-                self._decode(requests)
+                rows = self._below_limit()
+            rows = self._extend_or_preempt(rows)
+            if len(rows):
+                self._decode(rows)
             # With asynchronous decoding the step just launched is read one call later. Until then the device
             # runs it, while the host handles the finished requests and prepares the next step.
-            num_unread = 1 if requests and self.async_decoding else 0
+            num_unread = 1 if len(rows) and self.async_decoding else 0
             finished += self._read_pending(num_unread=num_unread)
         if not self._running and not self._waiting:
             self._end_phase()
@@ -190,8 +175,9 @@ class Engine:
 
         Returns the unfinished requests with the tokens read so far, to be submitted again.
         """
-        self._count_discarded(self._running)
-        unfinished = [running.unfinished() for running in self._running]
+        if self._running:
+            self._count_discarded(self._running.rows)
+        unfinished = [self._running.unfinished(row) for row in self._running.rows.tolist()]
         unfinished += self._waiting
         self._waiting.clear()
         self._end_phase()
@@ -244,26 +230,27 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
+        # One row more, for a stem.
+        self._running = RunningRequests(self.max_running_requests + num_padding_sequences + 1)
         if self.cuda_graphs:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
             self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
-            padding_sequence = self._cache.add(1)
-            assert padding_sequence is not None
-            self._padding_sequences = [padding_sequence]
+            padding_row = self._cache.add(1)
+            assert padding_row is not None
+            self._padding_row = torch.tensor([padding_row])
 
     def _end_phase(self) -> None:
         """Drop the cache and the CUDA graphs, which read it."""
         # The device may still be running a step that uses their memory.
         for pending in self._pending:
             pending.wait()
-        self._running = []
+        self._running = RunningRequests(0)
         self._stem = None
-        self._batch = None
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
         self._cache = None
         self._graphs = None
-        self._padding_sequences = []
+        self._padding_row = torch.arange(0)
 
     def _admit(self) -> list[_AdmittedGroup]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
@@ -280,7 +267,7 @@ class Engine:
         num_prefill_tokens = 0
         # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
         # prefill, when the stem's keys exist.
-        num_promised = sum(map(self._blocks_soon, self._running))
+        num_promised = self._blocks_soon()
         while self._waiting and num_running < self.max_running_requests:
             first = self._waiting[0]
             length = len(first.prompt_ids) + len(first.sampled)
@@ -298,9 +285,9 @@ class Engine:
                 # Nothing is running, and a stem of requests further behind takes the room of the first.
                 self._drop_stem()
             if stem is None:
-                cached = cache.add(length)
-                assert cached is not None, "there were spare blocks"
-                stem = _Stem(first, cached)
+                row = cache.add(length)
+                assert row is not None, "there were spare blocks"
+                stem = _Stem(first, row)
                 num_prefill_tokens += length
             num_places = self.max_running_requests - num_running
             # If nothing is running, the first request is admitted in any case, without a fork.
@@ -327,13 +314,15 @@ class Engine:
     def _drop_stem(self) -> None:
         """Free the blocks of the stem. It is prefilled again for what is left of its group."""
         assert self._stem is not None, "a request was submitted that exceeds the cache"
-        self._live_cache.free(self._stem.cached)
+        self._live_cache.free(self._stem.row)
         self._stem = None
 
-    def _blocks_soon(self, running: RunningRequest) -> int:
-        """How many blocks a request may need within `room_tokens` tokens."""
-        num_left = running.request.max_new_tokens - running.num_launched
-        return self._live_cache.num_new_blocks(running.cached.length, min(num_left, self.room_tokens))
+    def _blocks_soon(self) -> int:
+        """How many blocks the running requests may need within `room_tokens` tokens each."""
+        lengths = self._live_cache.lengths[self._running.rows]
+        num_left = self._running.last_lengths - lengths
+        num_blocks = self._live_cache.num_new_blocks(lengths, num_left.clamp(max=self.room_tokens))
+        return int(num_blocks.sum())
 
     def _prefill(self, groups: list[_AdmittedGroup]) -> None:
         """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
@@ -341,7 +330,7 @@ class Engine:
             return
         new_stems = [group.stem for group in groups if group.stem.hidden is None]
         if new_stems:
-            layout = self._live_cache.prefill_layout([stem.cached for stem in new_stems])
+            layout = self._live_cache.prefill_layout([stem.row for stem in new_stems])
             packed_tokens = [token for stem in new_stems for token in stem.tokens]
             tokens = upload(torch.tensor(packed_tokens), self.device)
             hidden = self.model(tokens, layout.positions, layout)
@@ -352,160 +341,134 @@ class Engine:
 
         # The last request of a group takes the stem's own sequence, if none waits for it; the others take forks.
         # Every one of them samples from the stem's hidden state.
-        admitted: list[RunningRequest] = []
+        old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
+        admitted: list[int] = []
         states: list[Tensor] = []
         for group in groups:
             assert group.stem.hidden is not None
             for left, request in zip(reversed(range(len(group.requests))), group.requests, strict=True):
                 takes_stem = left == 0 and not group.keeps_stem
-                cached = group.stem.cached if takes_stem else self._live_cache.fork(group.stem.cached)
-                assert cached is not None, "admission reserved no block for a fork"
-                admitted.append(RunningRequest(request, cached))
+                row = group.stem.row if takes_stem else self._live_cache.fork(group.stem.row)
+                assert row is not None, "admission reserved no block for a fork"
+                self._running.admit(request, row)
+                admitted.append(row)
                 states.append(group.stem.hidden)
-        positions = torch.tensor([running.cached.length for running in admitted])
-        keys, temperature = self._keys_and_temperature(admitted)
+        rows = torch.tensor(admitted)
+        inputs = (self._live_cache.lengths[rows], self._running.keys[rows], self._running.temperatures[rows])
+        positions, keys, temperature = upload_together(inputs, self.device)
         tokens, logprobs = sample(
             torch.stack(states),
             self.model.lm_head.weight,
             keys=keys,
-            positions=upload(positions, self.device),
+            positions=positions,
             temperature=temperature,
         )
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
-        old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
-        self._newest_tokens = torch.cat([old_tokens, tokens])
-        for token_index, running in enumerate(admitted, start=len(old_tokens)):
-            running.token_index = token_index
-        self._running += admitted
-        self._start_reading(admitted, tokens, logprobs)
+        self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
+        sampled = pack_sampled(tokens, logprobs)
+        self._newest_tokens = torch.cat([old_tokens, sampled[0]])
+        self._start_reading(rows, sampled)
 
-    def _below_limit(self) -> list[RunningRequest]:
-        """The running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
-        return [running for running in self._running if running.cached.length < running.last_length]
+    def _below_limit(self) -> Tensor:
+        """The rows of running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
+        rows = self._running.rows
+        return rows[self._live_cache.lengths[rows] < self._running.last_lengths]
 
-    def _can_extend(self, requests: list[RunningRequest]) -> bool:
-        """Whether the next step is sure not to preempt a request."""
-        return not requests or self._live_cache.can_extend([running.cached for running in requests])
-
-    def _extend_or_preempt(self, requests: list[RunningRequest]) -> None:
-        """Add cache space for one more token to each of the requests; those that are preempted are removed.
+    def _extend_or_preempt(self, rows: Tensor) -> Tensor:
+        """Add cache space for one more token to each of these requests; returns the rows of those that still run.
 
         If a block is missing, the youngest request is preempted: it goes back to the front of the queue with
         the tokens sampled so far, and will be prefilled again with them. The youngest has the least to
         recompute as a rule, and since the oldest is preempted last, it always advances, so the engine makes
         progress: `submit` refused any request that exceeds the cache on its own.
         """
-        if not requests:
-            return
-        extend = self._live_cache.extend
-        i = 0
-        while i < len(requests):
-            if extend(requests[i].cached):
-                i += 1
-                continue
-            if self._stem is not None:
-                self._drop_stem()
-                continue
-            # Unread tokens would be lost, but `step` has read them all, as `_can_extend` was false.
-            assert not self._pending, "a request is preempted whose tokens were not read"
-            # This may be request i itself. Otherwise its blocks are free now, and request i is tried again.
-            youngest = requests.pop()
-            self._running.remove(youngest)
-            self._live_cache.free(youngest.cached)
-            self._waiting.appendleft(youngest.unfinished())
-            self.stats.preemptions += 1
+        cache = self._live_cache
+        only_counts = cache.only_counts(rows)
+        num_left = len(rows)
+        for i in (~only_counts).nonzero()[:, 0].tolist():
+            # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
+            while i < num_left and not cache.extend(int(rows[i])):
+                if self._stem is not None:
+                    self._drop_stem()
+                    continue
+                num_left -= 1
+                self._preempt(int(rows[num_left]))
+        cache.lengths[rows[:num_left][only_counts[:num_left]]] += 1
+        return rows[:num_left]
 
-    def _decode(self, requests: list[RunningRequest]) -> None:
-        """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any."""
-        num_requests = len(requests)
-        batch = self._batch
-        if batch is None or batch.requests != requests:
-            batch = self._make_batch(requests)
-            self._batch = batch
-        layout = self._live_cache.decode_layout(batch.sequences)
-        tokens = self._newest_tokens[batch.token_index]
-        step = DecodeStep(tokens, layout, batch.keys, batch.temperature)
-        if self._graphs is not None:
-            tokens, logprobs = self._graphs.decode(step)
-        else:
-            tokens, logprobs = decode(self.model, step)
-        self._newest_tokens = tokens[:num_requests]
-        if not batch.is_in_order:
-            for token_index, request in enumerate(requests):
-                request.token_index = token_index
-            batch.token_index = self._upload_indices(range(num_requests), len(batch.sequences))
-            batch.is_in_order = True
-        self._start_reading(requests, self._newest_tokens, logprobs[:num_requests])
-        self.stats.decode_tokens += num_requests
-        num_computed = padding.num_padded(len(batch.sequences), self.device)
-        self.stats.padding_tokens += num_computed - num_requests
-        self.stats.decode_steps += 1
+    def _preempt(self, row: int) -> None:
+        """Put a running request back to the front of the queue."""
+        # Unread tokens would be lost, but `step` has read them all, as `can_extend` was false.
+        assert not self._pending, "a request is preempted whose tokens were not read"
+        self._waiting.appendleft(self._running.unfinished(row))
+        self._running.remove([row])
+        self._live_cache.free(row)
+        self.stats.preemptions += 1
 
-    def _make_batch(self, requests: list[RunningRequest]) -> _Batch:
-        """What the decode steps of these requests share, with padding to a batch size of the CUDA graphs, if any.
+    def _decode(self, rows: Tensor) -> None:
+        """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any.
 
         Padding decodes any token, with any key, always at the same position of its own sequence. Its results are
         cut off.
         """
-        num_padding = 0
+        running = self._running
+        num_requests = len(rows)
+        padded = rows
         if self._graphs is not None:
-            batch_size = padding.graph_batch_size(len(requests), self.max_running_requests)
-            num_padding = batch_size - len(requests)
-        sequences = [request.cached for request in requests] + self._padding_sequences * num_padding
-        keys, temperature = self._keys_and_temperature(requests, num_padding)
-        token_index = self._upload_indices([request.token_index for request in requests], len(sequences))
-        return _Batch(requests, sequences, keys, temperature, token_index)
+            batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
+            padded = torch.cat([rows, self._padding_row.expand(batch_size - num_requests)])
+        inputs = [running.token_index[padded], running.keys[padded], running.temperatures[padded]]
+        inputs += self._live_cache.decode_inputs(padded)
+        token_index, keys, temperature, *layout_inputs = upload_together(inputs, self.device)
+        layout = self._live_cache.decode_layout(padded, layout_inputs)
+        step = DecodeStep(self._newest_tokens[token_index], layout, keys, temperature)
+        sampled = self._graphs.decode(step) if self._graphs is not None else decode(self.model, step)
+        sampled = sampled[:, :num_requests]
+        self._newest_tokens = sampled[0]
+        running.token_index[rows] = torch.arange(num_requests)
+        self._start_reading(rows, sampled)
+        self.stats.decode_tokens += num_requests
+        num_computed = padding.num_padded(len(padded), self.device)
+        self.stats.padding_tokens += num_computed - num_requests
+        self.stats.decode_steps += 1
 
-    def _upload_indices(self, indices: Sequence[int], count: int) -> Tensor:
-        """These indices int64 [count] on the device, filled up with 0."""
-        padded = torch.zeros(count, dtype=torch.int64)
-        padded[: len(indices)] = torch.tensor(indices)
-        return upload(padded, self.device)
-
-    def _keys_and_temperature(
-        self, requests: list[RunningRequest], num_padding: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Noise keys int64 and temperatures fp32 of the requests and then the padding, on the device."""
-        keys = [running.request.key for running in requests] + [0] * num_padding
-        temperature = [running.request.temperature for running in requests] + [0.0] * num_padding
-        return upload(torch.tensor(keys), self.device), upload(torch.tensor(temperature), self.device)
-
-    def _start_reading(self, requests: list[RunningRequest], tokens: Tensor, logprobs: Tensor) -> None:
-        """Start copying the requests' sampled tokens to the host."""
-        pending = PendingTokens(requests, tokens, logprobs, weight_version=self.weight_version)
-        self._pending.append(pending)
+    def _start_reading(self, rows: Tensor, sampled: Tensor) -> None:
+        """Start copying the sampled tokens of these requests to the host."""
+        self._pending.append(self._running.launch(rows, sampled, weight_version=self.weight_version))
 
     def _read_pending(self, *, num_unread: int = 0) -> list[Rollout]:
         """Read the pending tokens except the `num_unread` newest launches; returns the finished rollouts."""
         num_ready = len(self._pending) - num_unread
         ready = self._pending[:num_ready]
         self._pending = self._pending[num_ready:]
-        finished: list[RunningRequest] = []
+        finished: list[Rollout] = []
         for pending in ready:
-            finished += pending.read()
-        return self._remove_finished(finished)
+            finished += self._remove_finished(self._running.read(pending))
+        return finished
 
-    def _remove_finished(self, finished: list[RunningRequest]) -> list[Rollout]:
+    def _remove_finished(self, rows: list[int]) -> list[Rollout]:
         """Remove these requests from the batch and the cache; returns their rollouts."""
-        if finished:
-            self._count_discarded(finished)
-            self._running = [running for running in self._running if running.finish_reason is None]
-            # With asynchronous decoding the step under way may still write keys of these requests. Their
-            # blocks can be handed out all the same: whatever writes there next is launched later and runs
-            # later.
-            for request in finished:
-                self._live_cache.free(request.cached)
-            # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
-            if not self._waiting:
-                # Nor is there a stem.
-                sequences = [running.cached for running in self._running]
-                self._live_cache.compact(sequences + self._padding_sequences)
-        return [request.rollout() for request in finished]
+        if not rows:
+            return []
+        rollouts = [self._running.rollout(row) for row in rows]
+        self._count_discarded(torch.tensor(rows))
+        self._running.remove(rows)
+        # With asynchronous decoding the step under way may still write keys of these requests. Their
+        # blocks can be handed out all the same: whatever writes there next is launched later and runs
+        # later.
+        for row in rows:
+            self._live_cache.free(row)
+        # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
+        if not self._waiting:
+            self._live_cache.compact()
+        return rollouts
 
-    def _count_discarded(self, requests: list[RunningRequest]) -> None:
+    def _count_discarded(self, rows: Tensor) -> None:
         """Count the tokens of these requests that were launched and will not be read as discarded."""
-        num_discarded = sum(request.num_launched - len(request.tokens) for request in requests)
+        # The newest token of each is not in the cache yet.
+        num_launched = self._live_cache.lengths[rows] - self._running.prompt_lengths[rows] + 1
+        num_discarded = int((num_launched - self._running.counts[rows]).sum())
         self.stats.decode_tokens -= num_discarded
         self.stats.discarded_tokens += num_discarded
 

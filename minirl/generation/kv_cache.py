@@ -5,18 +5,21 @@ blocks that its window can still see. A fork shares its parent's full blocks by 
 last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that those in
 use stay dense.
 
-The tables of a pool are the rows of one matrix (`BlockTables`), and most steps change no table: what a decode step
-costs the host is a few operations on whole columns, however long the sequences are.
+A sequence is known by its row, a number that it has in the arrays of lengths and in the block tables of each pool
+(`BlockTables`). Most steps change no table: what a decode step costs the host is a few operations on whole columns,
+however many sequences there are and however long they are.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.generation.packed_upload import upload_together
 from minirl.model import padding
 from minirl.model.attention import (
     FLASH_BLOCK,
@@ -31,8 +34,10 @@ from minirl.model.attention import (
 )
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
+Number = TypeVar("Number", int, Tensor)
 
-def ceil_div(a: int, b: int) -> int:
+
+def ceil_div(a: Number, b: int) -> Number:
     """a / b, rounded up."""
     return -(-a // b)
 
@@ -42,6 +47,7 @@ class BlockTables:
 
     blocks int32 [rows, columns]: the blocks of a sequence, as many as `counts` says; the columns behind are void.
     The block in column i holds the positions from (firsts + i) * block_size up to the next multiple of block_size.
+    version: how often a table was changed.
     """
 
     blocks: Tensor
@@ -49,6 +55,7 @@ class BlockTables:
     counts: Tensor
 
     def __init__(self) -> None:
+        self.version = 0
         self._keep(
             torch.zeros(8, 8, dtype=torch.int32),
             torch.zeros(8, dtype=torch.int64),
@@ -62,6 +69,7 @@ class BlockTables:
 
     def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
         """Make these the blocks of a row."""
+        self.version += 1
         self._make_room(row, len(blocks))
         self._firsts[row] = first
         self._counts[row] = len(blocks)
@@ -69,6 +77,7 @@ class BlockTables:
 
     def append(self, row: int, number: int, block: int) -> None:
         """Add a block to a row: the one with this number within its sequence."""
+        self.version += 1
         count = self._counts[row]
         self._make_room(row, count + 1)
         if count == 0:
@@ -87,6 +96,15 @@ class BlockTables:
         self.set(row, int(self._firsts[row] + num_popped), blocks[num_popped:])
         return blocks[:num_popped]
 
+    def renumber(self, moves: Mapping[int, int]) -> None:
+        """Give blocks other numbers: {old: new}."""
+        self.version += 1
+        highest = max(*moves, int(self.blocks.max()))
+        numbers = torch.arange(highest + 1, dtype=torch.int32)
+        for old, new in moves.items():
+            numbers[old] = new
+        self.blocks.copy_(numbers[self.blocks])
+
     def of_row(self, row: int) -> tuple[int, list[int]]:
         """The number of a row's first block within its sequence, and its blocks."""
         return int(self._firsts[row]), self._blocks[row, : self._counts[row]].tolist()
@@ -104,18 +122,6 @@ class BlockTables:
                 F.pad(self.firsts, (0, more_rows)),
                 F.pad(self.counts, (0, more_rows)),
             )
-
-
-@dataclass(eq=False)
-class CachedSequence:
-    """A sequence whose blocks have space for `length` tokens. Its block table is `row` of each pool's tables.
-
-    next_change: the length at which its next token changes a table; until then `KVCache.extend` only counts.
-    """
-
-    length: int
-    row: int
-    next_change: int = 0
 
 
 class _FreeList:
@@ -152,6 +158,16 @@ class _FreeList:
         return moves
 
 
+@dataclass(frozen=True)
+class _LastIndex:
+    """The portable kernel's index for these rows, and the blocks that they had at this version of the pool's tables."""
+
+    version: int
+    rows: list[int]
+    blocks: list[list[int]]
+    index: DecodeIndex
+
+
 class KVCache:
     """Cache for `num_tokens` tokens per layer (rounded up to blocks) and up to `max_sequences` sequences.
 
@@ -182,9 +198,14 @@ class KVCache:
         self.pools: list[CachePool] = []
         self.free_lists: list[_FreeList] = []
         self.tables: list[BlockTables] = []
-        # Rows of the tables: those that are free again, and how many were ever taken.
+        # int64 [rows]: how many tokens a sequence has space for, and the length at which its next token changes a
+        # table. Until then `extend` only counts.
+        self.lengths = torch.zeros(0, dtype=torch.int64)
+        self.next_changes = torch.zeros(0, dtype=torch.int64)
+        # The same memory for single numbers, as in `BlockTables`.
+        self._lengths = self.lengths.numpy()
+        self._next_changes = self.next_changes.numpy()
         self._free_rows: list[int] = []
-        self._num_rows = 0
         # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
         # The full pool first, then the windowed ones.
@@ -206,8 +227,8 @@ class KVCache:
             self.pools.append(CachePool(keys, values, window, self.kernel))
             self.free_lists.append(_FreeList(num_blocks))
             self.tables.append(BlockTables())
-        # For each pool the block tables of the last decode step and the portable kernel's index for them.
-        self._last_index: list[tuple[list[list[int]], DecodeIndex] | None] = [None] * len(self.pools)
+        # For each pool the portable kernel's index of the last decode step.
+        self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
 
     def _block_shapes(self, head_dim: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """The shapes of one block of keys and of one block of values (see `CachePool`)."""
@@ -237,8 +258,8 @@ class KVCache:
             spare.append(len(free_list.free) - num_needed)
         return min(spare)
 
-    def num_new_blocks(self, length: int, num_more: int) -> int:
-        """How many blocks a sequence of `length` tokens needs for so many more."""
+    def num_new_blocks(self, length: Number, num_more: Number) -> Number:
+        """How many blocks a sequence of `length` tokens needs for so many more. Numbers, or tensors of them."""
         return ceil_div(length + num_more, self.block_size) - ceil_div(length, self.block_size)
 
     @property
@@ -246,39 +267,46 @@ class KVCache:
         """Free blocks in the pool that has the fewest."""
         return min(len(free_list.free) for free_list in self.free_lists)
 
-    def add(self, num_tokens: int) -> CachedSequence | None:
-        """Reserve blocks for a sequence of `num_tokens`; None if there are too few.
+    def add(self, num_tokens: int) -> int | None:
+        """Reserve blocks for a sequence of `num_tokens`; returns its row, or None if there are too few blocks.
 
         A windowed pool gets only the blocks that the next token, at position `num_tokens`, sees.
         """
         if self.spare_blocks(num_tokens) < 0:
             return None
         end = ceil_div(num_tokens, self.block_size)
-        sequence = CachedSequence(num_tokens, self._take_row())
+        row = self._take_row(num_tokens)
         for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
             first = self._first_block(pool, num_tokens)
             blocks = [free_list.take() for _ in range(first, end)]
             # Prefill fills all blocks but the last one.
             self._clear(pool, blocks[-1:])
-            tables.set(sequence.row, first, blocks)
-        self._plan_change(sequence)
-        return sequence
+            tables.set(row, first, blocks)
+        self._plan_change(row)
+        return row
 
-    def _take_row(self) -> int:
-        """Take the lowest row of the tables that no sequence has."""
-        if self._free_rows:
-            return heapq.heappop(self._free_rows)
-        self._num_rows += 1
-        return self._num_rows - 1
+    def _take_row(self, length: int) -> int:
+        """Take the lowest row that no sequence has, for one of this length."""
+        if not self._free_rows:
+            num_rows = len(self.lengths)
+            num_more = max(8, num_rows)
+            self.lengths = F.pad(self.lengths, (0, num_more))
+            self.next_changes = F.pad(self.next_changes, (0, num_more))
+            self._lengths = self.lengths.numpy()
+            self._next_changes = self.next_changes.numpy()
+            self._free_rows = list(range(num_rows, num_rows + num_more))
+        row = heapq.heappop(self._free_rows)
+        self._lengths[row] = length
+        return row
 
-    def _plan_change(self, sequence: CachedSequence) -> None:
+    def _plan_change(self, row: int) -> None:
         """Find out at which length the sequence's next token needs a block or makes one leave a window."""
-        lengths = [ceil_div(sequence.length, self.block_size) * self.block_size]
+        lengths = [ceil_div(int(self._lengths[row]), self.block_size) * self.block_size]
         for pool, tables in zip(self.pools, self.tables, strict=True):
             if pool.window is not None:
-                first, _ = tables.of_row(sequence.row)
+                first, _ = tables.of_row(row)
                 lengths.append((first + 1) * self.block_size + pool.window - 1)
-        sequence.next_change = min(lengths)
+        self._next_changes[row] = min(lengths)
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that will be read before they are full.
@@ -290,14 +318,16 @@ class KVCache:
             pool.keys[:, blocks] = 0
             pool.values[:, blocks] = 0
 
-    def fork(self, parent: CachedSequence) -> CachedSequence | None:
+    def fork(self, parent: int) -> int | None:
         """A second sequence with the same tokens; None if there is no free block for its partial one."""
-        has_partial_block = parent.length % self.block_size != 0
+        length = int(self._lengths[parent])
+        has_partial_block = length % self.block_size != 0
         if has_partial_block and self.num_free_blocks < 1:
             return None
-        fork = CachedSequence(parent.length, self._take_row(), parent.next_change)
+        fork = self._take_row(length)
+        self._next_changes[fork] = self._next_changes[parent]
         for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
-            first, blocks = tables.of_row(parent.row)
+            first, blocks = tables.of_row(parent)
             # Full blocks are never written again, so both sequences can read the same ones. Into the partial
             # block each will write its own next tokens, so the fork gets a copy. With no partial block a fork
             # takes no block.
@@ -309,27 +339,30 @@ class KVCache:
                 pool.keys[:, copy] = pool.keys[:, partial]
                 pool.values[:, copy] = pool.values[:, partial]
                 blocks.append(copy)
-            tables.set(fork.row, first, blocks)
+            tables.set(fork, first, blocks)
         return fork
 
-    def can_extend(self, sequences: list[CachedSequence]) -> bool:
-        """Whether `extend` is sure to succeed for each of these, one after another.
+    def can_extend(self, rows: Tensor) -> bool:
+        """Whether `extend` is sure to succeed for each of these rows int64 [B], one after another.
 
         Conservative: the blocks that `extend` frees because they have left a window are not counted.
         """
-        num_needed = sum(sequence.length % self.block_size == 0 for sequence in sequences)
+        num_needed = int((self.lengths[rows] % self.block_size == 0).sum())
         return num_needed <= self.num_free_blocks
 
-    def extend(self, sequence: CachedSequence) -> bool:
+    def only_counts(self, rows: Tensor) -> Tensor:
+        """Whether `extend` needs no block and changes no table, bool [B], for each of these rows int64 [B]."""
+        return self.lengths[rows] < self.next_changes[rows]
+
+    def extend(self, row: int) -> bool:
         """Free the blocks that have left a window, then add space for one more token.
 
         Returns False, and leaves the length as it was, if there is no free block for the token.
         """
-        if sequence.length < sequence.next_change:
-            sequence.length += 1
+        position = int(self._lengths[row])
+        if position < self._next_changes[row]:
+            self._lengths[row] += 1
             return True
-        position = sequence.length
-        row = sequence.row
         for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
             for block in tables.pop_before(row, self._first_block(pool, position)):
                 free_list.release(block)
@@ -341,34 +374,28 @@ class KVCache:
                 block = free_list.take()
                 tables.append(row, position // self.block_size, block)
                 self._clear(pool, [block])
-        sequence.length += 1
-        self._plan_change(sequence)
+        self._lengths[row] += 1
+        self._plan_change(row)
         return True
 
-    def free(self, sequence: CachedSequence) -> None:
-        """Give back all blocks of a sequence, and its row of the tables."""
+    def free(self, row: int) -> None:
+        """Give back all blocks of a sequence, and its row."""
         for free_list, tables in zip(self.free_lists, self.tables, strict=True):
-            _, blocks = tables.of_row(sequence.row)
+            _, blocks = tables.of_row(row)
             for block in blocks:
                 free_list.release(block)
-        heapq.heappush(self._free_rows, sequence.row)
+            tables.set(row, 0, [])
+        heapq.heappush(self._free_rows, row)
 
-    def compact(self, sequences: list[CachedSequence]) -> None:
+    def compact(self) -> None:
         """Move blocks so that no free block lies below one in use. Only for the portable kernel.
 
         That kernel multiplies the pool up to the highest block in use, so the free ones below would cost
-        time. The other kernels read the blocks of each table. `sequences` must be all that the cache holds:
-        their block tables are rewritten.
+        time. The other kernels read the blocks of each table.
         """
         if self.kernel != "portable":
             return
         for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
-            held: set[int] = set()
-            for sequence in sequences:
-                _, blocks = tables.of_row(sequence.row)
-                held.update(blocks)
-            num_in_use = len(free_list.references) - len(free_list.free)
-            assert len(held) == num_in_use, "a sequence was left out of compact()"
             moves = free_list.compact()
             if not moves:
                 continue
@@ -378,55 +405,78 @@ class KVCache:
             target = list(moves.values())
             pool.keys[:, target] = pool.keys[:, source]
             pool.values[:, target] = pool.values[:, source]
-            for sequence in sequences:
-                first, blocks = tables.of_row(sequence.row)
-                tables.set(sequence.row, first, [moves.get(block, block) for block in blocks])
+            tables.renumber(moves)
 
-    def prefill_layout(self, sequences: list[CachedSequence]) -> PackedLayout:
+    def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
+        lengths = tuple(self.lengths[list(rows)].tolist())
         cached = []
         for i, pool in enumerate(self.pools):
-            cached.append(Cached(pool, self._prefill_write(i, sequences)))
-        lengths = tuple(sequence.length for sequence in sequences)
+            cached.append(Cached(pool, self._prefill_write(i, rows, lengths)))
         return PackedLayout(lengths, self.device, self._by_layer(cached))
 
-    def _prefill_write(self, pool_index: int, sequences: list[CachedSequence]) -> PoolWrite:
+    def _prefill_write(self, pool_index: int, rows: Sequence[int], lengths: Sequence[int]) -> PoolWrite:
         """Where the tokens of these sequences, packed end to end, are stored in a pool."""
         tokens: list[Tensor] = []
         blocks: list[Tensor] = []
         offsets: list[Tensor] = []
         start = 0  # of the sequence among the packed tokens
-        for sequence in sequences:
-            first, table = self.tables[pool_index].of_row(sequence.row)
+        for row, length in zip(rows, lengths, strict=True):
+            first, table = self.tables[pool_index].of_row(row)
             # Tokens before the table's first block have left the window: they are computed, but not stored.
-            positions = torch.arange(first * self.block_size, sequence.length)
+            positions = torch.arange(first * self.block_size, length)
             index_in_table = positions // self.block_size - first
             table_blocks = torch.tensor(table, dtype=torch.int64)
             tokens.append(start + positions)
             blocks.append(table_blocks[index_in_table])
             offsets.append(positions % self.block_size)
-            start += sequence.length
+            start += length
         return PoolWrite(
             token=upload(torch.cat(tokens), self.device),
             block=upload(torch.cat(blocks), self.device),
             offset=upload(torch.cat(offsets), self.device),
         )
 
-    def decode_layout(self, sequences: list[CachedSequence]) -> DecodeLayout:
-        """Layout of the last token of each sequence, for which `extend` has added the space."""
-        rows = torch.tensor([sequence.row for sequence in sequences])
-        lengths = torch.tensor([sequence.length for sequence in sequences])
+    def decode_inputs(self, rows: Tensor) -> list[Tensor]:
+        """What `decode_layout` of these rows needs on the device, still on the host; all [B] if not said otherwise.
+
+        Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
+        in the tables int32 and, but for the portable kernel, the block tables int32 [B, n].
+        """
+        lengths = self.lengths[rows]
         positions = lengths - 1
-        offset = upload(positions % self.block_size, self.device)
-        cached = []
-        for i, (pool, tables) in enumerate(zip(self.pools, self.tables, strict=True)):
+        inputs = [positions, positions % self.block_size]
+        for tables in self.tables:
             counts = tables.counts[rows]
-            last_block = tables.blocks[rows, counts - 1].long()
+            inputs.append(tables.blocks[rows, counts - 1].long())
+            # A table starts at this position of its sequence, which is not 0 once blocks have left the window.
+            first_positions = tables.firsts[rows] * self.block_size
+            inputs.append((lengths - first_positions).int())
+            if self.kernel != "portable":
+                # The void behind a short table has numbers of other blocks. The kernels read no further than the keys.
+                inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
+        return inputs
+
+    def decode_layout(self, rows: Tensor, inputs: Sequence[Tensor] | None = None) -> DecodeLayout:
+        """Layout of the last token of each of these sequences int64 [B], for which `extend` has added the space.
+
+        inputs: the `decode_inputs` of the rows, on the device.
+        """
+        if inputs is None:
+            inputs = upload_together(self.decode_inputs(rows), self.device)
+        positions, offset, *left = inputs
+        cached = []
+        for i, pool in enumerate(self.pools):
+            last_block, num_keys, *left = left
             # None: the tokens to store are all but the padding.
-            write = PoolWrite(None, upload(last_block, self.device), offset)
-            read = self._decode_read(i, rows, counts, lengths)
+            write = PoolWrite(None, last_block, offset)
+            if self.kernel == "portable":
+                read = self._portable_read(i, rows, num_keys)
+            else:
+                block_table, *left = left
+                read = DecodeRead(block_table, num_keys)
             cached.append(Cached(pool, write, read))
-        return DecodeLayout(upload(positions, self.device), self._by_layer(cached))
+        return DecodeLayout(positions, self._by_layer(cached))
 
     def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
         """For each layer its pool, given one per pool, and the layer's index within it."""
@@ -435,28 +485,16 @@ class KVCache:
             by_layer[layer] = (cached[pool_index], layer_in_pool)
         return by_layer
 
-    def _decode_read(self, pool_index: int, rows: Tensor, counts: Tensor, lengths: Tensor) -> DecodeRead:
-        """What a decode step reads from a pool.
-
-        Int64 [B], of the sequences: their rows in the tables, how many blocks these have, and their lengths.
-        """
-        tables = self.tables[pool_index]
-        # A table starts at `first_position` of its sequence, which is not 0 once blocks have left the window.
-        first_position = tables.firsts[rows] * self.block_size
-        num_keys = (lengths - first_position).int()
-        num_keys = upload(num_keys, self.device)
-        if self.kernel != "portable":
-            # The void behind a short table has numbers of other blocks. The kernels read no further than the keys.
-            block_table = tables.blocks[:, : int(counts.max())].index_select(0, rows)
-            return DecodeRead(upload(block_table, self.device), num_keys)
-
-        blocks = [tables.of_row(row)[1] for row in rows.tolist()]
-        index = self._decode_index(pool_index, blocks)
+    def _portable_read(self, pool_index: int, rows: Tensor, num_keys: Tensor) -> DecodeRead:
+        """What the portable kernel reads from a pool in a decode step."""
+        index = self._decode_index(pool_index, rows)
+        lengths = self.lengths[rows]
         # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
         # of the last block, and what lies before the window, which may start within the first block.
+        first_positions = self.tables[pool_index].firsts[rows] * self.block_size
         num_blocks = index.blocks.shape[1]
         key_index = torch.arange(num_blocks * self.block_size)
-        key_position = first_position[:, None] + key_index
+        key_position = first_positions[:, None] + key_index
         is_masked = key_position >= lengths[:, None]
         window = self.pools[pool_index].window
         if window is not None:
@@ -465,22 +503,26 @@ class KVCache:
         mask = mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
         return DecodeRead(index.blocks, num_keys, index, mask.to(self.device))
 
-    def _decode_index(self, pool_index: int, blocks: list[list[int]]) -> DecodeIndex:
-        """The portable kernel's index for block tables with these blocks.
+    def _decode_index(self, pool_index: int, rows: Tensor) -> DecodeIndex:
+        """The portable kernel's index for the block tables of these rows.
 
         Most steps change no block table, so the last step's index is kept and used again.
         """
+        tables = self.tables[pool_index]
+        row_numbers = rows.tolist()
         last = self._last_index[pool_index]
-        if last is not None:
-            last_blocks, last_index = last
-            if last_blocks == blocks:
-                return last_index
-        index = index_decode(
-            blocks,
-            num_kv=self.num_kv_heads,
-            groups=self.num_query_groups,
-            min_users=self.min_users,
-            num_padded=padding.num_padded(len(blocks), self.device),
-        ).to(self.device)
-        self._last_index[pool_index] = (blocks, index)
+        if last is not None and last.version == tables.version and last.rows == row_numbers:
+            return last.index
+        blocks = [tables.of_row(row)[1] for row in row_numbers]
+        if last is not None and last.blocks == blocks:
+            index = last.index
+        else:
+            index = index_decode(
+                blocks,
+                num_kv=self.num_kv_heads,
+                groups=self.num_query_groups,
+                min_users=self.min_users,
+                num_padded=padding.num_padded(len(rows), self.device),
+            ).to(self.device)
+        self._last_index[pool_index] = _LastIndex(tables.version, row_numbers, blocks, index)
         return index

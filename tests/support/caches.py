@@ -2,15 +2,13 @@
 
 import torch
 
-from minirl.generation.kv_cache import CachedSequence, KVCache
+from minirl.generation.kv_cache import KVCache
 from minirl.model.portable_attention import BLOCK
 
 CPU = torch.device("cpu")
 
 
-def make_cache(
-    window: int | None, groups: int, dim: int, dtype: torch.dtype
-) -> tuple[KVCache, list[CachedSequence]]:
+def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
     shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
     cache = KVCache((window,), num_tokens=24 * BLOCK, max_sequences=12, dtype=dtype, device=CPU, **shape)
@@ -24,15 +22,20 @@ def make_cache(
     for x in (cache.pools[0].keys, cache.pools[0].values):
         x.copy_(torch.randn(x.shape, generator=generator))
     if window == 100:
-        assert any(table.first for row in rows for table in row.tables), "no row has left a block behind"
+        assert any(cache.tables[0].of_row(row)[0] for row in rows), "no row has left a block behind"
     return cache, rows
 
 
-def poison(cache: KVCache, rows: list[CachedSequence]) -> None:
+def poison(cache: KVCache, rows: list[int]) -> None:
     """What no row may see is not a number: free blocks, and the rest of each last block."""
     pool, blocks = cache.pools[0], cache.free_lists[0]
     pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
     for row in rows:
-        end = (row.length - 1) % BLOCK + 1
-        pool.keys[:, row.tables[0].blocks[-1], :, :, end:] = torch.nan
-        pool.values[:, row.tables[0].blocks[-1], :, end:] = torch.nan
+        block = cache.tables[0].of_row(row)[1][-1]
+        end = (length_of(cache, row) - 1) % BLOCK + 1
+        pool.keys[:, block, :, :, end:] = torch.nan
+        pool.values[:, block, :, end:] = torch.nan
+
+
+def length_of(cache: KVCache, row: int) -> int:
+    return int(cache.lengths[row])

@@ -1,0 +1,170 @@
+"""The requests that are being decoded, and sampled tokens while they are on their way to the host."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minirl.rollouts import Request, Rollout, Sampled
+
+
+class RunningRequests:
+    """The requests in the decode batch, as arrays: a step costs the host a few operations on whole columns.
+
+    A request has the row of its sequence in the cache, which holds all its tokens except the newest one.
+
+    rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
+    prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens`
+    keys int64, temperatures fp32: what a request samples with
+    token_index int64: where its newest token is among those that the engine keeps on the device
+    counts int64: how many sampled tokens the host has read. With asynchronous decoding one more may have been
+    launched, that is, its computation has been queued on the device.
+    """
+
+    def __init__(self, num_rows: int):
+        """num_rows: those that sequences of the cache can have."""
+        self.rows = torch.arange(0)
+        self.requests: dict[int, Request] = {}
+        self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
+        self.limits = torch.zeros(num_rows, dtype=torch.int64)
+        self.keys = torch.zeros(num_rows, dtype=torch.int64)
+        self.temperatures = torch.zeros(num_rows)
+        self.token_index = torch.zeros(num_rows, dtype=torch.int64)
+        self.counts = torch.zeros(num_rows, dtype=torch.int64)
+        # How many requests have had this row before: tells the tokens of one from those of the next.
+        self._past_requests = torch.zeros(num_rows, dtype=torch.int64)
+        # [rows, columns]: the sampled tokens that were read. Memory is taken where they are written.
+        self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
+        self._logprobs = torch.zeros(num_rows, 0)
+        self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
+        # The stop tokens of all requests so far; which of them stop a request is in the request.
+        self._stop_ids: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def last_lengths(self) -> Tensor:
+        """Of the running requests: the length in the cache at which the last token is launched, int64 [n]."""
+        return self.prompt_lengths[self.rows] + self.limits[self.rows] - 1
+
+    def admit(self, request: Request, row: int) -> None:
+        """Add a request, with the tokens sampled in an earlier phase or before it was preempted."""
+        self._make_columns(request.max_new_tokens)
+        self.requests[row] = request
+        self.rows = torch.cat([self.rows, torch.tensor([row])])
+        self.prompt_lengths[row] = len(request.prompt_ids)
+        self.limits[row] = request.max_new_tokens
+        self.keys[row] = request.key
+        self.temperatures[row] = request.temperature
+        self.counts[row] = len(request.sampled)
+        for i, sampled in enumerate(request.sampled):
+            self._tokens[row, i] = sampled.token
+            self._logprobs[row, i] = sampled.logprob
+            self._weight_versions[row, i] = sampled.weight_version
+        self._stop_ids |= request.stop_ids
+
+    def remove(self, rows: Sequence[int]) -> None:
+        """Remove the requests in these rows. Tokens of theirs that were launched will not be read."""
+        is_removed = torch.isin(self.rows, torch.tensor(rows))
+        self.rows = self.rows[~is_removed]
+        for row in rows:
+            del self.requests[row]
+            self._past_requests[row] += 1
+
+    def launch(self, rows: Tensor, sampled: Tensor, *, weight_version: int) -> "PendingTokens":
+        """Start copying one token for each of these rows int64 [B] to the host: sampled int32 [2, B] as in `decode`."""
+        return PendingTokens(rows, self._past_requests[rows], sampled, weight_version)
+
+    def read(self, pending: "PendingTokens") -> list[int]:
+        """Wait for the tokens, then give each request its own; returns the rows of those that end with it.
+
+        With asynchronous decoding a request may have ended with the token before: then this one is dropped.
+        """
+        tokens, logprobs = pending.read()
+        is_wanted = self._past_requests[pending.rows] == pending.past_requests
+        rows = pending.rows[is_wanted]
+        tokens = tokens[is_wanted]
+        index = self.counts[rows]
+        self._tokens[rows, index] = tokens
+        self._logprobs[rows, index] = logprobs[is_wanted]
+        self._weight_versions[rows, index] = pending.weight_version
+        self.counts[rows] += 1
+        may_end = self.counts[rows] >= self.limits[rows]
+        may_end |= torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
+        return [row for row in rows[may_end].tolist() if self._finish_reason(row)]
+
+    def unfinished(self, row: int) -> Request:
+        """The request with the tokens sampled so far, to be submitted again."""
+        columns = (self._tokens, self._logprobs, self._weight_versions)
+        sampled = map(Sampled, *(self._of_row(column, row).tolist() for column in columns))
+        return replace(self.requests[row], sampled=tuple(sampled))
+
+    def rollout(self, row: int) -> Rollout:
+        """The finished rollout."""
+        request = self.requests[row]
+        finish_reason = self._finish_reason(row)
+        assert finish_reason is not None, "the request is not finished"
+        # Through an array: ten times as fast as torch.tensor of a long tuple.
+        prompt = torch.frombuffer(array("q", request.prompt_ids), dtype=torch.int64)
+        num_prompt_tokens = len(prompt)
+        num_tokens = num_prompt_tokens + int(self.counts[row])
+        before = (num_prompt_tokens, 0)  # zeros in place of the prompt
+        return Rollout(
+            tokens=torch.cat([prompt, self._of_row(self._tokens, row)]),
+            loss_mask=torch.arange(num_tokens) >= num_prompt_tokens,
+            sample_logprobs=F.pad(self._of_row(self._logprobs, row), before),
+            weight_version=F.pad(self._of_row(self._weight_versions, row), before),
+            num_prompt_tokens=num_prompt_tokens,
+            rollout_id=request.rollout_id,
+            finish_reason=finish_reason,
+        )
+
+    def _finish_reason(self, row: int) -> str | None:
+        """Why the request has ended by the tokens read so far: "stop", "length" or None if it has not."""
+        request = self.requests[row]
+        count = int(self.counts[row])
+        if int(self._tokens[row, count - 1]) in request.stop_ids:
+            return "stop"
+        return "length" if count >= request.max_new_tokens else None
+
+    def _of_row(self, column: Tensor, row: int) -> Tensor:
+        return column[row, : self.counts[row]]
+
+    def _make_columns(self, num_columns: int) -> None:
+        """Widen the matrices if they have fewer columns."""
+        num_more = num_columns - self._tokens.shape[1]
+        if num_more > 0:
+            self._tokens = F.pad(self._tokens, (0, num_more))
+            self._logprobs = F.pad(self._logprobs, (0, num_more))
+            self._weight_versions = F.pad(self._weight_versions, (0, num_more))
+
+
+class PendingTokens:
+    """One sampled token of each of B running requests, on its way to the host."""
+
+    def __init__(self, rows: Tensor, past_requests: Tensor, sampled: Tensor, weight_version: int):
+        """Start the copy. It does not wait for the device."""
+        self.rows = rows
+        self.past_requests = past_requests
+        self.weight_version = weight_version
+        # From CUDA the copy goes to pinned memory, so it runs while the host continues.
+        self._sampled = sampled.to("cpu", non_blocking=True)
+        self._arrived: torch.cuda.Event | None = None
+        if sampled.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> None:
+        """Wait for the copy and all work launched before it, but not for what was launched after."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Wait for the copy; returns tokens int64 [B] and logprobs fp32 [B]."""
+        self.wait()
+        tokens, logprobs = self._sampled
+        return tokens.long(), logprobs.view(torch.float32)
