@@ -1,0 +1,410 @@
+"""Everything that is to be seen on a GPU, unattended and within ten minutes: what is right, and how fast it is.
+
+    python benchmarks/gpu_check.py [--write] [--only NAME ...] [--out FILE.json]
+    python benchmarks/gpu_check.py --device cpu    # the same program, small, without a GPU
+
+Each check is a process of its own with a time limit, so that one failure does not hide the others. Every figure stands
+beside what is expected of it; `!` marks those that are outside. The exit code is 1 if a check failed or a figure is
+outside. `--write` puts the table into benchmarks/GPU.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from workload import ROOT, start_script
+
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "tyro", "wandb", "safetensors")
+Figures = dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, what is expected of its figures as (lowest, highest), and its time limit in seconds.
+
+    A bound of None means that there is none. Figures without an entry are only shown.
+    """
+
+    run: Callable[["Place"], Figures]
+    limit_s: int
+    expected: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checks run: the kind of device, and a folder for runs."""
+
+    device: str
+    folder: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+
+@dataclass
+class Outcome:
+    """What came of a check."""
+
+    name: str
+    status: str  # "ok", "failed" or "too slow"
+    seconds: float
+    figures: Figures
+    error: str = ""
+
+
+def environment(place: Place) -> Figures:
+    """Versions, the device, and the attention kernels that this machine gets."""
+    figures: Figures = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            figures[package] = version(package)
+        except PackageNotFoundError:
+            figures[package] = "none"
+    if not place.is_cuda:
+        return figures
+    from minirl.model.attention import decode_kernel_for, kernel_for
+
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    figures["device"] = properties.name
+    figures["capability"] = f"{properties.major}.{properties.minor}"
+    figures["memory_gib"] = properties.total_memory / 2**30
+    figures["cuda"] = str(torch.version.cuda)
+    figures["packed_kernel"] = kernel_for(device, torch.bfloat16)
+    figures["decode_kernel"] = decode_kernel_for(device, torch.bfloat16)
+    return figures
+
+
+def empty_microbatch(place: Place) -> Figures:
+    """Forward and backward of a microbatch without rollouts, which a rank has when others have more work."""
+    from minirl.model.attention import PackedLayout
+    from minirl.training.scoring import score
+
+    device = torch.device(place.device)
+    model = tiny_model(device)
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    layout = PackedLayout((), device)
+    logprobs, entropies = score(model, nothing, layout, select=nothing.bool(), temperature=1.0)
+    (logprobs.sum() + entropies.sum()).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {
+        "parameters_without_gradient": sum(1 for _ in model.parameters()) - len(gradients),
+        "largest_gradient": max(float(gradient.abs().max()) for gradient in gradients),
+    }
+
+
+def gpu_tests(place: Place) -> Figures:
+    """`pytest -m gpu`; they are skipped without a device."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/test_gpu.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped)", done.stdout)}
+    if done.returncode != 0:
+        print(done.stdout[-3000:])
+    return {"passed": counts.get("passed", 0), "failed": counts.get("failed", 0)}
+
+
+def first_command(place: Place) -> Figures:
+    """README's first command, two ranks, whatever devices there are."""
+    output, _ = run_to_end("train_grpo.py", "--num-steps", "3", place=place, ranks=2)
+    return {"steps": output.count("\nstep ")}
+
+
+def learns(place: Place, script: str, *flags: str) -> Figures:
+    """A script's default run on the device: the reward rises, and sampling and training agree."""
+    flags = ("--device", place.device, "--num-steps", "100" if place.is_cuda else "6", *flags)
+    _, metrics = run_to_end(script, *flags, place=place)
+    num_averaged = min(10, len(metrics) // 2)
+    rewards = [step["reward/mean"] for step in metrics]
+    return {
+        "first_reward": sum(rewards[:num_averaged]) / num_averaged,
+        "last_reward": sum(rewards[-num_averaged:]) / num_averaged,
+        "gap_mean": max(step["policy/logp_gap_mean"] for step in metrics),
+        "gap_max": max(step["policy/logp_gap_max"] for step in metrics),
+        "step_s": sum(step["time/step"] for step in metrics[1:]) / (len(metrics) - 1),
+    }
+
+
+def grpo(place: Place) -> Figures:
+    """See `learns`."""
+    return learns(place, "train_grpo.py")
+
+
+def ppo(place: Place) -> Figures:
+    """See `learns`."""
+    return learns(place, "train_ppo.py")
+
+
+def kill_and_resume(place: Place) -> Figures:
+    """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
+    flags = ("--device", place.device, "--num-steps", "12", "--save-every", "2", "--run-name", "killed")
+    job = start_script("train_grpo.py", *flags, runs=place.folder, ranks=1)
+    metrics = place.folder / "killed" / "metrics.jsonl"
+    while job.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    code = job.wait()
+    num_before = metrics.read_text().count("\n")
+    _, steps = run_to_end("train_grpo.py", *flags, place=place)
+    in_order = [step["step"] for step in steps] == list(range(1, 13))
+    return {"exit_code": code, "steps_before": num_before, "steps_in_order": int(in_order)}
+
+
+def waits(place: Place) -> Figures:
+    """How often the host waits for the device in a late decode step, and in a microbatch."""
+    from minirl.generation.engine import Engine
+    from minirl.model.attention import PackedLayout
+    from minirl.rollouts import Request, RolloutId
+    from minirl.training.scoring import score
+
+    device = torch.device(place.device)
+    model = tiny_model(device)
+    engine = Engine(model, max_running_requests=8, cache_tokens=4096, dtype=torch.bfloat16, device=device)
+    requests = []
+    for i in range(8):
+        requests.append(Request((1, 2, 3, i), RolloutId(i, 0), i, 64, 1.0, frozenset()))
+    engine.submit(requests)
+    for _ in range(3):
+        engine.step()
+    with counted_waits(place) as in_decode_steps:
+        for _ in range(10):
+            engine.step()
+    engine.abort()
+
+    layout = PackedLayout((64, 32), device)
+    tokens = torch.arange(96, device=device)
+    select = tokens % 64 > 8
+    with counted_waits(place) as in_microbatch:
+        logprobs, _ = score(model, tokens, layout, select=select, temperature=1.0)
+        logprobs.sum().backward()
+    return {"of_decode_step": len(in_decode_steps) / 10, "of_microbatch": len(in_microbatch)}
+
+
+def speed(place: Place) -> Figures:
+    """Decode against the memory's bandwidth, update and prefill against the arithmetic, memory and refresh."""
+    shape = "qwen3-0.6b" if place.is_cuda else "tiny"
+    sizes = ["--requests", "64", "256", "512"] if place.is_cuda else ["--requests", "8", "--steps", "16"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_decode.py"), shape, *sizes]
+    if place.is_cuda:
+        bandwidth, flops = limits_of(torch.cuda.get_device_name())
+        command += ["--bandwidth", str(bandwidth), "--flops", str(flops)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
+    result = done.stdout.strip().splitlines()[-1].removeprefix("RESULT ")
+    return dict(json.loads(result))
+
+
+CHECKS = {
+    "environment": Check(environment, 60),
+    "empty_microbatch": Check(
+        empty_microbatch, 90, {"parameters_without_gradient": (0, 0), "largest_gradient": (0, 0)}
+    ),
+    "gpu_tests": Check(gpu_tests, 240, {"failed": (0, 0)}),
+    "first_command": Check(first_command, 120, {"steps": (3, 3)}),
+    "grpo": Check(grpo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
+    "ppo": Check(ppo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
+    "kill_and_resume": Check(
+        kill_and_resume, 120, {"exit_code": (143, 143), "steps_before": (3, 11), "steps_in_order": (1, 1)}
+    ),
+    "waits": Check(waits, 90, {"of_decode_step": (0, 1), "of_microbatch": (0, 2)}),
+    "speed": Check(
+        speed,
+        300,
+        {
+            "graphs_64_of_roofline": (0.17, 1),
+            "graphs_256_of_roofline": (0.23, 1),
+            "graphs_512_of_roofline": (0.25, 1),
+            "update_mfu": (0.24, 1),
+            "gap_mean": (0, 0.05),
+        },
+    ),
+}
+# Of these cards: bytes per second of the memory, and bf16 products per second without sparsity.
+LIMITS = {
+    "B200": (8.0e12, 2250e12),
+    "H200": (4.8e12, 989e12),
+    "H100": (3.35e12, 989e12),
+    "A100": (2.0e12, 312e12),
+    "L40": (0.86e12, 181e12),
+    "4090": (1.0e12, 165e12),
+}
+# Without a device there is nothing to learn in so few steps, and no roofline.
+NOT_ON_CPU = (
+    "last_reward",
+    "update_mfu",
+    "graphs_64_of_roofline",
+    "graphs_256_of_roofline",
+    "graphs_512_of_roofline",
+)
+
+
+def limits_of(name: str) -> tuple[float, float]:
+    """Bandwidth and arithmetic of a card; an H100's if it is none of those known."""
+    for card, limits in LIMITS.items():
+        if card in name:
+            return limits
+    return LIMITS["H100"]
+
+
+def tiny_model(device: torch.device) -> torch.nn.Module:
+    """A random model of two layers in bf16."""
+    from cuda_decode import COMMON, SHAPES
+
+    from minirl.model.families import config_from_dict
+    from minirl.model.transformer import Transformer
+
+    torch.manual_seed(0)
+    return Transformer(config_from_dict(SHAPES["tiny"] | COMMON | {"vocab_size": 512})).bfloat16().to(device)
+
+
+@contextmanager
+def counted_waits(place: Place) -> Iterator[list[warnings.WarningMessage]]:
+    """The waits for the device within the block, as torch's warnings; none on the CPU."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if place.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("warn")
+        yield caught
+        if place.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+        caught[:] = [warning for warning in caught if "synchroniz" in str(warning.message)]
+
+
+def run_to_end(script: str, *flags: str, place: Place, ranks: int = 1) -> tuple[str, list[dict[str, float]]]:
+    """Run a training script; returns its output and its metrics. Raises RuntimeError if it fails."""
+    if "--run-name" not in flags:
+        flags = ("--run-name", Path(script).stem, *flags)
+    name = flags[flags.index("--run-name") + 1]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = start_script(script, *flags, runs=place.folder, ranks=ranks, **pipes)
+    output, _ = job.communicate()
+    if job.returncode != 0:
+        raise RuntimeError(output[-3000:])
+    lines = (place.folder / name / "metrics.jsonl").read_text().splitlines()
+    return output, [json.loads(line) for line in lines]
+
+
+def run_alone(name: str, device: str) -> Outcome:
+    """Run a check in a process of its own."""
+    check = CHECKS[name]
+    began = time.monotonic()
+    command = [sys.executable, __file__, "--here", name, "--device", device]
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = job.communicate(timeout=check.limit_s)
+        status = "ok" if job.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        status = "too slow"
+    seconds = time.monotonic() - began
+    figures: Figures = {}
+    if status == "ok":
+        *_, last_line = output.strip().splitlines()
+        figures = json.loads(last_line)
+    return Outcome(name, status, round(seconds, 1), figures, "" if status == "ok" else output[-3000:])
+
+
+def outside(name: str, figure: str, value: float | str, device: str) -> bool:
+    """Whether a figure is not what is expected of it."""
+    if isinstance(value, str) or (device == "cpu" and figure in NOT_ON_CPU):
+        return False
+    low, high = CHECKS[name].expected.get(figure, (None, None))
+    return (low is not None and value < low) or (high is not None and value > high)
+
+
+def is_good(outcome: Outcome, device: str) -> bool:
+    """Whether a check ended, with all its figures as expected."""
+    missing = CHECKS[outcome.name].expected.keys() - outcome.figures.keys()
+    if device == "cpu":
+        missing -= set(NOT_ON_CPU)
+    is_outside = any(outside(outcome.name, *figure, device) for figure in outcome.figures.items())
+    return outcome.status == "ok" and not missing and not is_outside
+
+
+def table_of(outcomes: Sequence[Outcome], device: str) -> str:
+    """A Markdown table of all figures."""
+    lines = ["| check | figure | value | expected |", "|---|---|---|---|"]
+    for outcome in outcomes:
+        lines.append(f"| **{outcome.name}** | {outcome.status} | {outcome.seconds:g} s | |")
+        for figure, value in outcome.figures.items():
+            low, high = CHECKS[outcome.name].expected.get(figure, (None, None))
+            bounds = [
+                f"at least {low:g}" if low is not None else "",
+                f"at most {high:g}" if high is not None else "",
+            ]
+            expected = ", ".join(bound for bound in bounds if bound)
+            mark = " !" if outside(outcome.name, figure, value, device) else ""
+            shown = value if isinstance(value, str) else f"{value:.4g}"
+            lines.append(f"| | {figure} | {shown}{mark} | {expected} |")
+    return "\n".join(lines)
+
+
+def write_table(outcomes: Sequence[Outcome], table: str) -> None:
+    """Put the result into GPU.md."""
+    figures = outcomes[0].figures
+    title = f"# {figures.get('device', 'No device')}, torch {figures.get('torch')}\n\n"
+    how = "    python benchmarks/gpu_check.py --write\n\n"
+    (ROOT / "benchmarks" / "GPU.md").write_text(title + how + table + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
+    parser.add_argument("--out", type=Path, help="a file for all figures and errors, as JSON")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/GPU.md")
+    parser.add_argument("--here", choices=CHECKS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here; --device cpu runs the same checks, small")
+        return 2
+    if args.here:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(CHECKS[args.here].run(Place(args.device, Path(folder)))))
+        return 0
+    outcomes = []
+    for name in args.only:
+        outcome = run_alone(name, args.device)
+        outcomes.append(outcome)
+        print(f"{name}: {outcome.status}, {outcome.seconds:g} s", flush=True)
+        if outcome.error:
+            print(outcome.error, flush=True)
+        if args.out is not None:  # after each check, so that nothing is lost if this program is ended
+            args.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    table = table_of(outcomes, args.device)
+    print(table)
+    if args.write:
+        write_table(outcomes, table)
+    return 0 if all(is_good(outcome, args.device) for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
