@@ -279,6 +279,10 @@ def main(config: Config) -> int:
         metrics.begin("score")
         num_moving = sequence_sums(has_gradient(config, batch), batch.lengths)
         is_trained = gather_to_table(batch, num_moving, scores.numel()) > 0
+        if not is_trained.any():
+            is_trained[0] = (
+                True  # with a gradient of 0: the gap of sampled logprobs is measured in every step
+            )
         add_skipped(metrics, groups.table.num_loss_tokens, is_trained)
         plan = run.plan_updates(groups.table, is_trained)
         minibatches = plan.of_rank(rank())

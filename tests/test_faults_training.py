@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 import train_grpo
 from minirl.generation import engine
 from minirl.generation.sampling import sample
-from minirl.training.sharded_model import ShardedModel
 from support.scripts import read_metrics, run_in_pool
 
 ROOT = Path(__file__).parent.parent
@@ -77,21 +76,19 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
         assert all(torch.equal(first[key], last[key]) for key in first)
 
 
-PASSES = (
-    (train_grpo, "score_batch", train_grpo.score_batch),
-    (ShardedModel, "backward", ShardedModel.backward),
-)
+SCORE_BATCH = train_grpo.score_batch
 HAS_GRADIENT = train_grpo.has_gradient
 
 
-def refused(*args, **kwargs):
-    raise AssertionError("a forward or backward pass of the update")
+def score_one(model, batch, **options):
+    """`score_batch`, of one rollout or none."""
+    assert len(batch.lengths) <= 1, "a pass over rollouts without a gradient"
+    return SCORE_BATCH(model, batch, **options)
 
 
-def forbid_passes(rank: int, is_on: bool) -> None:
-    """From here on the update of this process makes no forward and no backward pass, or may again."""
-    for owner, name, original in PASSES:
-        setattr(owner, name, refused if is_on else original)
+def allow_one(rank: int, is_on: bool) -> None:
+    """From here on the update of this process scores one rollout in a microbatch at most, or any number again."""
+    train_grpo.score_batch = score_one if is_on else SCORE_BATCH
 
 
 def train_on_all(rank: int, is_on: bool) -> None:
@@ -107,18 +104,18 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "more", ["", "--num-epochs 2 --old-logprobs scored --weight-decay 0.1"], ids=["", "scored"]
 )
-def test_row_28_equal_rewards_cost_no_pass_and_leave_what_a_gradient_of_0_leaves(
+def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_gradient_of_0_leaves(
     two_ranks, runs, tmp_path, more
 ):
-    """No forward and no backward of an update runs; weights and optimizer state are those of a run that made them."""
+    """One rollout shows the gap; weights and optimizer state are those of a run that trained on all of them."""
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.1] * len(completions)\n")
     flags = [*SHORT.split(), *more.split(), "--reward", f"{tmp_path}/mine.py:score"]
     name = f"idle{len(more)}"
-    two_ranks.run(forbid_passes, True)
+    two_ranks.run(allow_one, True)
     try:
         run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", name, runs=runs)
     finally:
-        two_ranks.run(forbid_passes, False)
+        two_ranks.run(allow_one, False)
     two_ranks.run(train_on_all, True)
     try:
         run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", f"{name}-all", runs=runs)
@@ -126,7 +123,8 @@ def test_row_28_equal_rewards_cost_no_pass_and_leave_what_a_gradient_of_0_leaves
         two_ranks.run(train_on_all, False)
     assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
     lines = read_metrics(runs / name)
-    assert [line["perf/skipped_tokens"] for line in lines] == [1, 1]
+    assert all(0.5 < line["perf/skipped_tokens"] < 1 for line in lines)
+    assert all(line["policy/logp_gap_max"] <= 1e-5 for line in lines)
     assert [line["optim/lr"] for line in lines] == [
         line["optim/lr"] for line in read_metrics(runs / f"{name}-all")
     ]
@@ -140,7 +138,7 @@ def half_equal(folder: Path) -> str:
     return f"{folder}/half.py:score"
 
 
-def test_sampled_logprobs_are_compared_in_every_step_that_trains_on_anything(two_ranks, runs, tmp_path):
+def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
     """Also where nothing is left of the first minibatch: one prompt to a minibatch, half of them without a signal."""
     flags = (
         "--num-steps 4 --prompts-per-step 4 --num-minibatches 4 --group-size 4 --eval-rows 2 --eval-every 0"
@@ -158,9 +156,8 @@ def test_sampled_logprobs_are_compared_in_every_step_that_trains_on_anything(two
     lines = read_metrics(runs / "half")
     assert any(0 < line["perf/skipped_tokens"] < 1 for line in lines)
     for line in lines:
-        if line["perf/skipped_tokens"] < 1:
-            assert line["policy/logp_gap_max"] <= 1e-5
-            assert line["policy/entropy"] > 0
+        assert line["policy/logp_gap_max"] <= 1e-5
+        assert line["policy/entropy"] > 0
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
