@@ -439,6 +439,35 @@ def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
     assert engine._cache is engine._graphs is None, "graphs outlive the cache that they read"
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize(("late", "cuda_graphs"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_an_engine_that_keeps_its_cache_keeps_no_sequence(attention, late, cuda_graphs, is_aborted):
+    """New weights in the old place: the rollouts of a new engine, in the memory and with the graphs of the old one."""
+    model = make_model(attention, torch.float32)
+    how = {"async_decoding": late, "cuda_graphs": cuda_graphs}
+    engine = make_engine(model, keeps_cache=True, cache_tokens=4096, **how)
+    engine.submit(mixed_requests())
+    for _ in range(5):
+        engine.step()
+    unfinished = engine.abort()
+    if not is_aborted:
+        engine.generate(unfinished)
+    cache, graphs = engine._cache, engine._graphs
+    assert cache is not None
+    for free_list in cache.free_lists:
+        assert sum(free_list.references) == cuda_graphs, "a sequence stays, besides the padding"
+    with torch.no_grad():
+        for parameter, other in zip(
+            model.parameters(), make_model(attention, torch.float32, seed=1).parameters(), strict=True
+        ):
+            parameter.copy_(other)
+    rollouts = run(engine, mixed_requests())
+    assert engine._cache is cache
+    assert engine._graphs is graphs
+    assert_same(contents(rollouts), contents(run(make_engine(model, **how), mixed_requests())), model)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_padded_steps_survive_aborts_and_count_their_padding(late):
     """Each phase makes its buffers anew; a step of n requests computes the next power of two, up to the limit."""

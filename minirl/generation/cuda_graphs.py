@@ -5,10 +5,9 @@ a few batch sizes (`padding.graph_batch_size`), and the step's inputs are copied
 the graph. The buffers of block tables have the largest width a table can have; neither CUDA decode kernel
 reads beyond a request's keys.
 
-A graph also holds the addresses of the key/value cache, so it is dropped with the cache at the end of a
-generation phase, and training can use its memory. Each phase captures the batch sizes it meets again; a
-capture costs about two steps without a graph. On the CPU nothing is captured: the same buffers are passed to
-the eager step, for tests.
+A graph also holds the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
+the cache does. The batch sizes of a phase are captured when they are first met; a capture costs about two steps without
+a graph. On the CPU nothing is captured: the same buffers are passed to the eager step, for tests.
 """
 
 from typing import Any

@@ -6,9 +6,9 @@ prompt prefill it once and fork it; it stays in the cache, as their stem, until 
 the cache is full, the youngest running request is preempted: it gives its blocks back and is recomputed later.
 
 The engine handles token ids only, never text. Nothing in it is collective: each rank decodes on its own. A
-rollout depends only on its request and the weights, not on the other requests in the batch. The cache lives
-from the first `submit` of a generation phase to the end of that phase, so new weights never read old keys and
-values.
+rollout depends only on its request and the weights, not on the other requests in the batch. At the end of a
+generation phase, when no request is left, the cache holds no sequence any more, so new weights never read old keys and
+values. Its memory is given back too, unless the engine keeps it, with the CUDA graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
 which stay on the device as the next step's input. So the device never waits for the host. Which requests end
@@ -80,6 +80,7 @@ class Engine:
         room_tokens: int = 112,
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
+        keeps_cache: bool = False,
     ):
         """dtype: that of the weights, which the cache takes too.
 
@@ -89,6 +90,7 @@ class Engine:
         (`benchmarks/scheduler.py`).
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
+        keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
         """
         self.model = model
         self.config = model.config
@@ -101,6 +103,7 @@ class Engine:
         is_cuda = device.type == "cuda"
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
+        self.keeps_cache = keeps_cache
         self.stats = EngineStats()
         self.weight_version = 0
 
@@ -136,7 +139,7 @@ class Engine:
                 )
             if max_length > self.cache_tokens:
                 raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
-        if requests and self._cache is None:
+        if requests and not self._running and not self._waiting:
             self._begin_phase()
         self.weight_version = weight_version
         self._waiting.extend(requests)
@@ -216,22 +219,28 @@ class Engine:
         return self._cache
 
     def _begin_phase(self) -> None:
+        """Make ready for requests; nothing is running or waiting."""
+        if self._cache is None:
+            self._allocate()
+        num_padding_rows = len(self._padding_row)
+        # One row more, for a stem.
+        self._running = RunningRequests(self.max_running_requests + num_padding_rows + 1)
+
+    def _allocate(self) -> None:
         """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
-        num_padding_sequences = 1 if self.cuda_graphs else 0
+        num_padding_rows = 1 if self.cuda_graphs else 0
         # FLASH_BLOCK is the largest block size.
-        num_padding_tokens = num_padding_sequences * FLASH_BLOCK
+        num_padding_tokens = num_padding_rows * FLASH_BLOCK
         self._cache = KVCache(
             self.config.layer_windows,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
             num_tokens=self.cache_tokens + num_padding_tokens,
-            max_sequences=self.max_running_requests + num_padding_sequences,
+            max_sequences=self.max_running_requests + num_padding_rows,
             dtype=self.dtype,
             device=self.device,
         )
-        # One row more, for a stem.
-        self._running = RunningRequests(self.max_running_requests + num_padding_sequences + 1)
         if self.cuda_graphs:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
             self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
@@ -240,17 +249,23 @@ class Engine:
             self._padding_row = torch.tensor([padding_row])
 
     def _end_phase(self) -> None:
-        """Drop the cache and the CUDA graphs, which read it."""
-        # The device may still be running a step that uses their memory.
+        """Leave no sequence in the cache, and give its memory back if it is not kept."""
+        # The device may still be running a step that uses the cache.
         for pending in self._pending:
             pending.wait()
-        self._running = RunningRequests(0)
-        self._stem = None
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
-        self._cache = None
-        self._graphs = None
-        self._padding_row = torch.arange(0)
+        if self._cache is not None:
+            for row in self._running.rows.tolist():
+                self._cache.free(row)
+            if self._stem is not None:
+                self._drop_stem()
+        self._running = RunningRequests(0)
+        self._stem = None
+        if not self.keeps_cache:
+            self._cache = None
+            self._graphs = None
+            self._padding_row = torch.arange(0)
 
     def _admit(self) -> list[_AdmittedGroup]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
