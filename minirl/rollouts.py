@@ -19,16 +19,24 @@ class RolloutId:
 
 
 class Sampled(NamedTuple):
-    """One sampled token, its logprob at the sampling temperature, and the version of the weights used."""
+    """One sampled token, its logprob at the sampling temperature, and the version of the weights used.
+
+    Or a token that was appended between two turns (`Engine.resume`): then the numbers are 0 and is_sampled is false.
+    """
 
     token: int
     logprob: float
     weight_version: int
+    is_sampled: bool = True
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`)."""
+    """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`).
+
+    holds: when its turn ends, its keys and values stay in the cache for a further turn (`Engine.resume`), until it is
+    released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
+    """
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
@@ -37,11 +45,15 @@ class Request:
     temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]
     sampled: tuple[Sampled, ...] = ()
+    holds: bool = False
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host."""
+    """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
+
+    A completion of several turns has appended tokens between them, which are no part of the loss mask.
+    """
 
     tokens: Tensor  # int64 [L]
     loss_mask: Tensor  # bool [L], true where the policy sampled the token
@@ -53,5 +65,5 @@ class Rollout:
 
     @property
     def completion(self) -> list[int]:
-        """The sampled token ids, including the stop token."""
+        """The token ids after the prompt, including the stop token."""
         return self.tokens[self.num_prompt_tokens :].tolist()

@@ -18,7 +18,7 @@ which is thrown away.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
-from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.rollouts import Request, Rollout, RolloutId, Sampled
 
 
 @dataclass(eq=False)
@@ -108,9 +108,14 @@ class Engine:
         self.weight_version = 0
 
         self._waiting: deque[Request] = deque()
-        self._running = RunningRequests(0)
+        self._running = self._no_requests()
         # Of the group of which only a part is admitted. The other part is waiting.
         self._stem: _Stem | None = None
+        # Requests between two turns, the oldest first: in a row of the cache, or without one.
+        self._held: dict[RolloutId, int] = {}
+        self._dropped: dict[RolloutId, Request] = {}
+        # The rows of those that were resumed, and have tokens that the cache lacks.
+        self._resumed: deque[int] = deque()
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
         # On the device, the newest token of each running request, at its `RunningRequests.token_index`.
@@ -128,21 +133,60 @@ class Engine:
         Raises InputError for a request that is longer than the model's positions or the whole cache.
         """
         for request in requests:
-            if not request.prompt_ids or request.max_new_tokens < 1:
-                raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
-            max_length = len(request.prompt_ids) + request.max_new_tokens
-            max_positions = self.config.max_position_embeddings
-            if max_length > max_positions:
-                raise InputError(
-                    f"prompt + max_new_tokens = {max_length} tokens "
-                    f"exceed the model's {max_positions} positions"
-                )
-            if max_length > self.cache_tokens:
-                raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
-        if requests and not self._running and not self._waiting:
-            self._begin_phase()
+            self._check(request)
+        if requests and self._cache is None:
+            self._allocate()
         self.weight_version = weight_version
         self._waiting.extend(requests)
+
+    def _check(self, request: Request) -> None:
+        """Raise InputError for a request that can never run."""
+        if not request.prompt_ids or request.max_new_tokens < 1:
+            raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
+        max_length = len(request.prompt_ids) + request.max_new_tokens
+        max_positions = self.config.max_position_embeddings
+        if max_length > max_positions:
+            raise InputError(
+                f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions"
+            )
+        if max_length > self.cache_tokens:
+            raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are unfinished or wait for a further turn."""
+        return bool(self._running or self._waiting or self._resumed or self._held or self._dropped)
+
+    def resume(self, rollout_id: RolloutId, tokens: Sequence[int], *, max_new_tokens: int) -> None:
+        """Begin a further turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
+
+        Only the appended tokens are computed, unless the cache had to give up the others. Not collective. Raises
+        InputError as `submit`, and leaves the request as it was.
+        """
+        row = self._held.get(rollout_id)
+        request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
+        appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
+        sampled = request.sampled + appended
+        request = replace(request, sampled=sampled, max_new_tokens=len(sampled) + max_new_tokens)
+        self._check(request)
+        if row is None:
+            del self._dropped[rollout_id]
+            self._waiting.appendleft(request)
+            if self._cache is None:
+                self._allocate()
+        else:
+            del self._held[rollout_id]
+            self._running.append(row, tokens, max_new_tokens=max_new_tokens)
+            self._resumed.append(row)
+
+    def release(self, rollout_id: RolloutId) -> None:
+        """End a request that holds. Not collective."""
+        if self._dropped.pop(rollout_id, None) is None:
+            row = self._held.pop(rollout_id)
+            self._running.remove([row])
+            self._live_cache.free(row)
+        if not self.is_busy:
+            self._end_phase()
 
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
@@ -150,9 +194,10 @@ class Engine:
         Returns the rollouts that were found finished. Not collective.
         """
         watchdog.heartbeat()
-        if not self._running and not self._waiting:
+        if not self._running and not self._waiting and not self._resumed:
             return []
         with torch.no_grad():
+            self._compute_appended()
             self._prefill(self._admit())
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
@@ -169,20 +214,24 @@ class Engine:
             # runs it, while the host handles the finished requests and prepares the next step.
             num_unread = 1 if len(rows) and self.async_decoding else 0
             finished += self._read_pending(num_unread=num_unread)
-        if not self._running and not self._waiting:
+        if not self.is_busy:
             self._end_phase()
         return finished
 
     def abort(self) -> list[Request]:
         """Stop the phase and drop the cache. Not collective.
 
-        Returns the unfinished requests with the tokens read so far, to be submitted again.
+        Returns the unfinished requests with the tokens read so far, to be submitted again. Those that wait for a
+        further turn can still be resumed.
         """
         if self._running:
             self._count_discarded(self._running.rows)
-        unfinished = [self._running.unfinished(row) for row in self._running.rows.tolist()]
+        rows = [*self._running.rows.tolist(), *self._resumed]
+        unfinished = [self._running.unfinished(row) for row in rows]
         unfinished += self._waiting
         self._waiting.clear()
+        while self._held:
+            self._drop_held()
         self._end_phase()
         return unfinished
 
@@ -218,13 +267,9 @@ class Engine:
         assert self._cache is not None, "nothing was submitted"
         return self._cache
 
-    def _begin_phase(self) -> None:
-        """Make ready for requests; nothing is running or waiting."""
-        if self._cache is None:
-            self._allocate()
-        num_padding_rows = len(self._padding_row)
-        # One row more, for a stem.
-        self._running = RunningRequests(self.max_running_requests + num_padding_rows + 1)
+    def _no_requests(self) -> RunningRequests:
+        """Of the rows, as many as run may wait for a further turn; and one is for a stem, one for padding."""
+        return RunningRequests(2 * self.max_running_requests + 2)
 
     def _allocate(self) -> None:
         """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
@@ -256,11 +301,12 @@ class Engine:
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
         if self._cache is not None:
-            for row in self._running.rows.tolist():
+            for row in self._running.requests:
                 self._cache.free(row)
             if self._stem is not None:
                 self._drop_stem()
-        self._running = RunningRequests(0)
+        self._running = self._no_requests()
+        self._resumed.clear()
         self._stem = None
         if not self.keeps_cache:
             self._cache = None
@@ -275,10 +321,11 @@ class Engine:
         nothing. `_extend_or_preempt` copes with a full cache.
         """
         groups: list[_AdmittedGroup] = []
-        if not self._waiting or len(self._running) >= self.max_running_requests:
+        # Resumed requests that are not computed yet have a place, too.
+        num_running = len(self._running) + len(self._resumed)
+        if not self._waiting or num_running >= self.max_running_requests:
             return groups
         cache = self._live_cache
-        num_running = len(self._running)
         num_prefill_tokens = 0
         # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
         # prefill, when the stem's keys exist.
@@ -296,9 +343,14 @@ class Engine:
             max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
             if max_admitted < 1 and num_running > 0:
                 break
-            if num_spare < 0:
-                # Nothing is running, and a stem of requests further behind takes the room of the first.
-                self._drop_stem()
+            while num_spare < 0:
+                # Nothing is running: what takes the room of the first is a stem of requests further behind, or those
+                # that wait for a further turn.
+                if self._stem is not None:
+                    self._drop_stem()
+                else:
+                    self._drop_held()
+                num_spare = cache.spare_blocks(length)
             if stem is None:
                 row = cache.add(length)
                 assert row is not None, "there were spare blocks"
@@ -332,6 +384,14 @@ class Engine:
         self._live_cache.free(self._stem.row)
         self._stem = None
 
+    def _drop_held(self) -> None:
+        """Free the blocks of the request that waits longest for a further turn. It will be prefilled again."""
+        rollout_id, row = next(iter(self._held.items()))
+        del self._held[rollout_id]
+        self._dropped[rollout_id] = self._running.unfinished(row)
+        self._running.remove([row])
+        self._live_cache.free(row)
+
     def _blocks_soon(self) -> int:
         """How many blocks the running requests may need within `room_tokens` tokens each."""
         lengths = self._live_cache.lengths[self._running.rows]
@@ -356,7 +416,6 @@ class Engine:
 
         # The last request of a group takes the stem's own sequence, if none waits for it; the others take forks.
         # Every one of them samples from the stem's hidden state.
-        old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         admitted: list[int] = []
         states: list[Tensor] = []
         for group in groups:
@@ -368,11 +427,63 @@ class Engine:
                 self._running.admit(request, row)
                 admitted.append(row)
                 states.append(group.stem.hidden)
+        self._join(admitted, states)
+
+    def _compute_appended(self) -> None:
+        """Compute tokens that were appended to resumed requests, of each as many as end in one block of the cache.
+
+        They are decoded like the newest tokens of as many sequences with one block table. A request whose tokens are
+        all computed samples the next one and runs; one for whose tokens there is no block is preempted.
+        """
+        cache = self._live_cache
+        num_places = self.max_running_requests - len(self._running)
+        rows = [self._resumed.popleft() for _ in range(min(num_places, len(self._resumed)))]
+        computed: list[int] = []
+        counts: list[int] = []
+        tokens: list[Tensor] = []
+        lengths: list[Tensor] = []
+        for row in rows:
+            length = int(cache.lengths[row])
+            left = self._running.tokens_after(row, length)
+            count = cache.extend_by(row, len(left))
+            if count == 0:
+                self._preempt(row)
+                continue
+            computed.append(row)
+            counts.append(count)
+            tokens.append(left[:count])
+            lengths.append(torch.arange(length + 1, length + count + 1))
+        if not computed:
+            return
+        repeated = torch.tensor(computed).repeat_interleave(torch.tensor(counts))
+        each_length = torch.cat(lengths)
+        inputs = [torch.cat(tokens), *cache.decode_inputs(repeated, each_length)]
+        uploaded, *layout_inputs = upload_together(inputs, self.device)
+        layout = cache.decode_layout(repeated, layout_inputs, each_length)
+        hidden = self.model(uploaded, layout.positions, layout)
+        self.stats.prefill_tokens += len(uploaded)
+        ready: list[int] = []
+        states: list[Tensor] = []
+        unready: list[int] = []
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        for row, end in zip(computed, ends, strict=True):
+            if len(self._running.tokens_after(row, int(cache.lengths[row]))):
+                unready.append(row)
+            else:
+                ready.append(row)
+                states.append(hidden[end - 1])
+        self._resumed.extendleft(reversed(unready))
+        if ready:
+            self._join(ready, states)
+
+    def _join(self, admitted: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Let the requests in these rows run: sample the next token of each from its state [D]."""
+        old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         rows = torch.tensor(admitted)
         inputs = (self._live_cache.lengths[rows], self._running.keys[rows], self._running.temperatures[rows])
         positions, keys, temperature = upload_together(inputs, self.device)
         tokens, logprobs = sample(
-            torch.stack(states),
+            torch.stack(list(states)),
             self.model.lm_head.weight,
             keys=keys,
             positions=positions,
@@ -383,6 +494,7 @@ class Engine:
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
         sampled = pack_sampled(tokens, logprobs)
         self._newest_tokens = torch.cat([old_tokens, sampled[0]])
+        self._running.run(rows)
         self._start_reading(rows, sampled)
 
     def _below_limit(self) -> Tensor:
@@ -407,15 +519,18 @@ class Engine:
                 if self._stem is not None:
                     self._drop_stem()
                     continue
+                if self._held:
+                    self._drop_held()
+                    continue
+                # `step` has read all tokens, as `can_extend` was false.
+                assert not self._pending, "a request is preempted whose tokens were not read"
                 num_left -= 1
                 self._preempt(int(rows[num_left]))
         cache.lengths[rows[:num_left][only_counts[:num_left]]] += 1
         return rows[:num_left]
 
     def _preempt(self, row: int) -> None:
-        """Put a running request back to the front of the queue."""
-        # Unread tokens would be lost, but `step` has read them all, as `can_extend` was false.
-        assert not self._pending, "a request is preempted whose tokens were not read"
+        """Put a request back to the front of the queue. It has no unread tokens."""
         self._waiting.appendleft(self._running.unfinished(row))
         self._running.remove([row])
         self._live_cache.free(row)
@@ -463,17 +578,25 @@ class Engine:
         return finished
 
     def _remove_finished(self, rows: list[int]) -> list[Rollout]:
-        """Remove these requests from the batch and the cache; returns their rollouts."""
+        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts."""
         if not rows:
             return []
         rollouts = [self._running.rollout(row) for row in rows]
         self._count_discarded(torch.tensor(rows))
-        self._running.remove(rows)
+        for row in rows:
+            request = self._running.requests[row]
+            if request.holds:
+                self._held[request.rollout_id] = row
+        ended = [row for row in rows if not self._running.requests[row].holds]
+        self._running.pause(rows)
+        self._running.remove(ended)
         # With asynchronous decoding the step under way may still write keys of these requests. Their
         # blocks can be handed out all the same: whatever writes there next is launched later and runs
         # later.
-        for row in rows:
+        for row in ended:
             self._live_cache.free(row)
+        while len(self._held) > self.max_running_requests:
+            self._drop_held()
         # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
         if not self._waiting:
             self._live_cache.compact()

@@ -378,6 +378,17 @@ class KVCache:
         self._plan_change(row)
         return True
 
+    def extend_by(self, row: int, num_tokens: int) -> int:
+        """`extend` by as many of so many tokens as end in one block; returns how many, 0 if there is no free block.
+
+        All that the first of them sees is still there.
+        """
+        if not self.extend(row):
+            return 0
+        num_more = int(min(num_tokens - 1, self._next_changes[row] - self._lengths[row]))
+        self._lengths[row] += num_more
+        return 1 + num_more
+
     def free(self, row: int) -> None:
         """Give back all blocks of a sequence, and its row."""
         for free_list, tables in zip(self.free_lists, self.tables, strict=True):
@@ -437,13 +448,15 @@ class KVCache:
             offset=upload(torch.cat(offsets), self.device),
         )
 
-    def decode_inputs(self, rows: Tensor) -> list[Tensor]:
+    def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
         """What `decode_layout` of these rows needs on the device, still on the host; all [B] if not said otherwise.
+
+        lengths int64 [B]: up to which token of its sequence each of the B tokens sees; by default all.
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
         in the tables int32 and, but for the portable kernel, the block tables int32 [B, n].
         """
-        lengths = self.lengths[rows]
+        lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
         inputs = [positions, positions % self.block_size]
         for tables in self.tables:
@@ -457,13 +470,19 @@ class KVCache:
                 inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
         return inputs
 
-    def decode_layout(self, rows: Tensor, inputs: Sequence[Tensor] | None = None) -> DecodeLayout:
+    def decode_layout(
+        self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None
+    ) -> DecodeLayout:
         """Layout of the last token of each of these sequences int64 [B], for which `extend` has added the space.
+
+        Or of several tokens of a sequence: its row, as many times, with `lengths` int64 [B] as in `decode_inputs`. They
+        must be in its last block.
 
         inputs: the `decode_inputs` of the rows, on the device.
         """
+        lengths = self.lengths[rows] if lengths is None else lengths
         if inputs is None:
-            inputs = upload_together(self.decode_inputs(rows), self.device)
+            inputs = upload_together(self.decode_inputs(rows, lengths), self.device)
         positions, offset, *left = inputs
         cached = []
         for i, pool in enumerate(self.pools):
@@ -471,7 +490,7 @@ class KVCache:
             # None: the tokens to store are all but the padding.
             write = PoolWrite(None, last_block, offset)
             if self.kernel == "portable":
-                read = self._portable_read(i, rows, num_keys)
+                read = self._portable_read(i, rows, lengths, num_keys)
             else:
                 block_table, *left = left
                 read = DecodeRead(block_table, num_keys)
@@ -485,10 +504,9 @@ class KVCache:
             by_layer[layer] = (cached[pool_index], layer_in_pool)
         return by_layer
 
-    def _portable_read(self, pool_index: int, rows: Tensor, num_keys: Tensor) -> DecodeRead:
+    def _portable_read(self, pool_index: int, rows: Tensor, lengths: Tensor, num_keys: Tensor) -> DecodeRead:
         """What the portable kernel reads from a pool in a decode step."""
         index = self._decode_index(pool_index, rows)
-        lengths = self.lengths[rows]
         # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
         # of the last block, and what lies before the window, which may start within the first block.
         first_positions = self.tables[pool_index].firsts[rows] * self.block_size

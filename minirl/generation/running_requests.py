@@ -20,8 +20,9 @@ class RunningRequests:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens`
     keys int64, temperatures fp32: what a request samples with
     token_index int64: where its newest token is among those that the engine keeps on the device
-    counts int64: how many sampled tokens the host has read. With asynchronous decoding one more may have been
+    counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
     launched, that is, its computation has been queued on the device.
+    Requests that wait for a further turn keep their row, too, but are not among `rows`.
     """
 
     def __init__(self, num_rows: int):
@@ -36,10 +37,11 @@ class RunningRequests:
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         # How many requests have had this row before: tells the tokens of one from those of the next.
         self._past_requests = torch.zeros(num_rows, dtype=torch.int64)
-        # [rows, columns]: the sampled tokens that were read. Memory is taken where they are written.
+        # [rows, columns]: the tokens after the prompt that were read. Memory is taken where they are written.
         self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
         self._logprobs = torch.zeros(num_rows, 0)
         self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
+        self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
         # The stop tokens of all requests so far; which of them stop a request is in the request.
         self._stop_ids: frozenset[int] = frozenset()
 
@@ -52,28 +54,57 @@ class RunningRequests:
         return self.prompt_lengths[self.rows] + self.limits[self.rows] - 1
 
     def admit(self, request: Request, row: int) -> None:
-        """Add a request, with the tokens sampled in an earlier phase or before it was preempted."""
+        """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
         self._make_columns(request.max_new_tokens)
         self.requests[row] = request
-        self.rows = torch.cat([self.rows, torch.tensor([row])])
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
-        self.counts[row] = len(request.sampled)
-        for i, sampled in enumerate(request.sampled):
-            self._tokens[row, i] = sampled.token
-            self._logprobs[row, i] = sampled.logprob
-            self._weight_versions[row, i] = sampled.weight_version
+        count = len(request.sampled)
+        self.counts[row] = count
+        self._is_sampled[row] = True
+        if count:
+            tokens, logprobs, weight_versions, is_sampled = zip(*request.sampled, strict=True)
+            self._tokens[row, :count] = torch.tensor(tokens)
+            self._logprobs[row, :count] = torch.tensor(logprobs)
+            self._weight_versions[row, :count] = torch.tensor(weight_versions, dtype=torch.int32)
+            self._is_sampled[row, :count] = torch.tensor(is_sampled)
         self._stop_ids |= request.stop_ids
 
+    def append(self, row: int, tokens: Sequence[int], *, max_new_tokens: int) -> None:
+        """Add tokens that were not sampled, after which a turn of up to so many tokens begins."""
+        count = int(self.counts[row])
+        end = count + len(tokens)
+        self.limits[row] = end + max_new_tokens
+        self.requests[row] = replace(self.requests[row], max_new_tokens=end + max_new_tokens)
+        self._make_columns(end + max_new_tokens)
+        self._tokens[row, count:end] = torch.tensor(tokens, dtype=torch.int64)
+        self._logprobs[row, count:end] = 0
+        self._weight_versions[row, count:end] = 0
+        self._is_sampled[row, count:end] = False
+        self._is_sampled[row, end:] = True
+        self.counts[row] = end
+
+    def run(self, rows: Tensor) -> None:
+        """Let the requests in these rows int64 [n] run, as the youngest."""
+        self.rows = torch.cat([self.rows, rows])
+
+    def pause(self, rows: Sequence[int]) -> None:
+        """Let the requests in these rows run no more. Tokens of theirs that were launched will not be read."""
+        is_paused = torch.isin(self.rows, torch.tensor(rows))
+        self.rows = self.rows[~is_paused]
+        self._past_requests[list(rows)] += 1
+
     def remove(self, rows: Sequence[int]) -> None:
-        """Remove the requests in these rows. Tokens of theirs that were launched will not be read."""
-        is_removed = torch.isin(self.rows, torch.tensor(rows))
-        self.rows = self.rows[~is_removed]
+        """Forget the requests in these rows."""
+        self.pause(rows)
         for row in rows:
             del self.requests[row]
-            self._past_requests[row] += 1
+
+    def tokens_after(self, row: int, length: int) -> Tensor:
+        """The tokens of a request behind the first `length`, at least the prompt's; int64."""
+        return self._of_row(self._tokens, row)[length - int(self.prompt_lengths[row]) :]
 
     def launch(self, rows: Tensor, sampled: Tensor, *, weight_version: int) -> "PendingTokens":
         """Start copying one token for each of these rows int64 [B] to the host: sampled int32 [2, B] as in `decode`."""
@@ -99,7 +130,7 @@ class RunningRequests:
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens sampled so far, to be submitted again."""
-        columns = (self._tokens, self._logprobs, self._weight_versions)
+        columns = (self._tokens, self._logprobs, self._weight_versions, self._is_sampled)
         sampled = map(Sampled, *(self._of_row(column, row).tolist() for column in columns))
         return replace(self.requests[row], sampled=tuple(sampled))
 
@@ -111,11 +142,10 @@ class RunningRequests:
         # Through an array: ten times as fast as torch.tensor of a long tuple.
         prompt = torch.frombuffer(array("q", request.prompt_ids), dtype=torch.int64)
         num_prompt_tokens = len(prompt)
-        num_tokens = num_prompt_tokens + int(self.counts[row])
         before = (num_prompt_tokens, 0)  # zeros in place of the prompt
         return Rollout(
             tokens=torch.cat([prompt, self._of_row(self._tokens, row)]),
-            loss_mask=torch.arange(num_tokens) >= num_prompt_tokens,
+            loss_mask=F.pad(self._of_row(self._is_sampled, row), before),
             sample_logprobs=F.pad(self._of_row(self._logprobs, row), before),
             weight_version=F.pad(self._of_row(self._weight_versions, row), before),
             num_prompt_tokens=num_prompt_tokens,
@@ -124,7 +154,7 @@ class RunningRequests:
         )
 
     def _finish_reason(self, row: int) -> str | None:
-        """Why the request has ended by the tokens read so far: "stop", "length" or None if it has not."""
+        """Why the turn has ended by the tokens read so far: "stop", "length" or None if it has not."""
         request = self.requests[row]
         count = int(self.counts[row])
         if int(self._tokens[row, count - 1]) in request.stop_ids:
@@ -141,6 +171,7 @@ class RunningRequests:
             self._tokens = F.pad(self._tokens, (0, num_more))
             self._logprobs = F.pad(self._logprobs, (0, num_more))
             self._weight_versions = F.pad(self._weight_versions, (0, num_more))
+            self._is_sampled = F.pad(self._is_sampled, (0, num_more))
 
 
 class PendingTokens:
