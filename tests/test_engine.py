@@ -16,6 +16,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.scoring import score
+from support.cuda_rules import pad_as_on_cuda
 from support.engines import (
     CPU,
     STOP_IDS,
@@ -435,6 +436,21 @@ def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
     assert_same(contents(rollouts), expected_rollouts(attention, dtype), model)
     assert (engine.stats.preemptions > 0) == (cache_tokens == 512)
     assert engine._cache is engine._graphs is None, "graphs outlive the cache that they read"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rollouts_without_the_cpus_padding_differ_by_rounding_only(late):
+    """CUDA pads nothing outside its graphs; in fp64 on the CPU that leaves every token as it is."""
+    model = cached_model("mixed", torch.float64)
+    expected = contents(run(make_engine(model), mixed_requests()))
+    with pad_as_on_cuda():
+        engine = make_engine(model, async_decoding=late, cuda_graphs=late)
+        rollouts = contents(run(engine, mixed_requests()))
+    assert rollouts.keys() == expected.keys()
+    for rollout_id, (*what, logprobs) in expected.items():
+        *got_what, got_logprobs = rollouts[rollout_id]
+        assert got_what == what, rollout_id
+        assert got_logprobs == pytest.approx(logprobs, rel=0, abs=1e-6), rollout_id
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
+from support.cuda_rules import pad_as_on_cuda
 
 CPU = torch.device("cpu")
 VOCAB = 37
 LENGTHS = (9, 2, 31, 140, 5)
 PROMPTS = (4, 1, 30, 100, 2)
+PADDING_RULES = pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 CUTS = [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]]
 
 
@@ -350,16 +353,18 @@ def test_neither_scores_nor_gradients_depend_on_the_chunk():
             torch.testing.assert_close(grad, expected[name], atol=1e-10, rtol=1e-9)
 
 
+@PADDING_RULES
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype):
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, padding_rule):
     """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
     model = make_model(dtype)
     batch = make_batch(lengths, (1,) * len(lengths))
     batch = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
-    logprobs, entropies = score_batch(model, batch)
-    assert logprobs.shape == entropies.shape == (sum(lengths),)
-    (logprobs.sum() + entropies.sum()).backward()
+    with padding_rule():
+        logprobs, entropies = score_batch(model, batch)
+        assert logprobs.shape == entropies.shape == (sum(lengths),)
+        (logprobs.sum() + entropies.sum()).backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
         assert param.grad.dtype == dtype
@@ -598,17 +603,19 @@ def test_a_completion_of_one_token_and_eos_has_two_values():
     assert (values != 0).sum() == 2
 
 
+@PADDING_RULES
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_values_give_zero_gradients_not_none(lengths, dtype):
+def test_no_values_give_zero_gradients_not_none(lengths, dtype, padding_rule):
     """A rank without tokens runs the value model's forward and backward like the others, and adds zeros."""
     model = make_model(dtype, scalar_head=True)
     batch = make_batch(lengths, (1,) * len(lengths))
-    values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
-    assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
-    assert (values == 0).all()
-    assert (after != 0).all()
-    values.sum().backward()
+    with padding_rule():
+        values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
+        assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
+        assert (values == 0).all()
+        assert (after != 0).all()
+        values.sum().backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
         assert param.grad.dtype == dtype
