@@ -247,7 +247,7 @@ def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "varlen of torch 2.11"])
 def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     kernel, window, shares, monkeypatch
 ):
@@ -258,11 +258,17 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
         assert k.shape[1] == v.shape[1] == 2, "flash-attn shares key heads itself"
         return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+        assert enable_gqa
+        assert k.shape[1] == v.shape[1] == 2, "it shares key heads itself"
+        return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+
+    def old_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
         assert q.shape[1] == k.shape[1] == v.shape[1], "torch 2.11 does not share key heads"
         return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
 
-    module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=varlen)
+    chosen = old_varlen if "2.11" in kernel else varlen
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=chosen)
     monkeypatch.setitem(
         sys.modules, "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen", module
     )

@@ -17,8 +17,10 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 """
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -328,15 +330,22 @@ def _attend_varlen(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 has no option for key heads that several query heads share, so they are repeated.
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    out = varlen_attn(
-        q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, window_size=window_size
-    )
+    options: dict[str, Any] = {"window_size": window_size}
+    if takes_shared_key_heads(varlen_attn):
+        options["enable_gqa"] = True
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
+    out = varlen_attn(q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+@functools.cache
+def takes_shared_key_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether torch's kernel takes key heads that several query heads share: from torch 2.12 on."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _decode_flash(q: Tensor, keys: Tensor, values: Tensor, read: DecodeRead, window: int | None) -> Tensor:
