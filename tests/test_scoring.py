@@ -663,11 +663,61 @@ def test_frozen_values_of_a_part_leave_the_rest_at_zero():
     assert (after != 0).tolist() == [False, True, False, True, False]
 
 
+class CudaStub:
+    """Copies on the CPU in place of pinned and device memory. `pinned` and `on_device`: their addresses."""
+
+    def __init__(self, monkeypatch):
+        self.pinned, self.on_device = {}, {}
+        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self.pin_memory(tensor))
+        monkeypatch.setattr(Tensor, "to", lambda tensor, *args, **kwargs: self.to(tensor, *args, **kwargs))
+
+    def pin_memory(self, tensor):
+        return tensor if tensor.data_ptr() in self.pinned else self.copy(tensor, self.pinned)
+
+    def to(self, tensor, device, *, non_blocking):
+        assert (device.type, non_blocking) == ("cuda", True)
+        return tensor if tensor.data_ptr() in self.on_device else self.copy(tensor, self.on_device)
+
+    def copy(self, tensor, memory):
+        copied = tensor.clone()
+        memory[copied.data_ptr()] = copied  # kept, so that no other tensor gets the address
+        return copied
+
+
+def addresses(model):
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_a_frozen_model_is_pinned_once_and_parking_copies_nothing(monkeypatch):
+    """Each use costs one copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
+    model = make_model(tied=True)
+    values = [parameter.clone() for parameter in model.parameters()]
+    stub, num_uses = CudaStub(monkeypatch), 3
+    for _ in range(num_uses):
+        with unparked(model, torch.device("cuda"), park=True):
+            assert addresses(model) == list(stub.on_device)[-len(values) :]
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert addresses(model) == list(stub.pinned)
+        assert all(map(torch.equal, model.parameters(), values))
+    assert len(stub.on_device) == num_uses * len(values)
+
+
+def test_a_frozen_model_that_is_not_parked_goes_to_the_device_once(monkeypatch):
+    """It stays there, and no host memory is pinned for it."""
+    model, stub = make_model(), CudaStub(monkeypatch)
+    for _ in range(2):
+        with unparked(model, torch.device("cuda"), park=False):
+            assert addresses(model) == list(stub.on_device)
+        assert addresses(model) == list(stub.on_device)
+    assert not stub.pinned
+
+
 @pytest.mark.parametrize("park", [False, True])
-def test_a_frozen_model_is_on_the_device_for_the_block_and_parked_afterwards(park):
-    """It is moved in before the block, and back to host memory after it only where that is asked for."""
-    model, device, moves = make_model(), torch.device("cuda", 3), []
-    model.to = moves.append
-    with unparked(model, device, park=park):
-        assert moves == [device]
-    assert moves == ([device, "cpu"] if park else [device])
+def test_a_frozen_model_on_the_cpu_is_never_copied(park):
+    """Its tensors are those of the host, within the block and after it."""
+    model = make_model()
+    before = addresses(model)
+    for _ in range(2):
+        with unparked(model, CPU, park=park):
+            assert addresses(model) == before
+        assert addresses(model) == before
