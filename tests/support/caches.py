@@ -24,7 +24,7 @@ def make_cache(
     for x in (cache.pools[0].keys, cache.pools[0].values):
         x.copy_(torch.randn(x.shape, generator=generator))
     if window == 100:
-        assert any(table.first for row in rows for table in row.tables), "no row has left a block behind"
+        assert any(cache.tables[0].of_row(row.row)[0] for row in rows), "no row has left a block behind"
     return cache, rows
 
 
@@ -34,5 +34,6 @@ def poison(cache: KVCache, rows: list[CachedSequence]) -> None:
     pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
     for row in rows:
         end = (row.length - 1) % BLOCK + 1
-        pool.keys[:, row.tables[0].blocks[-1], :, :, end:] = torch.nan
-        pool.values[:, row.tables[0].blocks[-1], :, end:] = torch.nan
+        _, row_blocks = cache.tables[0].of_row(row.row)
+        pool.keys[:, row_blocks[-1], :, :, end:] = torch.nan
+        pool.values[:, row_blocks[-1], :, end:] = torch.nan
