@@ -20,17 +20,16 @@ from minirl.errors import InputError, refuse
 from minirl.ranks import watchdog
 
 JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
-# Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16, and fewer registers than the
-# kernels take.
+# Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
+# torch's varlen kernel runs there.
 OLDEST_CAPABILITY = (8, 0)
 
 
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: as for `device_type`. threads: CPU threads of one operation on
-    this rank; with more than one, CPU matrix products are not batch-invariant
-    (`minirl.model.batch_invariance`).
+    device: as for `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
+    products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds without progress on any rank after which the watchdog ends the run; 0: never. None:
     the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
