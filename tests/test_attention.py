@@ -1,5 +1,6 @@
 """The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
 
+import importlib.util
 import math
 import sys
 import types
@@ -247,7 +248,7 @@ def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "varlen of torch 2.11"])
 def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     kernel, window, shares, monkeypatch
 ):
@@ -258,11 +259,17 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
         assert k.shape[1] == v.shape[1] == 2, "flash-attn shares key heads itself"
         return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+        assert enable_gqa
+        assert k.shape[1] == v.shape[1] == 2, "it shares key heads itself"
+        return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+
+    def old_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
         assert q.shape[1] == k.shape[1] == v.shape[1], "torch 2.11 does not share key heads"
         return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
 
-    module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=varlen)
+    chosen = old_varlen if "2.11" in kernel else varlen
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=chosen)
     monkeypatch.setitem(
         sys.modules, "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen", module
     )
@@ -270,6 +277,63 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
     got = attention._attend_varlen(*qkv, layout, window, kernel)
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
+
+
+FLASH_FUNCTIONS = "flash_attn_varlen_func = flash_attn_with_kvcache = print"
+
+
+@pytest.fixture
+def unloaded_flash_attn():
+    """It is looked for anew, and what a test has found is forgotten."""
+    loaded = sys.modules.pop("flash_attn", None)
+    attention.has_flash_attn.cache_clear()
+    yield
+    attention.has_flash_attn.cache_clear()
+    sys.modules.pop("flash_attn", None)
+    if loaded is not None:
+        sys.modules["flash_attn"] = loaded
+
+
+@pytest.mark.parametrize(
+    ("source", "kernels", "note"),
+    [
+        (FLASH_FUNCTIONS, ("flash", "flash"), ""),
+        ("", ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
+        (None, ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
+        ("raise ImportError('an undefined symbol')", ("varlen", "paged"), "an undefined symbol"),
+        ("raise OSError('no such\\nlibrary')", ("varlen", "paged"), "no such library"),
+        ("raise RuntimeError('built for another torch')", ("varlen", "paged"), "built for another torch"),
+        ("import flash_attn_2_cuda_of_another_torch", ("varlen", "paged"), "No module named"),
+    ],
+    ids=["whole", "empty", "a folder", "ImportError", "OSError", "RuntimeError", "a missing part"],
+)
+def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
+    source, kernels, note, tmp_path, monkeypatch, capsys, unloaded_flash_attn
+):
+    """Torch's kernels take its place; a folder of that name is no package."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    if source is not None:
+        (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert chosen_kernels() == chosen_kernels() == kernels
+    output = capsys.readouterr().out
+    assert note in output
+    assert output.count("\n") == bool(note)
+
+
+def test_row_44_without_flash_attn_torchs_kernels_are_used_and_nothing_is_said(capsys, unloaded_flash_attn):
+    """It is an extra: that it is absent is no fault."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    assert chosen_kernels() == ("varlen", "paged")
+    assert capsys.readouterr().out == ""
+
+
+def chosen_kernels():
+    """The kernels for packed streams and for decoding in bf16 on a CUDA device."""
+    where = (torch.device("cuda"), torch.bfloat16)
+    return kernel_for(*where), attention.decode_kernel_for(*where)
 
 
 # Decoding.

@@ -16,6 +16,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.scoring import score
+from support.cuda_rules import pad_as_on_cuda
 from support.engines import (
     CPU,
     STOP_IDS,
@@ -466,6 +467,21 @@ def test_an_engine_that_keeps_its_cache_keeps_no_sequence(attention, late, cuda_
     assert engine._cache is cache
     assert engine._graphs is graphs
     assert_same(contents(rollouts), contents(run(make_engine(model, **how), mixed_requests())), model)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rollouts_without_the_cpus_padding_differ_by_rounding_only(late):
+    """CUDA pads nothing outside its graphs; in fp64 on the CPU that leaves every token as it is."""
+    model = cached_model("mixed", torch.float64)
+    expected = contents(run(make_engine(model), mixed_requests()))
+    with pad_as_on_cuda():
+        engine = make_engine(model, async_decoding=late, cuda_graphs=late)
+        rollouts = contents(run(engine, mixed_requests()))
+    assert rollouts.keys() == expected.keys()
+    for rollout_id, (*what, logprobs) in expected.items():
+        *got_what, got_logprobs = rollouts[rollout_id]
+        assert got_what == what, rollout_id
+        assert got_logprobs == pytest.approx(logprobs, rel=0, abs=1e-6), rollout_id
 
 
 @pytest.mark.parametrize("late", [False, True])

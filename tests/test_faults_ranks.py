@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minirl.errors import GuardError
-from minirl.ranks import watchdog
+from minirl.errors import GuardError, InputError
+from minirl.ranks import process_group, watchdog
 from minirl.report.metrics import StepMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -506,6 +506,77 @@ def test_row_06_a_disk_that_is_full_at_the_start_is_no_bug(tmp_path):
     with started(tmp_path, [python(tmp_path, FULL_DISK)]) as job:
         assert job.codes(within=20) == [2]
         assert job.output(0) == f"error: {tmp_path}/.half-args.json: File too large\n"
+
+
+AMPERE, TURING, HOPPER = (8, 6), (7, 5), (9, 0)
+FEW = "2 ranks on this node, and torch sees 1 CUDA device(s); for those use --nproc-per-node 1"
+OLD = (
+    "CUDA device 1, a card, has compute capability 7.5, and at least 8.0 (Ampere) is needed; "
+    "leave it out by CUDA_VISIBLE_DEVICES"
+)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "fault"),
+    [
+        ([AMPERE, HOPPER], None),
+        ([AMPERE, HOPPER, TURING], None),
+        ([HOPPER], FEW),
+        ([AMPERE, TURING], OLD),
+        ([], None),
+    ],
+    ids=["one each", "an old one that no rank uses", "fewer than ranks", "an old one", "none"],
+)
+def test_row_44_devices_that_cannot_serve_all_ranks_are_refused_or_left_with_a_note(
+    capabilities, fault, monkeypatch, capsys
+):
+    """`cuda` is refused, `auto` takes the CPU and says why; two ranks on this node, of more on others."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
+    if capabilities and not fault:
+        assert [process_group.device_type(device) for device in ("auto", "cuda")] == ["cuda", "cuda"]
+        return
+    assert process_group.device_type("auto") == process_group.device_type("cpu") == "cpu"
+    assert capsys.readouterr().out == (f"note: --device auto takes the CPU: {fault}\n" if fault else "")
+    with pytest.raises(InputError, match=re.escape(f"--device cuda: {fault or 'torch sees no CUDA device'}")):
+        process_group.device_type("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "num_devices", "codes", "line"),
+    [
+        ("cuda", (1, 1), [2, 2], f"error: --device cuda: {FEW}"),
+        ("cuda", (2, 0), [2, 2], "error: --device cuda: torch sees no CUDA device; use --device cpu or auto"),
+        (
+            "auto",
+            (2, 0),
+            [2, 2],
+            "error: --device: all ranks need the same, but rank 1 on cpu, rank 0 on cuda",
+        ),
+        ("auto", (1, 1), [0, 0], f"note: --device auto takes the CPU: {FEW}"),
+    ],
+)
+def test_row_44_all_ranks_agree_on_the_device(tmp_path, device, num_devices, codes, line):
+    """One exit code and one line in all, also where a rank sees other devices than the others do."""
+    body = f"""
+import torch
+num_devices = {num_devices}[rank]
+torch.cuda.is_available = lambda: num_devices > 0
+torch.cuda.device_count = lambda: num_devices
+torch.cuda.get_device_capability = lambda index: (8, 0)
+torch.cuda.set_device = print
+print(process_group.start(device={device!r}))
+"""
+    with started(tmp_path, [python(tmp_path, body)] * 2, LOCAL_WORLD_SIZE="2") as job:
+        assert job.codes(within=15) == codes
+        output = job.output(0) + job.output(1)
+        assert output.count(line) == 1
+        assert output.count("cpu\n") == codes.count(0)
+        assert "Traceback" not in output
 
 
 @pytest.mark.slow

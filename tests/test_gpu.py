@@ -8,6 +8,8 @@ import torch
 from minirl.generation.engine import Engine
 from minirl.model import paged_attention, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
+from minirl.training.frozen_models import unparked
+from minirl.training.scoring import score
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -118,6 +120,30 @@ def test_an_asynchronous_decode_step_waits_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.abort()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_microbatch_without_tokens_gives_zero_gradients_on_cuda(dtype):
+    """A rank without work runs the same forward and backward as the others."""
+    model, nothing = make_model("mixed", dtype).cuda(), torch.empty(0, device="cuda")
+    tokens, mask = nothing.long(), nothing.bool()
+    layout = PackedLayout((), torch.device("cuda"))
+    logprobs, entropies = score(model, tokens, layout, select=mask, temperature=1.0)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_a_parked_model_comes_and_goes_with_the_same_pinned_tensors():
+    """Its weights are on the device for the block; the host's are pinned at the first use and stay."""
+    model = make_model("full", torch.bfloat16).requires_grad_(False)
+    values = [parameter.clone() for parameter in model.parameters()]
+    addresses = []
+    for _ in range(2):
+        with unparked(model, torch.device("cuda"), park=True):
+            assert all(map(torch.equal, (p.cpu() for p in model.parameters()), values))
+        assert all(parameter.is_pinned() for parameter in model.parameters())
+        addresses.append([parameter.data_ptr() for parameter in model.parameters()])
+    assert addresses[0] == addresses[1]
 
 
 def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):

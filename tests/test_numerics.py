@@ -180,6 +180,12 @@ def test_pad_rows_appends_zero_rows_up_to_the_minimum_and_multiple(rows, multipl
     assert not got[rows:].any()
 
 
+@pytest.mark.parametrize(("rows", "padded"), [(0, 1), (1, 1), (2, 2), (17, 17)])
+def test_off_the_cpu_only_what_has_no_rows_is_padded(rows, padded):
+    """A rank without tokens has one row for nothing, which its layers can tell heads of."""
+    assert padding.pad_rows(torch.empty(rows, 6, device="meta")).shape == (padded, 6)
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from minirl.generation import kv_cache
 from minirl.model import paged_attention, portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
+from support.scripts import ROOT
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +45,19 @@ def mended_interpreter(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)
 
 
-@pytest.mark.parametrize(("groups", "dim"), [(1, 16), (7, 64), (3, 80)])
-@pytest.mark.parametrize("window", [None, 1, 100, 200])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
+FAST_SHAPES = {(None, 7, 64), (1, 1, 16), (100, 3, 80)}
+SHAPES = [
+    pytest.param(window, groups, dim, marks=[] if (window, groups, dim) in FAST_SHAPES else pytest.mark.slow)
+    for window in (None, 1, 100, 200)
+    for groups, dim in ((1, 16), (7, 64), (3, 80))
+]
+
+
+@pytest.mark.parametrize(("window", "groups", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
     pool, (cached, _) = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
@@ -83,3 +95,28 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
         twin = got[rollout.rollout_id]
         assert twin.completion == rollout.completion
         assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
+
+
+REPRESENTATIVES = ["120 float32 256 1", "90 bfloat16 128 7"]
+ALL = [f"{capability} {dtype} 64,80,128,256 1,8" for capability in (80, 90, 100, 120) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    "cases", [*REPRESENTATIVES, *(pytest.param(cases, marks=pytest.mark.slow) for cases in ALL)]
+)
+def test_the_paged_kernel_fits_every_supported_gpu(cases):
+    """Compiled without a device, by a process without interpreter: no register is spilled, shared memory suffices."""
+    flags = ("--capabilities", "--dtypes", "--dims", "--groups")
+    choice = [
+        part for flag, values in zip(flags, cases.split(), strict=True) for part in (flag, *values.split(","))
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "paged_resources.py", *choice],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("0 bytes spilled") == (8 if "," in cases else 1)

@@ -33,6 +33,7 @@ from minirl.training.batch import (
 )
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
+from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
 
 CPU = torch.device("cpu")
@@ -329,6 +330,19 @@ def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
     (expected,) = one_rank.run(single_rollout_gradients, folder)
     for gradients in two_ranks.run(single_rollout_gradients, folder):
         assert_close_gradients(gradients, expected, 1e-12)
+
+
+def test_a_rank_without_rollouts_takes_part_where_rows_are_not_padded(one_rank, two_ranks, folder):
+    """As on CUDA: no tokens reach the model of the rank that trains on nothing."""
+
+    (expected,) = one_rank.run(single_rollout_gradients, folder)
+    for gradients in two_ranks.run(unpadded_single_rollout_gradients, folder):
+        assert_close_gradients(gradients, expected, 1e-12)
+
+
+def unpadded_single_rollout_gradients(rank: int, folder: Path) -> dict[str, Tensor]:
+    with pad_as_on_cuda():
+        return single_rollout_gradients(rank, folder)
 
 
 def single_rollout_gradients(rank: int, folder: Path) -> dict[str, Tensor]:

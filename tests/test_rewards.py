@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import time
+from contextlib import contextmanager
 
 import numpy
 import pytest
@@ -14,7 +15,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
-from minirl.model.transformer import Transformer
+from minirl.rewards import reward_model
 from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty, reward_rollouts
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
@@ -403,18 +404,21 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_toke
 
 @pytest.mark.parametrize("park", [False, True])
 def test_a_reward_model_is_parked_between_calls_if_asked(reward_folder, monkeypatch, park):
-    """It waits in host memory, comes for each call, and goes back only with `park`; it holds no gradient."""
+    """It comes for each call and goes back after it, as `park` says; it holds no gradient."""
     folder, _ = reward_folder
     model, seen = load(folder, park=park), []
-    to = Transformer.to
-    monkeypatch.setattr(Transformer, "to", lambda self, *args: seen.append((self, *args)) or to(self, *args))
-    assert not seen
+
+    @contextmanager
+    def unparked(model, device, *, park):
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        seen.append((device, park))
+        yield
+        seen.append("parked")
+
+    monkeypatch.setattr(reward_model, "unparked", unparked)
     first = model(["ab"], ["c"])
-    moves = [device for _, device in seen]
-    assert moves == ([CPU, "cpu"] if park else [CPU])
     assert model(["ab"], ["c"]) == first
-    assert [device for _, device in seen] == moves * 2
-    assert not any(param.requires_grad for param in seen[0][0].parameters())
+    assert seen == [(CPU, park), "parked"] * 2
 
 
 @pytest.mark.parametrize(

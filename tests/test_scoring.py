@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
+from support.cuda_rules import pad_as_on_cuda
 
 CPU = torch.device("cpu")
 VOCAB = 37
 LENGTHS = (9, 2, 31, 140, 5)
 PROMPTS = (4, 1, 30, 100, 2)
+PADDING_RULES = pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 CUTS = [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]]
 
 
@@ -350,16 +353,18 @@ def test_neither_scores_nor_gradients_depend_on_the_chunk():
             torch.testing.assert_close(grad, expected[name], atol=1e-10, rtol=1e-9)
 
 
+@PADDING_RULES
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype):
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, padding_rule):
     """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
     model = make_model(dtype)
     batch = make_batch(lengths, (1,) * len(lengths))
     batch = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
-    logprobs, entropies = score_batch(model, batch)
-    assert logprobs.shape == entropies.shape == (sum(lengths),)
-    (logprobs.sum() + entropies.sum()).backward()
+    with padding_rule():
+        logprobs, entropies = score_batch(model, batch)
+        assert logprobs.shape == entropies.shape == (sum(lengths),)
+        (logprobs.sum() + entropies.sum()).backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
         assert param.grad.dtype == dtype
@@ -598,17 +603,19 @@ def test_a_completion_of_one_token_and_eos_has_two_values():
     assert (values != 0).sum() == 2
 
 
+@PADDING_RULES
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_values_give_zero_gradients_not_none(lengths, dtype):
+def test_no_values_give_zero_gradients_not_none(lengths, dtype, padding_rule):
     """A rank without tokens runs the value model's forward and backward like the others, and adds zeros."""
     model = make_model(dtype, scalar_head=True)
     batch = make_batch(lengths, (1,) * len(lengths))
-    values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
-    assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
-    assert (values == 0).all()
-    assert (after != 0).all()
-    values.sum().backward()
+    with padding_rule():
+        values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
+        assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
+        assert (values == 0).all()
+        assert (after != 0).all()
+        values.sum().backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
         assert param.grad.dtype == dtype
@@ -656,11 +663,61 @@ def test_frozen_values_of_a_part_leave_the_rest_at_zero():
     assert (after != 0).tolist() == [False, True, False, True, False]
 
 
+class CudaStub:
+    """Copies on the CPU in place of pinned and device memory. `pinned` and `on_device`: their addresses."""
+
+    def __init__(self, monkeypatch):
+        self.pinned, self.on_device = {}, {}
+        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self.pin_memory(tensor))
+        monkeypatch.setattr(Tensor, "to", lambda tensor, *args, **kwargs: self.to(tensor, *args, **kwargs))
+
+    def pin_memory(self, tensor):
+        return tensor if tensor.data_ptr() in self.pinned else self.copy(tensor, self.pinned)
+
+    def to(self, tensor, device, *, non_blocking):
+        assert (device.type, non_blocking) == ("cuda", True)
+        return tensor if tensor.data_ptr() in self.on_device else self.copy(tensor, self.on_device)
+
+    def copy(self, tensor, memory):
+        copied = tensor.clone()
+        memory[copied.data_ptr()] = copied  # kept, so that no other tensor gets the address
+        return copied
+
+
+def addresses(model):
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_a_frozen_model_is_pinned_once_and_parking_copies_nothing(monkeypatch):
+    """Each use costs one copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
+    model = make_model(tied=True)
+    values = [parameter.clone() for parameter in model.parameters()]
+    stub, num_uses = CudaStub(monkeypatch), 3
+    for _ in range(num_uses):
+        with unparked(model, torch.device("cuda"), park=True):
+            assert addresses(model) == list(stub.on_device)[-len(values) :]
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert addresses(model) == list(stub.pinned)
+        assert all(map(torch.equal, model.parameters(), values))
+    assert len(stub.on_device) == num_uses * len(values)
+
+
+def test_a_frozen_model_that_is_not_parked_goes_to_the_device_once(monkeypatch):
+    """It stays there, and no host memory is pinned for it."""
+    model, stub = make_model(), CudaStub(monkeypatch)
+    for _ in range(2):
+        with unparked(model, torch.device("cuda"), park=False):
+            assert addresses(model) == list(stub.on_device)
+        assert addresses(model) == list(stub.on_device)
+    assert not stub.pinned
+
+
 @pytest.mark.parametrize("park", [False, True])
-def test_a_frozen_model_is_on_the_device_for_the_block_and_parked_afterwards(park):
-    """It is moved in before the block, and back to host memory after it only where that is asked for."""
-    model, device, moves = make_model(), torch.device("cuda", 3), []
-    model.to = moves.append
-    with unparked(model, device, park=park):
-        assert moves == [device]
-    assert moves == ([device, "cpu"] if park else [device])
+def test_a_frozen_model_on_the_cpu_is_never_copied(park):
+    """Its tensors are those of the host, within the block and after it."""
+    model = make_model()
+    before = addresses(model)
+    for _ in range(2):
+        with unparked(model, CPU, park=park):
+            assert addresses(model) == before
+        assert addresses(model) == before

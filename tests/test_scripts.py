@@ -30,6 +30,7 @@ from support.scripts import (
     SCRIPTS,
     read_metrics,
     run_in_pool,
+    run_padded_as_on_cuda,
     run_script,
     start_script,
     untimed,
@@ -133,6 +134,18 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
         pytest.skip("this machine's products depend on the number of rows")
     assert lines["sampled"] == lines["scored"]
     assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
+    """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training."""
+    flags = ("--num-steps", "1", "--prompts-per-step", "1", "--group-size", "3", "--eval-rows", "3")
+    flags += ("--num-minibatches", "3", "--old-logprobs", "scored", "--entropy-coef", "0.01")
+    name = f"unpadded-{script}"
+    run_padded_as_on_cuda(two_ranks, script, "--run-name", name, *flags, runs=runs)
+    (metrics,) = read_metrics(runs / name)
+    assert metrics["count/rollouts"] == 3
+    assert metrics["optim/grad_norm"] > 0
 
 
 def test_world_size_need_not_divide_anything(two_ranks, runs):

@@ -17,31 +17,44 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 """
 
 import functools
-import importlib.util
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import paged_attention, portable_attention
+from minirl.ranks.process_group import print0
 
 # Tokens of a cache block for flash-attn.
 FLASH_BLOCK = 256
 
 
 @functools.cache
-def flash_attn_installed() -> bool:
-    """Whether the package of the `flash` extra is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
+def has_flash_attn() -> bool:
+    """Whether the functions that are used of the `flash` extra's package can be imported.
+
+    If it is installed and they cannot, rank 0 prints why, once: it was built for another torch, or a folder has its
+    name. Not collective.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+    except Exception as error:  # a build that does not fit may raise anything
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
+            reason = " ".join(str(error).split())
+            print0(f"note: torch's kernels in place of flash-attn, which cannot be imported: {reason}")
+        return False
+    return True
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "portable"
-    return "flash" if flash_attn_installed() else "varlen"
+    return "flash" if has_flash_attn() else "varlen"
 
 
 def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -317,15 +330,22 @@ def _attend_varlen(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 has no option for key heads that several query heads share, so they are repeated.
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    out = varlen_attn(
-        q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, window_size=window_size
-    )
+    options: dict[str, Any] = {"window_size": window_size}
+    if takes_shared_key_heads(varlen_attn):
+        options["enable_gqa"] = True
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
+    out = varlen_attn(q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+@functools.cache
+def takes_shared_key_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether torch's kernel takes key heads that several query heads share: from torch 2.12 on."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _decode_flash(q: Tensor, keys: Tensor, values: Tensor, read: DecodeRead, window: int | None) -> Tensor:

@@ -1,6 +1,7 @@
-"""Sizes with padding, which two kinds of work need.
+"""Sizes with padding, which three kinds of work need.
 
-Products of few rows on the CPU (`pad_rows`), and decode steps that a CUDA graph replays (`graph_batch_size`).
+Products of few rows on the CPU and a rank's forward over no tokens (`pad_rows`), and decode steps that a CUDA graph
+replays (`graph_batch_size`).
 """
 
 import torch
@@ -11,7 +12,7 @@ MIN_ROWS = 16
 
 
 def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """On the CPU, append zero rows to x [T, ...] up to at least MIN_ROWS and a multiple of `multiple`."""
+    """Append zero rows to x [T, ...] up to `num_padded` and a multiple of `multiple`."""
     num_rows = num_padded(len(x), x.device)
     num_rows += -num_rows % multiple
     num_missing = num_rows - len(x)
@@ -22,10 +23,12 @@ def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
 
 
 def num_padded(num_rows: int, device: torch.device) -> int:
-    """Return how many rows `pad_rows` makes of `num_rows`."""
-    if device.type != "cpu":
-        return num_rows
-    return max(MIN_ROWS, num_rows)
+    """Return how many rows `pad_rows` makes of `num_rows`: at least MIN_ROWS on the CPU, elsewhere at least 1.
+
+    Of no rows a layer could not tell its heads: [0, heads x C] has no one view as [0, heads, C].
+    """
+    least = MIN_ROWS if device.type == "cpu" else 1
+    return max(least, num_rows)
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:

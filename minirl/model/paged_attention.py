@@ -15,8 +15,12 @@ from torch import Tensor
 
 from minirl.model.portable_attention import BLOCK
 
-# Keys of one product. At head dimension 128, the shared memory of a multiprocessor holds two programs.
-TILE = 64
+# Most keys of one product, and most bytes of keys (of values, too). At 32 KiB a program's shared memory fits into the
+# 99 KiB that the smallest devices give it, and its registers need not be spilled (`benchmarks/paged_resources.py`).
+MAX_TILE = 64
+MAX_TILE_BYTES = 32768
+# How the kernel is compiled. Stages: tiles that are on their way from memory at the same time.
+OPTIONS = {"num_warps": 4, "num_stages": 3}
 # Programs that fill the device. With fewer requests x key heads than this, their keys are split.
 MIN_PROGRAMS = 512
 
@@ -43,7 +47,7 @@ def decode(
     means = q.new_empty(num_padded, num_kv, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv, num_splits, groups, dtype=torch.float32)
     grid = (len(lengths), num_kv, num_splits)
-    _kernel()[grid](
+    kernel()[grid](
         q.contiguous(),
         keys,
         values,
@@ -54,21 +58,28 @@ def decode(
         max_blocks,
         window or 0,
         dim**-0.5,
-        NUM_KV=num_kv,
-        GROUPS=groups,
-        DIM=dim,
-        PADDED_GROUPS=_padded_size(groups),
-        PADDED_DIM=_padded_size(dim),
-        BLOCK=BLOCK,
-        TILE=TILE,
-        num_warps=4,
-        num_stages=3,
+        **constants(num_kv, groups, dim, keys.dtype),
+        **OPTIONS,
     )
     if num_splits == 1:
         return means.view(num_padded, num_heads, dim)
     weights = log_weights.softmax(2)[..., None]
     mean = (means * weights).sum(2)
     return mean.to(q.dtype).view(num_padded, num_heads, dim)
+
+
+def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """What the kernel is compiled for, by name: key heads, query heads of each, and head dimension, in `dtype`."""
+    padded_dim = _padded_size(dim)
+    return {
+        "NUM_KV": num_kv,
+        "GROUPS": groups,
+        "DIM": dim,
+        "PADDED_GROUPS": _padded_size(groups),
+        "PADDED_DIM": padded_dim,
+        "BLOCK": BLOCK,
+        "TILE": min(MAX_TILE, MAX_TILE_BYTES // (padded_dim * dtype.itemsize)),
+    }
 
 
 def _padded_size(size: int) -> int:
@@ -78,8 +89,8 @@ def _padded_size(size: int) -> int:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Compile the kernel when it is first used; triton is not installed everywhere."""
+def kernel() -> Any:
+    """The Triton kernel, made when it is first used; triton is not installed everywhere."""
     import triton
     import triton.language as tl
 

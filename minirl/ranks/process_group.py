@@ -16,36 +16,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.ranks import watchdog
 
 JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
+# Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
+# torch's varlen kernel runs there.
+OLDEST_CAPABILITY = (8, 0)
 
 
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: "cpu", "cuda" or "auto" (cuda if there is a CUDA device). threads: CPU threads of one operation on
-    this rank; with more than one, CPU matrix products are not batch-invariant
-    (`minirl.model.batch_invariance`).
+    device: as for `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
+    products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds without progress on any rank after which the watchdog ends the run; 0: never. None:
     the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
     knows a hang from a slow rank, collectives wait up to a day.
 
-    Raises InputError for a device that does not exist, and torch's DistStoreError if another rank does not come
-    within JOIN_S.
+    Raises InputError for a device that cannot be used and for ranks on unlike devices, and torch's DistStoreError if
+    another rank does not come within JOIN_S.
     """
-    use_cuda = device_type(device) == "cuda"
+    kind = device_type(device)
+    use_cuda = kind == "cuda"
     torch.set_num_threads(threads)
     if use_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(_local_rank())
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
     if not dist.is_initialized():
         store = watchdog.rendezvous()
-        # init_process_group would wait for a rank that has died as long as collectives do.
-        store.set(f"joins/{rank()}", "")
-        store.wait([f"joins/{other}" for other in range(world_size())], timedelta(seconds=JOIN_S))
+        _wait_for_all(store, kind)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=None if hang_timeout is None else timedelta(days=1),
@@ -58,14 +59,62 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     return torch.device("cpu")
 
 
+def _wait_for_all(store: Any, kind: str) -> None:
+    """Wait until all ranks have come, each with its kind of device (collective). Raises InputError if they differ."""
+    # init_process_group would wait for a rank that has died as long as collectives do.
+    store.set(f"joins/{rank()}", kind)
+    names = [f"joins/{other}" for other in range(world_size())]
+    store.wait(names, timedelta(seconds=JOIN_S))
+    kinds = [store.get(name).decode() for name in names]
+    if len(set(kinds)) > 1:
+        places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in ("cpu", "cuda"))
+        raise InputError(f"--device: all ranks need the same, but {places}; use --device cpu, or other nodes")
+
+
 def device_type(device: str) -> str:
-    """ "cpu" or "cuda", for `start`'s argument. Not collective. Raises InputError for a device that does not exist."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: choose auto, cpu or cuda")
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    return "cuda" if has_cuda and device != "cpu" else "cpu"
+    """ "cpu" or "cuda", for "cpu", "cuda" or "auto": cuda where each rank of this node has a device for itself.
+
+    Rank 0 prints why, if there are devices and "auto" leaves them unused. Not collective. Raises InputError for
+    "cuda" where it cannot be used.
+    """
+    refuse(device not in ("auto", "cpu", "cuda"), f"--device {device}: choose auto, cpu or cuda")
+    if device == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        refuse(device == "cuda", "--device cuda: torch sees no CUDA device; use --device cpu or auto")
+        return "cpu"
+    fault = _fault_of_cuda_devices()
+    if not fault:
+        return "cuda"
+    refuse(device == "cuda", f"--device cuda: {fault}")
+    print0(f"note: --device auto takes the CPU: {fault}")
+    return "cpu"
+
+
+def _fault_of_cuda_devices() -> str:
+    """Why this node's ranks cannot each use a CUDA device, and what to do; "" if they can. Not collective."""
+    num_devices = torch.cuda.device_count()
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), _local_rank() + 1)
+    if num_devices < num_ranks:
+        return (
+            f"{num_ranks} ranks on this node, and torch sees {num_devices} CUDA device(s); "
+            f"for those use --nproc-per-node {num_devices}"
+        )
+    for index in range(num_ranks):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < OLDEST_CAPABILITY:
+            name = f"CUDA device {index}, {torch.cuda.get_device_name(index)}"
+            found, needed = (".".join(map(str, numbers)) for numbers in (capability, OLDEST_CAPABILITY))
+            return (
+                f"{name}, has compute capability {found}, and at least {needed} (Ampere) is needed; "
+                "leave it out by CUDA_VISIBLE_DEVICES"
+            )
+    return ""
+
+
+def _local_rank() -> int:
+    """This process's rank among those of its node, which is the number of its CUDA device."""
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def stop() -> NoReturn:

@@ -13,11 +13,22 @@ from minirl.training.scoring import scalar_outputs, score
 
 @contextmanager
 def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterator[None]:
-    """Move a frozen model to `device` for the block; with `park`, move it back to host memory afterwards."""
-    model.to(device)
+    """Have a frozen model's weights on `device` for the block; with `park`, afterwards only in host memory.
+
+    Nothing writes to them, so the host keeps its tensors, and parking drops the device's. For CUDA the host's tensors
+    are pinned at the first use, at up to twice their bytes (torch rounds each one up to a power of two): copies of
+    them do not wait for the host. On the CPU nothing is copied. Not collective.
+    """
+    host = []
+    for parameter in model.parameters():
+        if park and device.type == "cuda":
+            parameter.data = parameter.data.pin_memory()  # a pinned tensor is returned as it is
+        host.append(parameter.data)
+        parameter.data = parameter.data.to(device, non_blocking=True)
     yield
     if park:
-        model.to("cpu")
+        for parameter, parked in zip(model.parameters(), host, strict=True):
+            parameter.data = parked
 
 
 @torch.no_grad()

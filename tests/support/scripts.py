@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minirl.run.flags import chosen_preset, parse
+from support.cuda_rules import pad_as_on_cuda
 from support.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,6 +54,16 @@ def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subpr
 def run_in_pool(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
     """Run a script's main on every rank of a pool, which is faster than to start processes; rank 0's output."""
     return pool.run(_run_main, script, str(runs), flags)[0]
+
+
+def run_padded_as_on_cuda(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
+    """As `run_in_pool`, with CUDA's padding on the CPU: ranks without work get no tokens."""
+    return pool.run(_run_main_padded_as_on_cuda, script, str(runs), flags)[0]
+
+
+def _run_main_padded_as_on_cuda(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
+    with pad_as_on_cuda():
+        return _run_main(rank, script, runs, flags)
 
 
 def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:

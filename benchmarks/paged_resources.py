@@ -1,0 +1,95 @@
+"""Registers, spills and shared memory of the decode kernel on GPUs of several generations, compiled without one.
+
+    PYTHONPATH=. python benchmarks/paged_resources.py [--capabilities 80 120] [--dims 128] [--groups 1 8]
+
+Needs Triton, whose package has an assembler. Exits with 1 if registers are spilled anywhere, or if a program takes more
+shared memory than such a device gives to one.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from minirl.model import paged_attention
+
+# Compute capability x 10: bytes of shared memory that a program can have.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NUM_KV = 8
+
+
+def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tuple[int, int, int]:
+    """Registers of a thread, bytes spilled by a thread, and bytes of shared memory of a program."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    data = f"*{TRITON_TYPES[dtype]}"
+    constants = paged_attention.constants(NUM_KV, groups, dim, dtype)
+    types = {"q": data, "keys": data, "values": data, "blocks": "*i32", "lengths": "*i32"}
+    types |= {"means": data, "log_weights": "*fp32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}  # torch's tensors are
+    types |= {"max_blocks": "i32", "window": "i32", "scale": "fp32"}
+    source = ASTSource(
+        paged_attention.kernel(),
+        types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(len(types) + i,): value for i, value in enumerate(constants.values())},
+        attrs=aligned,
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options=paged_attention.OPTIONS
+    )
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # Registers that are spilled lie on the stack, which the kernel does not use otherwise.
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return int(registers), int(stack), compiled.metadata.shared
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--capabilities", type=int, nargs="+", choices=SHARED_BYTES, default=[80, 90, 100, 120]
+    )
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in TRITON_TYPES]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256])
+    parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 9)))
+    args = parser.parse_args()
+    # Compiled anew, whatever an earlier run has left.
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        return show(args)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print a line for each case, and return the exit code."""
+    all_fit = True
+    for capability in args.capabilities:
+        most = SHARED_BYTES[capability]
+        for dtype in args.dtypes:
+            for dim in args.dims:
+                for groups in args.groups:
+                    registers, spilled, shared = resources(capability, getattr(torch, dtype), dim, groups)
+                    fits = spilled == 0 and shared <= most
+                    all_fit &= fits
+                    print(
+                        f"sm_{capability} {dtype} dimension {dim} groups {groups}: {registers} registers, "
+                        f"{spilled} bytes spilled, {shared:,} of {most:,} bytes shared"
+                        f"{'' if fits else ' DOES NOT FIT'}",
+                        flush=True,
+                    )
+    return 0 if all_fit else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""No tensor of the host meets one of the device, in sampling, scoring and training; on a device that is pretended."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import train_grpo
+from minirl.generation.engine import Engine
+from minirl.model import paged_attention
+from minirl.model.portable_attention import BLOCK
+from minirl.model.transformer import Transformer, rope_table
+from minirl.objective.losses import value_loss
+from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
+from minirl.training.batch import Batch
+from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
+from minirl.training.scoring import score_batch, value_batch
+from support.engines import make_engine, make_model, mixed_requests, run
+from support.pretended_cuda import CPU, CUDA, PretendedCuda
+
+
+@pytest.fixture
+def device():
+    rope_table.cache_clear()
+    with PretendedCuda():
+        yield CUDA
+    rope_table.cache_clear()  # it holds tensors that only pretend
+
+
+def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
+    """The device is one to every operation but a move, and a sum with a number."""
+    here, there = torch.ones(2), torch.ones(2, device=device)
+    assert (
+        there.device
+        == (there + 1).device
+        == here.to(device).device
+        == torch.zeros_like(there).device
+        == device
+    )
+    assert there.cpu().device == here.device == CPU
+    for mixed in (lambda: here + there, lambda: torch.cat([here, there]), lambda: there[here.long()]):
+        with pytest.raises(RuntimeError, match="two devices"):
+            mixed()
+
+
+def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch):
+    """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
+    monkeypatch.setattr(paged_attention, "decode", decode)
+    model = make_model("mixed", torch.float32)
+    requests = mixed_requests()
+    expected = {r.rollout_id: r for r in run(make_engine(model), requests)}
+    model.to(device)
+    engine = Engine(model, max_running_requests=64, cache_tokens=8192, dtype=torch.float32, device=device)
+    assert (engine.async_decoding, engine.cuda_graphs) == (True, True)
+    for rollout in run(engine, requests):
+        assert rollout.tokens.tolist() == expected[rollout.rollout_id].tokens.tolist()
+        assert rollout.tokens.device == CPU
+
+
+def decode(q, keys, values, blocks, lengths, *, window):
+    """`paged_attention.decode`, one request after another."""
+    groups = q.shape[1] // keys.shape[1]
+    out = torch.zeros_like(q)
+    for i, end in enumerate(lengths.tolist()):
+        chosen = blocks[i, : -(-end // BLOCK)].long()
+        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, :end]  # [K, n, C]
+        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, :end]
+        k, v = (x[:, -window:] if window else x for x in (k, v))
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+        scores = (k @ q[i][:, :, None])[..., 0] * q.shape[-1] ** -0.5
+        out[i] = (scores.softmax(-1)[:, None] @ v)[:, 0]
+    return out
+
+
+def make_batch():
+    """Three rollouts of two groups, one of them without a loss, with all streams that an objective reads."""
+    lengths, generator = (9, 2, 140), torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 48, (sum(lengths),), generator=generator)
+    mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
+    streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
+    names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
+    batch = Batch(lengths, tokens, mask, streams[0], table_index=torch.arange(3))
+    return batch.replace(**dict(zip(names, streams[1:], strict=True)))
+
+
+OBJECTIVES = {
+    "token": train_grpo.Config(kl_coef=0.1, entropy_coef=0.01),
+    "sequence": train_grpo.Config(
+        ratio_level="sequence_mean", correction="sequence_truncate", loss_norm="sequence_mean"
+    ),
+}
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 2], [1], []], ids=str)
+@pytest.mark.parametrize("config", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, lengths):
+    """Microbatches, logprobs, loss, metrics and gradients; also of a microbatch that is empty."""
+    gradients = []
+    for place in (CPU, device):
+        model = make_model("mixed", torch.float32).to(place)
+        micro = make_batch().to(place).select(lengths)
+        new, entropy = score_batch(model, micro, temperature=0.7)
+        loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
+        objective = (micro.loss_weights * loss).sum()
+        assert objective.device == place
+        objective.backward()
+        metrics = StepMetrics()
+        metrics.add_total("policy/loss", objective.detach())
+        add_tokens(metrics, micro, new, ratio, entropy, is_on_policy=True)
+        add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
+        metrics.refuse_nonfinite(update=0)
+        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
+def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
+    """Before the update all values at once, and those after the last tokens; then the loss of a microbatch."""
+    gradients, frozen = [], []
+    for place in (CPU, device):
+        torch.manual_seed(0)
+        config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
+        model = Transformer(config).to(place)
+        batch = make_batch().to(place)
+        frozen.append([values.cpu() for values in frozen_scalar_outputs(model, batch, [[2], [], [0, 1]])])
+        micro = batch.select(lengths)
+        values = value_batch(model, micro)
+        loss = value_loss(values, micro.values, micro.returns, clip=0.2)
+        (micro.loss_weights * loss).sum().backward()
+        add_value_clip(StepMetrics(), micro, values, clip=0.2)
+        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+    assert_close(*gradients)
+    assert_close(*frozen)
+
+
+def assert_close(expected, got):
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
+    """Whatever the microbatches; afterwards they are parked."""
+    results = []
+    for place in (CPU, device):
+        model, batch = make_model("mixed", torch.float32).requires_grad_(False), make_batch().to(place)
+        with unparked(model, place, park=True):
+            scored = frozen_logprobs(model, batch, [[2], [], [0, 1]], 0.7)
+        assert scored.device == place
+        assert next(model.parameters()).device == CPU
+        results.append(scored.cpu())
+    assert_close([results[0]], [results[1]])
