@@ -2,12 +2,14 @@
 
 import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_grpo
 import train_ppo
@@ -509,6 +511,45 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder):
         assert other_moved == pytest.approx(moved, rel=1e-9)
     assert norm > 0.5
     assert moved == pytest.approx(0.5, rel=1e-6)
+
+
+class CountedCalls(TorchDispatchMode):
+    """How often each operation is called on plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        return result
+
+
+def calls_of_a_step(rank: int, folder: Path) -> tuple[dict[str, int], int]:
+    """The operations of a step that clips, and how many parameters the model has."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    new, _ = score(
+        model.module,
+        torch.arange(20),
+        batching.PackedLayout((20,), CPU),
+        select=torch.arange(20) > 0,
+        temperature=1.0,
+    )
+    model.backward(-new.sum(), is_last=True)
+    with CountedCalls() as calls:
+        norm = model.step(optimizer, lr=0.1, max_grad_norm=0.1)
+    assert norm > 0.1
+    return dict(calls.counts), len(model.masters)
+
+
+def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(two_ranks, folder):
+    """Not one launch for each parameter."""
+    for counts, num_parameters in two_ranks.run(calls_of_a_step, folder):
+        assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
+        assert counts["_foreach_copy_"] == 2
+        assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
 
 
 def stop_on_nan(rank: int, folder: Path) -> bool:

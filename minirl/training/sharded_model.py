@@ -127,8 +127,8 @@ class ShardedModel:
             optimizer.zero_grad(set_to_none=True)
             return norm
         if max_grad_norm and norm > max_grad_norm:
-            for gradient in gradients:
-                gradient.mul_(max_grad_norm / norm)
+            # One kernel for all local shards, not one each.
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -155,7 +155,7 @@ class ShardedModel:
                 tensors[f"{kind}.{name}"] = value
         copies = {}
         for name, tensor in sorted(tensors.items()):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local = _local(tensor)
             copies[name] = torch.empty_like(local, device="cpu").copy_(local.detach())
         return copies
 
@@ -199,7 +199,7 @@ class ShardedModel:
         On several ranks it takes memory for twice `GATHER_BYTES`, on one for nothing.
         """
         world = torch.distributed.get_world_size()
-        shards = {name: master.to_local() for name, master in self.masters.items()}  # type: ignore[attr-defined]
+        shards = {name: _local(master) for name, master in self.masters.items()}
         if world == 1:
             torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
             return
@@ -208,9 +208,9 @@ class ShardedModel:
             sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
             # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
             own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
-            for part, sent in zip(parts, own.split(sizes), strict=True):
-                rows = shards[part.name][part.first : part.first + part.num_rows]
-                sent[: rows.numel()] = rows.flatten()
+            rows = [shards[part.name][part.first : part.first + part.num_rows].flatten() for part in parts]
+            sent = [place[: len(values)] for place, values in zip(own.split(sizes), rows, strict=True)]
+            torch._foreach_copy_(sent, rows)
             gathered = own.new_empty(world * len(own))
             torch.distributed.all_gather_into_tensor(gathered, own)
             targets: list[Tensor] = []
@@ -229,8 +229,7 @@ class ShardedModel:
         """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
         own_is_finite = []
         for tensor in tensors.values():
-            shard = None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]
-            own_is_finite.append(shard is None or bool(shard.isfinite().all()))
+            own_is_finite.append(tensor is None or bool(_local(tensor).isfinite().all()))
         by_rank = gather_objects(own_is_finite)
         for i, name in enumerate(tensors):
             ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
@@ -241,6 +240,11 @@ class ShardedModel:
     def _gradients(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters.values()]
         return [gradient for gradient in gradients if gradient is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
