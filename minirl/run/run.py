@@ -169,6 +169,7 @@ class Run:
             dtype=self.dtype,
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
+            shard_gradients=self.sizes.shard_gradients,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 
@@ -391,7 +392,7 @@ class Run:
     def _fit_memory(self) -> tuple[Sizes, str]:
         """The sizes that flags leave open, and a line on them (collective). Raises InputError if nothing fits."""
         recorded = broadcast_object(read_args(self._folder.path) if rank() == 0 else None)
-        given = given_sizes(self.config, microbatch_tokens=recorded.get("max_tokens_per_microbatch"))
+        given = given_sizes(self.config, recorded=recorded)
         work = workload(
             self.config,
             policy_folder=self.model_folder,
@@ -406,7 +407,7 @@ class Run:
         reason = too_large(work, sizes, free)
         refuse(
             reason and "auto" in given.values(),
-            f"{reason}. All four sizes given, it starts anyway: {sizes.flags()}",
+            f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
         )
         return sizes, f"{sizes.flags()}: at most {gb(peak_bytes(work, sizes))} of {gb(free)} on each rank"
 

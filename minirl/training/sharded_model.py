@@ -36,7 +36,8 @@ class ShardedModel:
     decoder: the model for inference. It has the same compute weights, without FSDP's hooks, which cost a
         decode step 5 %.
 
-    The constructor, `step`, `refresh`, `load_state` and `backward(is_last=True)` are collective.
+    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only
+    the last `backward` of an optimizer step is.
     """
 
     def __init__(
@@ -47,8 +48,14 @@ class ShardedModel:
         dtype: torch.dtype,
         device: torch.device,
         recompute_layers: bool = False,
+        shard_gradients: bool = False,
     ):
-        """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`."""
+        """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
+
+        shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank holds its
+        shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
+        there is nothing to shard.
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -56,12 +63,14 @@ class ShardedModel:
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        num_ranks = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device.type, (num_ranks,))
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=at_least_fp32(dtype),
             cast_forward_inputs=False,  # it would round the fp32 rope tables
         )
+        self._sums_every_microbatch = shard_gradients and num_ranks > 1
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
@@ -77,7 +86,6 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        num_ranks = torch.distributed.get_world_size()
         self._gathers = _plan_gathers(self.compute_weights, num_ranks, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
@@ -90,11 +98,12 @@ class ShardedModel:
 
         With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty), or no
-        rank has any.
+        rank has any. With `shard_gradients` every call sums (collective): all ranks have equally many
+        microbatches, as `assignment.plan_updates` makes them.
         """
         watchdog.heartbeat()
         for unit in self._units:
-            unit.set_requires_gradient_sync(is_last, recurse=False)
+            unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
