@@ -512,6 +512,20 @@ def test_gradients_are_sharded_before_layers_are_recomputed():
     assert not memory.choose_sizes(alone, 174e6, AUTO).shard_gradients
 
 
+def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
+    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P and copies 12 P / 8; the first copies 2 P more."""
+    work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
+    needed = 8 * (2 + 12 / 8) * 7.6156e9 + 2 * 7.6156e9
+    assert memory.host_bytes(work, num_ranks=8) == pytest.approx(needed, rel=1e-3)
+    assert memory.host_too_small(work, num_ranks=8, free=1.01 * needed / memory.USABLE) is None
+    reason = memory.host_too_small(work, num_ranks=8, free=0.99 * needed / memory.USABLE)
+    assert "8 ranks need 228 GB of the 226 GB of host memory" in reason
+    assert "--no-park-frozen" in reason
+    unparked = dataclasses.replace(work, parks_frozen=False)
+    assert memory.host_bytes(unparked, num_ranks=8) == pytest.approx(needed - 8 * 2 * 7.6156e9, rel=1e-3)
+    assert memory.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

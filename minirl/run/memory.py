@@ -344,9 +344,25 @@ def save_bytes(work: Workload) -> float:
     return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
 
 
-def host_bytes(work: Workload) -> float:
-    """What a rank needs of the host's memory beside a GPU: frozen models and a checkpoint's copies."""
-    return sum(_frozen_bytes(work).values()) + save_bytes(work)
+def host_bytes(work: Workload, *, num_ranks: int = 1) -> float:
+    """What so many ranks, the first among them, need of their host's memory beside GPUs.
+
+    It is for parked models on each rank, and for a checkpoint's copies.
+    """
+    parked = sum(_frozen_bytes(work).values()) if work.parks_frozen else 0.0
+    shards = sum(12 * num_parameters(config) / work.num_ranks for config in work.trained)
+    return save_bytes(work) + parked + (num_ranks - 1) * (parked + shards)
+
+
+def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None:
+    """Why so many ranks on one host do not fit into its free memory beside their GPUs; None if they do."""
+    needed = host_bytes(work, num_ranks=num_ranks)
+    if not work.is_cuda or needed <= USABLE * free:
+        return None
+    return (
+        f"beside the GPUs {num_ranks} ranks need {gb(needed)} of the {gb(USABLE * free)} of host memory that can be "
+        "used, for parked models and copies for a checkpoint: set --no-park-frozen, or take more nodes"
+    )
 
 
 def peak_bytes(work: Workload, sizes: Sizes) -> float:
@@ -498,7 +514,12 @@ def free_bytes(device: torch.device) -> int:
     """The memory that this rank can take now: of its GPU, or its share of the host's. Not collective."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return free_host_bytes() // ranks_on_host()
+
+
+def ranks_on_host() -> int:
+    """How many ranks torchrun has started on this host. Not collective."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def free_host_bytes() -> int:

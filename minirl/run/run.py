@@ -52,10 +52,13 @@ from minirl.run.memory import (
     Sizes,
     choose_sizes,
     free_bytes,
+    free_host_bytes,
     gb,
     given_sizes,
+    host_too_small,
     max_request_tokens,
     peak_bytes,
+    ranks_on_host,
     too_large,
     workload,
 )
@@ -404,7 +407,10 @@ class Run:
         )
         free = min(gather_objects(free_bytes(self.device)))
         sizes = choose_sizes(work, free, given)
-        reason = too_large(work, sizes, free)
+        on_host = host_too_small(work, num_ranks=ranks_on_host(), free=free_host_bytes())
+        # Of the first host on which it is too little.
+        on_hosts = next(filter(None, gather_objects(on_host)), None)
+        reason = too_large(work, sizes, free) or on_hosts
         refuse(
             reason and "auto" in given.values(),
             f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
