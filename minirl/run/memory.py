@@ -296,15 +296,19 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
         phases[f"score ({name})"] = phase
     if len(work.trained) > 1:
         phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
-    is_sharded = sizes.shard_gradients and work.num_ranks > 1
-    held_by = work.num_ranks if is_sharded else 1
+    num_shards = _gradient_shards(work, sizes)
     phases["update"] = {
-        "gradients": sum(4.0 * num_parameters(config) / held_by for config in work.trained),
+        "gradients": sum(4.0 * num_parameters(config) / num_shards for config in work.trained),
         "activations and logits": max(
             _backward_bytes(work, sizes, config, tokens) for config in work.trained
         ),
     }
     return phases
+
+
+def _gradient_shards(work: Workload, sizes: Sizes) -> int:
+    """How many ranks share the gradients while they are summed over microbatches."""
+    return work.num_ranks if sizes.shard_gradients else 1
 
 
 def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: int) -> float:
@@ -317,7 +321,7 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
         length=work.longest,
         recompute_layers=sizes.recompute_layers,
     )
-    if not sizes.shard_gradients or work.num_ranks == 1:
+    if _gradient_shards(work, sizes) == 1:
         return activations
     # A layer's gradients are summed over the ranks while the layer before it is in backward; those of embedding and
     # head at the end, when no activations are left.
