@@ -198,18 +198,20 @@ def set_free(rank, num_bytes):
 FREE_BYTES = run_module.free_bytes
 
 
-def test_a_resumed_run_takes_the_microbatches_that_it_began_with(one_rank, runs):
-    """Whatever memory there is now: other ones would round sums differently."""
+def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
+    """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently."""
     output = run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "sizes", runs=runs)
     assert output.count("sizes --max-running-requests 256 --cache-tokens 65536") == 1
     path: Path = runs / "sizes" / "args.json"
     args = json.loads(path.read_text())
     assert args["max_tokens_per_microbatch"] == 8192
     assert args["flags"]["max_tokens_per_microbatch"] == "auto"
-    path.write_text(json.dumps({**args, "max_tokens_per_microbatch": 40}))
+    assert args["shard_gradients"] is False
+    path.write_text(json.dumps({**args, "max_tokens_per_microbatch": 40, "shard_gradients": True}))
     more = ["--num-steps", "2", *TINY[2:]]
     output = run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "sizes", runs=runs)
     assert "--max-tokens-per-microbatch 40 " in output
+    assert "--shard-gradients on" in output
     assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
 
 
@@ -221,7 +223,8 @@ def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_ra
             run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "small", runs=runs)
         assert not (runs / "small").exists()
         sizes = "--max-running-requests 4 --cache-tokens 512 --max-tokens-per-microbatch 99".split()
-        given = (*sizes, "--recompute-layers", "off", "--run-name", "given")
+        switches = ("--recompute-layers", "off", "--shard-gradients", "off")
+        given = (*sizes, *switches, "--run-name", "given")
         run_in_pool(one_rank, "train_grpo.py", *TINY, *given, runs=runs)
     finally:
         one_rank.run(set_free, None)

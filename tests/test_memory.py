@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.memory import allocated_bytes, saved_bytes
 from support.models import RAW_CONFIG, make_folder
+from support.rank_pool import RankPool
 
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 CPU = torch.device("cpu")
@@ -288,7 +290,7 @@ def test_the_code_computes_what_the_table_says(config):
     gpus = {"dtype": torch.bfloat16, "device_type": "cuda"}
     work = make_workload(config, num_ranks=8, **gpus)
     always = memory.always_bytes(work)
-    phases = memory.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False))
+    phases = memory.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=False))
     headless = dataclasses.replace(config, scalar_head=True)
     token = {"tokens": 1, "length": 800}
     letters["A"] = memory.layer_bytes(config, torch.bfloat16, "cuda", length=800)
@@ -352,6 +354,13 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
     }
 
 
+def folder_of_shape(folder: Path, shape: tuple[int, ...], vocab: int) -> Path:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    raw = {**RAW_CONFIG, "model_type": "llama", "vocab_size": vocab, **dict(zip(names, shape, strict=False))}
+    raw |= {"num_attention_heads": shape[3], "num_key_value_heads": shape[4], "head_dim": shape[5]}
+    return make_folder(folder, {**raw, "max_position_embeddings": 1024})
+
+
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [(SHAPES[0], 64, False, 2), (SHAPES[1], 6500, False, 1), (SHAPES[2], 64, True, 1)],
@@ -361,10 +370,7 @@ def test_each_phase_peaks_where_the_code_says(
     one_rank, two_ranks, tmp_path, shape, vocab, recompute, num_ranks
 ):
     """On the CPU, within 10 %: of the phase alone, without what is always held, and of both."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
-    raw = {**RAW_CONFIG, "model_type": "llama", "vocab_size": vocab, **dict(zip(names, shape, strict=False))}
-    raw |= {"num_attention_heads": shape[3], "num_key_value_heads": shape[4], "head_dim": shape[5]}
-    folder = make_folder(tmp_path / "model", {**raw, "max_position_embeddings": 1024})
+    folder = folder_of_shape(tmp_path / "model", shape, vocab)
     num_tokens = shape[-1]
     pool = two_ranks if num_ranks == 2 else one_rank
     measured = pool.run(bytes_of_phases, folder, num_tokens, recompute)[0]
@@ -379,9 +385,60 @@ def test_each_phase_peaks_where_the_code_says(
     always = memory.always_bytes(work)
     held = always["weights"] + always["masters and moments"]
     assert measured.pop("always") == pytest.approx(held, rel=0.02)
-    phases = memory.phase_bytes(work, Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute))
+    sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=False)
+    phases = memory.phase_bytes(work, sizes)
     for phase, peak in measured.items():
         assert peak == pytest.approx(sum(phases[phase].values()), rel=0.1), phase
+
+
+@pytest.fixture(scope="module")
+def one_of_eight() -> Iterator[RankPool]:
+    """The first of eight ranks, without the others: they would take minutes, and it takes the same bytes."""
+    pool = RankPool(8, is_fake=True)
+    yield pool
+    pool.stop()
+
+
+def bytes_of_backward(rank: int, folder: Path, num_tokens: int, recompute: bool) -> tuple[int, int]:
+    """With sharded gradients: what the first of two microbatches leaves, and the peak of both."""
+    options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
+    model = ShardedModel(read_config(folder), folder, **options, shard_gradients=True)
+    batch = make_batch(num_tokens)
+
+    def backward(*, is_last: bool) -> None:
+        logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+        model.backward(logprobs.sum(), is_last=is_last)
+
+    def two_microbatches() -> None:
+        backward(is_last=False)
+        backward(is_last=True)
+
+    with torch.no_grad():
+        score_batch(model.module, batch, temperature=1.0)  # makes the rope table, which stays
+    _, left = allocated_bytes(lambda: backward(is_last=False))
+    for master in model.masters.values():
+        master.grad = None
+    peak, _ = allocated_bytes(two_microbatches)
+    return left, peak
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab", "recompute"),
+    [(SHAPES[0], 64, False), (SHAPES[1], 20_000, False), (SHAPES[2], 64, True)],
+    ids=["activations", "a vocabulary", "recomputing"],
+)
+def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape, vocab, recompute):
+    """On eight ranks: each never holds more than its share and one unit's, within 10 %."""
+    folder = folder_of_shape(tmp_path / "model", shape, vocab)
+    config = read_config(folder)
+    num_tokens = shape[-1]
+    ((left, peak),) = one_of_eight.run(bytes_of_backward, folder, num_tokens, recompute)
+    work = make_workload(config, num_ranks=8, longest=num_tokens, update_tokens=num_tokens)
+    sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
+    update = memory.phase_bytes(work, sizes)["update"]
+    assert left == pytest.approx(update["gradients"], rel=0.02)
+    assert update["gradients"] == pytest.approx(4 * memory.num_parameters(config) / 8)
+    assert peak == pytest.approx(sum(update.values()), rel=0.1)
 
 
 def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
@@ -389,7 +446,7 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     config = make_config(*SHAPES[0])
     work = make_workload(config)
     sizes = memory.choose_sizes(work, 64e9, AUTO)
-    assert sizes == Sizes(256, 65536, 8192, recompute_layers=False)
+    assert sizes == Sizes(256, 65536, 8192, recompute_layers=False, shard_gradients=False)
     chosen = []
     for free in (64e9, 2e9, 1e9, 0.5e9, 0.3e9, 0.25e9):
         sizes = memory.choose_sizes(work, free, AUTO)
@@ -410,6 +467,66 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     assert "--nproc-per-node" in memory.too_large(work, least, 1e6)
 
 
+QWEN_1_5B = dataclasses.replace(
+    QWEN_7B,
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "models", "switches"),
+    [
+        (8, {"trained": (QWEN_7B,)}, (True, False)),
+        (8, {"trained": (QWEN_7B,), "update_tokens": 4000}, (False, True)),
+        (8, {"trained": (QWEN_7B, dataclasses.replace(QWEN_7B, scalar_head=True))}, (True, True)),
+        (1, {"trained": (QWEN_1_5B,), "frozen": {"reference": QWEN_1_5B}}, (False, False)),
+    ],
+    ids=["GRPO 7B", "GRPO 7B with few tokens", "PPO 7B", "GRPO 1.5B on one"],
+)
+def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
+    """With fp32 masters and AdamW: layers are recomputed and gradients sharded only where it is needed."""
+    work = make_workload(QWEN_7B, num_ranks=num_ranks, **GPUS_OF_80_GB, **models)
+    sizes = memory.choose_sizes(work, 80e9, AUTO)
+    assert memory.too_large(work, sizes, 80e9) is None
+    assert memory.peak_bytes(work, sizes) <= 72e9
+    assert (sizes.recompute_layers, sizes.shard_gradients) == switches
+    assert sizes.max_tokens_per_microbatch >= 8192
+    assert sizes.cache_tokens >= 100 * work.longest
+
+
+def test_gradients_are_sharded_before_layers_are_recomputed():
+    """With less and less memory: the sums hide behind backward, recomputation takes a third more time."""
+    work = make_workload(make_config(*SHAPES[0]), num_ranks=2, enough_tokens=812, update_tokens=812)
+    found = []
+    for free in (300e6, 284e6, 260e6, 174e6):
+        sizes = memory.choose_sizes(work, free, AUTO)
+        assert memory.too_large(work, sizes, free) is None
+        found.append((sizes.recompute_layers, sizes.shard_gradients))
+    assert found == [(False, False), (False, True), (True, False), (True, True)]
+    alone = dataclasses.replace(work, num_ranks=1)
+    assert not memory.choose_sizes(alone, 174e6, AUTO).shard_gradients
+
+
+def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
+    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P and copies 12 P / 8; the first copies 2 P more."""
+    work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
+    needed = 8 * (2 + 12 / 8) * 7.6156e9 + 2 * 7.6156e9
+    assert memory.host_bytes(work, num_ranks=8) == pytest.approx(needed, rel=1e-3)
+    assert memory.host_too_small(work, num_ranks=8, free=1.01 * needed / memory.USABLE) is None
+    reason = memory.host_too_small(work, num_ranks=8, free=0.99 * needed / memory.USABLE)
+    assert "8 ranks need 228 GB of the 226 GB of host memory" in reason
+    assert "--no-park-frozen" in reason
+    unparked = dataclasses.replace(work, parks_frozen=False)
+    assert memory.host_bytes(unparked, num_ranks=8) == pytest.approx(needed - 8 * 2 * 7.6156e9, rel=1e-3)
+    assert memory.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -417,6 +534,7 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
         ("cache_tokens", 900_000),
         ("max_tokens_per_microbatch", 100_000),
         ("recompute_layers", False),
+        ("shard_gradients", True),
     ],
 )
 def test_a_size_that_is_given_wins(name, value):

@@ -2,12 +2,15 @@
 
 import dataclasses
 import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_grpo
 import train_ppo
@@ -35,6 +38,7 @@ from minirl.training.scoring import scalar_outputs, score, score_batch, value_ba
 from minirl.training.sharded_model import ShardedModel
 from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
+from support.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 
@@ -77,9 +81,9 @@ def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[li
     """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
     microbatches. The reward is 1 for the first of each group and 0 for the other two."""
     rollouts = make_rollouts(7, 3)
-    share = rollouts[: len(rollouts) // 4] if rank == 0 else rollouts[len(rollouts) // 4 :]
-    mine = share if world_size() > 1 else rollouts
-    table = gather_table(mine, torch.tensor([[float(r.rollout_id.sample == 0)] for r in mine]))
+    cuts = [0, len(rollouts) // 4, len(rollouts), len(rollouts)]  # a third rank has none
+    mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
+    table = gather_table(mine, torch.tensor([float(r.rollout_id.sample == 0) for r in mine]).view(-1, 1))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
     plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
@@ -117,12 +121,15 @@ def grpo_gradients(
     config: train_grpo.Config,
     num_equal: int = 0,
     is_skipped: bool = False,
+    shard_gradients: bool = False,
 ) -> dict[str, Tensor]:
     """Full gradients of one GRPO minibatch, by the script's own functions.
 
     The first `num_equal` groups have equal rewards. is_skipped: rollouts without a gradient are left out.
     """
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
+    model = ShardedModel(
+        read_config(folder), folder, dtype=dtype, device=CPU, shard_gradients=shard_gradients
+    )
     table, batch, microbatches = shared_out(rank, max_tokens)
     rewards = table.rewards.view(-1, 3, 1).clone()
     rewards[:num_equal] = 0.1
@@ -245,15 +252,22 @@ def numbers_of_rollouts(batch: Batch) -> Tensor:
 
 
 def ppo_backward(
-    rank: int, max_tokens: int, folder: Path, value_folder: Path, dtype: torch.dtype, value_scale: float = 1.0
+    rank: int,
+    max_tokens: int,
+    folder: Path,
+    value_folder: Path,
+    dtype: torch.dtype,
+    value_scale: float = 1.0,
+    shard_gradients: bool = False,
 ) -> dict[str, ShardedModel]:
     """Policy and value model after one minibatch's backward passes, as `train_ppo.py` makes them.
 
     Rewards have a KL term, truncated completions a bootstrap value, and advantages are whitened over the ranks.
     """
-    policy = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
+    options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients}
+    policy = ShardedModel(read_config(folder), folder, **options)
     value_config = dataclasses.replace(read_config(value_folder), scalar_head=True)
-    value = ShardedModel(value_config, value_folder, dtype=dtype, device=CPU)
+    value = ShardedModel(value_config, value_folder, **options)
     table, batch, microbatches = shared_out(rank, max_tokens)
 
     config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
@@ -301,6 +315,61 @@ def test_ppo_gradients_do_not_depend_on_ranks_or_microbatches(
 ):
     """Policy and value model: advantages are whitened over all ranks, and both losses weighted by global counts."""
     assert_split_invariant(one_rank, two_ranks, tolerance, ppo_gradients, folder, value_folder, dtype)
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[RankPool]:
+    """A process group of three, among which rows do not divide evenly."""
+    pool = RankPool(3)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("pool", ["two_ranks", pytest.param("three_ranks", marks=pytest.mark.slow)])
+@precisions
+def test_gradients_that_are_sharded_in_each_microbatch_are_the_same(
+    request, one_rank, tmp_path, value_folder, dtype, tolerance, pool
+):
+    """Of policy and value model, with tied embeddings, also where a rank's last microbatches are empty."""
+    tied = make_folder(tmp_path / "tied", {**RAW_CONFIG, "tie_word_embeddings": True})
+    ranks = request.getfixturevalue(pool)
+    config = OBJECTIVES["sequence_mean"]
+    for gradients, args in (
+        (grpo_gradients, (tied, dtype, config, 0, False)),
+        (ppo_gradients, (tied, value_folder, dtype, 1.0)),
+    ):
+        (expected,) = one_rank.run(gradients, 10_000, *args)
+        for max_tokens in (10_000, 200):
+            for got in ranks.run(gradients, max_tokens, *args, True):
+                assert_close_gradients(got, expected, tolerance)
+
+
+def held_after_one_of_two(rank: int, folder: Path, shard_gradients: bool) -> tuple[int, int]:
+    """Elements of gradients that a microbatch which is not the last leaves in the masters, and of all parameters."""
+    options = {"dtype": torch.float32, "device": CPU, "shard_gradients": shard_gradients}
+    model = ShardedModel(read_config(folder), folder, **options)
+    new, _ = score(
+        model.module,
+        torch.arange(20),
+        batching.PackedLayout((20,), CPU),
+        select=torch.arange(20) > 0,
+        temperature=1.0,
+    )
+    model.backward(-new.sum(), is_last=False)
+    held = [m.grad.to_local().numel() for m in model.masters.values() if m.grad is not None]
+    whole = [w.grad.numel() for w in model.compute_weights.values() if w.grad is not None]
+    return sum(held), sum(whole)
+
+
+def test_sharded_gradients_are_never_held_whole(two_ranks, folder):
+    """After a microbatch that is not the last: shards only, or without sharding the whole and no shards."""
+    num_parameters = sum(
+        weight.numel() for weight in named_parameters(load_replica(folder, dtype=torch.float32)).values()
+    )
+    sharded = two_ranks.run(held_after_one_of_two, folder, True)
+    assert sum(held for held, _ in sharded) == num_parameters
+    assert all(held < 0.6 * num_parameters and whole == 0 for held, whole in sharded)
+    assert two_ranks.run(held_after_one_of_two, folder, False) == [(0, num_parameters)] * 2
 
 
 def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
@@ -523,6 +592,45 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder):
         assert other_moved == pytest.approx(moved, rel=1e-9)
     assert norm > 0.5
     assert moved == pytest.approx(0.5, rel=1e-6)
+
+
+class CountedCalls(TorchDispatchMode):
+    """How often each operation is called on plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        return result
+
+
+def calls_of_a_step(rank: int, folder: Path) -> tuple[dict[str, int], int]:
+    """The operations of a step that clips, and how many parameters the model has."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    new, _ = score(
+        model.module,
+        torch.arange(20),
+        batching.PackedLayout((20,), CPU),
+        select=torch.arange(20) > 0,
+        temperature=1.0,
+    )
+    model.backward(-new.sum(), is_last=True)
+    with CountedCalls() as calls:
+        norm = model.step(optimizer, lr=0.1, max_grad_norm=0.1)
+    assert norm > 0.1
+    return dict(calls.counts), len(model.masters)
+
+
+def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(two_ranks, folder):
+    """Not one launch for each parameter."""
+    for counts, num_parameters in two_ranks.run(calls_of_a_step, folder):
+        assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
+        assert counts["_foreach_copy_"] == 2
+        assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
 
 
 def stop_on_nan(rank: int, folder: Path) -> bool:

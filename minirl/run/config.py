@@ -126,6 +126,8 @@ class Machine:
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """recompute activations in backward: less memory, a third more time; auto: where microbatches would be small"""
+    shard_gradients: Literal["auto", "on", "off"] = "auto"
+    """sum gradients over the ranks in each microbatch: each rank holds its share; auto: where all do not fit"""
     dry_run: bool = False  # load no weights and train nothing: print what would happen and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, as 8x80 for 8 GPUs of 80 GB; none: what is here"""

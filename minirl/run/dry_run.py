@@ -26,13 +26,16 @@ from minirl.run.memory import (
     always_bytes,
     choose_sizes,
     free_bytes,
+    free_host_bytes,
     gb,
     given_sizes,
     host_bytes,
+    host_too_small,
     largest_cache,
     largest_microbatch,
     num_parameters,
     phase_bytes,
+    ranks_on_host,
     room_bytes,
     too_large,
     workload,
@@ -47,11 +50,16 @@ MOST_TOKENS = 2**24  # of a microbatch or cache that are asked for
 
 @dataclasses.dataclass(frozen=True)
 class _Machine:
-    """The ranks that a run would have, and the free bytes of each."""
+    """The ranks that a run would have, and the free bytes of each.
+
+    host_ranks, host_free: ranks on this host, and its free bytes; of another machine they are not known.
+    """
 
     device_type: str
     num_ranks: int
     free: float
+    host_ranks: int = 1
+    host_free: float | None = None
 
 
 def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None = None) -> int:
@@ -84,9 +92,11 @@ def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None =
         )
     sizes = choose_sizes(work, machine.free, given_sizes(config))
     _print_work(config, work, streams)
-    _print_memory(work, sizes, machine.free)
+    _print_memory(work, sizes, machine)
     _print_prompts(task, streams[0])
     reason = too_large(work, sizes, machine.free)
+    if machine.host_free is not None:
+        reason = reason or host_too_small(work, num_ranks=machine.host_ranks, free=machine.host_free)
     if reason:
         raise InputError(f"--dry-run: does not fit: {reason}")
     print0("fits; nothing was loaded or written")
@@ -100,7 +110,8 @@ def _machine(config: RunConfig) -> _Machine:
         return _Machine("cuda", num_ranks, free)
     kind = device_type(config.device)
     index = int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
-    return _Machine(kind, world_size(), free_bytes(torch.device(kind, index)))
+    free = free_bytes(torch.device(kind, index))
+    return _Machine(kind, world_size(), free, ranks_on_host(), free_host_bytes())
 
 
 def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStream]) -> None:
@@ -132,8 +143,9 @@ def _ranks(work: Workload) -> str:
     return kind if work.num_ranks == 1 else f"{kind}s"
 
 
-def _print_memory(work: Workload, sizes: Sizes, free: float) -> None:
+def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     """The bytes of each phase on a rank, and the largest sizes that would fit."""
+    free = machine.free
     always = always_bytes(work)
     print0(f"sizes    {sizes.flags()}")
     print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} can be used")
@@ -142,7 +154,10 @@ def _print_memory(work: Workload, sizes: Sizes, free: float) -> None:
         total = sum(always.values()) + sum(parts.values())
         print0(f"  {phase} {gb(total)}: always + {_parts(parts)}")
     if work.is_cuda:
-        print0(f"  and of the host {gb(host_bytes(work))}: parked models, copies for a checkpoint")
+        needed = host_bytes(work, num_ranks=machine.host_ranks)
+        there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"
+        ranks = "a rank" if machine.host_ranks == 1 else f"{machine.host_ranks} ranks"
+        print0(f"  and of the host {gb(needed)}{there} for {ranks}: parked models, copies for a checkpoint")
     room = room_bytes(work, free)
     endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
     without, recomputed = (

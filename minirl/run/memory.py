@@ -7,12 +7,14 @@ a head. Nothing here communicates.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
 MOST_CACHE_TOKENS = 65536  # on the CPU
 MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 PREFILL_TOKENS = 8192  # of a forward pass of the engine
+_SWITCHES = ("recompute_layers", "shard_gradients")
+_ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # how sums round depends on them
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,15 @@ class Sizes:
     cache_tokens: int
     max_tokens_per_microbatch: int
     recompute_layers: bool
+    shard_gradients: bool
 
     def flags(self) -> str:
         """As on the command line."""
         return (
             f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens} "
             f"--max-tokens-per-microbatch {self.max_tokens_per_microbatch} "
-            f"--recompute-layers {'on' if self.recompute_layers else 'off'}"
+            f"--recompute-layers {'on' if self.recompute_layers else 'off'} "
+            f"--shard-gradients {'on' if self.shard_gradients else 'off'}"
         )
 
 
@@ -145,6 +151,14 @@ def num_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         model = Transformer(config)
     return sum(parameter.numel() for parameter in named_parameters(model).values())
+
+
+@functools.cache
+def layer_parameters(config: ModelConfig) -> int:
+    """Parameters of one layer of a model of this shape."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return sum(parameter.numel() for parameter in model.model.layers[0].parameters())
 
 
 def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, requests: int) -> float:
@@ -282,22 +296,38 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
         phases[f"score ({name})"] = phase
     if len(work.trained) > 1:
         phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
-    activations = [
-        activation_bytes(
-            config,
-            work.dtype,
-            work.device_type,
-            tokens=tokens,
-            length=work.longest,
-            recompute_layers=sizes.recompute_layers,
-        )
-        for config in work.trained
-    ]
+    num_shards = _gradient_shards(work, sizes)
     phases["update"] = {
-        "gradients": sum(4.0 * num_parameters(config) for config in work.trained),
-        "activations and logits": max(activations),
+        "gradients": sum(4.0 * num_parameters(config) / num_shards for config in work.trained),
+        "activations and logits": max(
+            _backward_bytes(work, sizes, config, tokens) for config in work.trained
+        ),
     }
     return phases
+
+
+def _gradient_shards(work: Workload, sizes: Sizes) -> int:
+    """How many ranks share the gradients while they are summed over microbatches."""
+    return work.num_ranks if sizes.shard_gradients else 1
+
+
+def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: int) -> float:
+    """The most that forward and backward of a microbatch take, besides the gradients summed so far."""
+    activations = activation_bytes(
+        config,
+        work.dtype,
+        work.device_type,
+        tokens=tokens,
+        length=work.longest,
+        recompute_layers=sizes.recompute_layers,
+    )
+    if _gradient_shards(work, sizes) == 1:
+        return activations
+    # A layer's gradients are summed over the ranks while the layer before it is in backward; those of embedding and
+    # head at the end, when no activations are left.
+    layer = layer_parameters(config)
+    others = num_parameters(config) - config.num_hidden_layers * layer
+    return max(activations + 4 * layer, (work.dtype.itemsize + 4) * others)
 
 
 def _generate_bytes(work: Workload, max_running_requests: int) -> float:
@@ -318,9 +348,25 @@ def save_bytes(work: Workload) -> float:
     return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
 
 
-def host_bytes(work: Workload) -> float:
-    """What a rank needs of the host's memory beside a GPU: frozen models and a checkpoint's copies."""
-    return sum(_frozen_bytes(work).values()) + save_bytes(work)
+def host_bytes(work: Workload, *, num_ranks: int = 1) -> float:
+    """What so many ranks, the first among them, need of their host's memory beside GPUs.
+
+    It is for parked models on each rank, and for a checkpoint's copies.
+    """
+    parked = sum(_frozen_bytes(work).values()) if work.parks_frozen else 0.0
+    shards = sum(12 * num_parameters(config) / work.num_ranks for config in work.trained)
+    return save_bytes(work) + parked + (num_ranks - 1) * (parked + shards)
+
+
+def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None:
+    """Why so many ranks on one host do not fit into its free memory beside their GPUs; None if they do."""
+    needed = host_bytes(work, num_ranks=num_ranks)
+    if not work.is_cuda or needed <= USABLE * free:
+        return None
+    return (
+        f"beside the GPUs {num_ranks} ranks need {gb(needed)} of the {gb(USABLE * free)} of host memory that can be "
+        "used, for parked models and copies for a checkpoint: set --no-park-frozen, or take more nodes"
+    )
 
 
 def peak_bytes(work: Workload, sizes: Sizes) -> float:
@@ -329,16 +375,18 @@ def peak_bytes(work: Workload, sizes: Sizes) -> float:
     return always + max(sum(parts.values()) for parts in phase_bytes(work, sizes).values())
 
 
-def given_sizes(config: RunConfig, *, microbatch_tokens: int | None = None) -> dict[str, Any]:
+def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """`Sizes` by name as the flags give them, "auto" where they leave one open.
 
-    microbatch_tokens: what the run that is resumed has chosen. Another number would round sums differently.
+    recorded: what the run that is resumed has chosen. Of it those are taken with which sums round as they did.
     """
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
-    if given["recompute_layers"] != "auto":
-        given["recompute_layers"] = given["recompute_layers"] == "on"
-    if given["max_tokens_per_microbatch"] == "auto" and microbatch_tokens is not None:
-        given["max_tokens_per_microbatch"] = microbatch_tokens
+    for name in _SWITCHES:
+        if given[name] != "auto":
+            given[name] = given[name] == "on"
+    for name in _ROUNDING:
+        if given[name] == "auto":
+            given[name] = recorded.get(name, "auto")
     return given
 
 
@@ -348,16 +396,19 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     If nothing fits, they are the least that the longest request needs; `too_large` then says what to change.
     """
     room = room_bytes(work, free)
-    sizes = Sizes(1, work.longest, work.longest, recompute_layers=True)
+    sizes = Sizes(1, work.longest, work.longest, recompute_layers=False, shard_gradients=False)
     sizes = dataclasses.replace(sizes, **{name: value for name, value in given.items() if value != "auto"})
     most_tokens = max(MOST_MICROBATCH_TOKENS[work.device_type], work.enough_tokens)
-    if given["recompute_layers"] == "auto":
-        tokens = work.enough_tokens
-        if given["max_tokens_per_microbatch"] != "auto":
-            tokens = sizes.max_tokens_per_microbatch
-        kept = dataclasses.replace(sizes, recompute_layers=False)
-        is_enough = largest_microbatch(work, kept, room, most=tokens) == tokens
-        sizes = dataclasses.replace(sizes, recompute_layers=not is_enough)
+    tokens = work.enough_tokens
+    if given["max_tokens_per_microbatch"] != "auto":
+        tokens = sizes.max_tokens_per_microbatch
+    for recompute, shard in itertools.product((False, True), (False, work.num_ranks > 1)):
+        # From the cheapest: sums over the ranks in each microbatch hide behind its backward, recomputation cannot.
+        open_switches = {"recompute_layers": recompute, "shard_gradients": shard}
+        switches = {name: value for name, value in open_switches.items() if given[name] == "auto"}
+        sizes = dataclasses.replace(sizes, **switches)
+        if largest_microbatch(work, sizes, room, most=tokens) == tokens:
+            break
     if given["max_tokens_per_microbatch"] == "auto":
         tokens = largest_microbatch(work, sizes, room, most=most_tokens)
         sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
@@ -452,7 +503,7 @@ _ADVICE = {
     "the longest prompt and --max-new-tokens needs",
     "score": "lower --max-tokens-per-microbatch or --max-new-tokens, or take more ranks (--nproc-per-node)",
     "update": "lower --max-tokens-per-microbatch (at least the longest prompt and --max-new-tokens), set "
-    "--recompute-layers on, or take more ranks (--nproc-per-node)",
+    "--recompute-layers on and --shard-gradients on, or take more ranks (--nproc-per-node)",
 }
 
 
@@ -467,7 +518,12 @@ def free_bytes(device: torch.device) -> int:
     """The memory that this rank can take now: of its GPU, or its share of the host's. Not collective."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return free_host_bytes() // ranks_on_host()
+
+
+def ranks_on_host() -> int:
+    """How many ranks torchrun has started on this host. Not collective."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def free_host_bytes() -> int:

@@ -52,10 +52,13 @@ from minirl.run.memory import (
     Sizes,
     choose_sizes,
     free_bytes,
+    free_host_bytes,
     gb,
     given_sizes,
+    host_too_small,
     max_request_tokens,
     peak_bytes,
+    ranks_on_host,
     too_large,
     workload,
 )
@@ -169,6 +172,7 @@ class Run:
             dtype=self.dtype,
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
+            shard_gradients=self.sizes.shard_gradients,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 
@@ -391,7 +395,7 @@ class Run:
     def _fit_memory(self) -> tuple[Sizes, str]:
         """The sizes that flags leave open, and a line on them (collective). Raises InputError if nothing fits."""
         recorded = broadcast_object(read_args(self._folder.path) if rank() == 0 else None)
-        given = given_sizes(self.config, microbatch_tokens=recorded.get("max_tokens_per_microbatch"))
+        given = given_sizes(self.config, recorded=recorded)
         work = workload(
             self.config,
             policy_folder=self.model_folder,
@@ -403,10 +407,13 @@ class Run:
         )
         free = min(gather_objects(free_bytes(self.device)))
         sizes = choose_sizes(work, free, given)
-        reason = too_large(work, sizes, free)
+        on_host = host_too_small(work, num_ranks=ranks_on_host(), free=free_host_bytes())
+        # Of the first host on which it is too little.
+        on_hosts = next(filter(None, gather_objects(on_host)), None)
+        reason = too_large(work, sizes, free) or on_hosts
         refuse(
             reason and "auto" in given.values(),
-            f"{reason}. All four sizes given, it starts anyway: {sizes.flags()}",
+            f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
         )
         return sizes, f"{sizes.flags()}: at most {gb(peak_bytes(work, sizes))} of {gb(free)} on each rank"
 

@@ -36,7 +36,8 @@ class ShardedModel:
     decoder: the model for inference. It has the same compute weights, without FSDP's hooks, which cost a
         decode step 5 %.
 
-    The constructor, `step`, `refresh`, `load_state` and `backward(is_last=True)` are collective.
+    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only
+    the last `backward` of an optimizer step is.
     """
 
     def __init__(
@@ -47,8 +48,14 @@ class ShardedModel:
         dtype: torch.dtype,
         device: torch.device,
         recompute_layers: bool = False,
+        shard_gradients: bool = False,
     ):
-        """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`."""
+        """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
+
+        shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank holds its
+        shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
+        there is nothing to shard.
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -56,12 +63,14 @@ class ShardedModel:
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        num_ranks = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device.type, (num_ranks,))
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=at_least_fp32(dtype),
             cast_forward_inputs=False,  # it would round the fp32 rope tables
         )
+        self._sums_every_microbatch = shard_gradients and num_ranks > 1
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
@@ -77,7 +86,6 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        num_ranks = torch.distributed.get_world_size()
         self._gathers = _plan_gathers(self.compute_weights, num_ranks, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
@@ -90,11 +98,12 @@ class ShardedModel:
 
         With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty), or no
-        rank has any.
+        rank has any. With `shard_gradients` every call sums (collective): all ranks have equally many
+        microbatches, as `assignment.plan_updates` makes them.
         """
         watchdog.heartbeat()
         for unit in self._units:
-            unit.set_requires_gradient_sync(is_last, recurse=False)
+            unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
@@ -127,8 +136,8 @@ class ShardedModel:
             optimizer.zero_grad(set_to_none=True)
             return norm
         if max_grad_norm and norm > max_grad_norm:
-            for gradient in gradients:
-                gradient.mul_(max_grad_norm / norm)
+            # One kernel for all local shards, not one each.
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -155,7 +164,7 @@ class ShardedModel:
                 tensors[f"{kind}.{name}"] = value
         copies = {}
         for name, tensor in sorted(tensors.items()):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local = _local(tensor)
             copies[name] = torch.empty_like(local, device="cpu").copy_(local.detach())
         return copies
 
@@ -199,7 +208,7 @@ class ShardedModel:
         On several ranks it takes memory for twice `GATHER_BYTES`, on one for nothing.
         """
         world = torch.distributed.get_world_size()
-        shards = {name: master.to_local() for name, master in self.masters.items()}  # type: ignore[attr-defined]
+        shards = {name: _local(master) for name, master in self.masters.items()}
         if world == 1:
             torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
             return
@@ -208,9 +217,9 @@ class ShardedModel:
             sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
             # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
             own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
-            for part, sent in zip(parts, own.split(sizes), strict=True):
-                rows = shards[part.name][part.first : part.first + part.num_rows]
-                sent[: rows.numel()] = rows.flatten()
+            rows = [shards[part.name][part.first : part.first + part.num_rows].flatten() for part in parts]
+            sent = [place[: len(values)] for place, values in zip(own.split(sizes), rows, strict=True)]
+            torch._foreach_copy_(sent, rows)
             gathered = own.new_empty(world * len(own))
             torch.distributed.all_gather_into_tensor(gathered, own)
             targets: list[Tensor] = []
@@ -229,8 +238,7 @@ class ShardedModel:
         """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
         own_is_finite = []
         for tensor in tensors.values():
-            shard = None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]
-            own_is_finite.append(shard is None or bool(shard.isfinite().all()))
+            own_is_finite.append(tensor is None or bool(_local(tensor).isfinite().all()))
         by_rank = gather_objects(own_is_finite)
         for i, name in enumerate(tensors):
             ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
@@ -241,6 +249,11 @@ class ShardedModel:
     def _gradients(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters.values()]
         return [gradient for gradient in gradients if gradient is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:

@@ -1,5 +1,6 @@
 """Processes in one gloo group that run functions; starting them for each test would be too slow."""
 
+import importlib
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -10,15 +11,20 @@ import torch.multiprocessing as mp
 
 
 class RankPool:
-    """Two processes in one gloo group that run functions; starting them for each test would be too slow."""
+    """Processes in one gloo group that run functions; starting them for each test would be too slow.
 
-    def __init__(self, world_size: int):
+    is_fake: only rank 0 exists, and its collectives return at once with whatever their outputs held. The bytes
+    that they take are those of a real group.
+    """
+
+    def __init__(self, world_size: int, *, is_fake: bool = False):
         context = mp.get_context("spawn")
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
-        for rank in range(world_size):
+        for rank in range(1 if is_fake else world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, rendezvous), daemon=True)
+            args = (theirs, rank, world_size, rendezvous, is_fake)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -40,10 +46,13 @@ class RankPool:
             process.kill()
 
 
-def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str) -> None:
+def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{rendezvous}/store", world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if is_fake:
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    backend = "fake" if is_fake else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     while True:
         function, args = pipe.recv()
         try:
