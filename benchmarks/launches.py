@@ -5,7 +5,7 @@
 Meta tensors go through the code that CUDA tensors take, and nothing is computed: each operation of torch and each
 Triton kernel that would be launched is counted with the bytes that it reads and writes. A wait is what stops the host
 until the device has come so far: reading a number, a result whose shape depends on values, a copy from or to pageable
-memory. A microbatch is forward, loss, backward and metrics, and its head has as many rows as the batch has loss tokens.
+memory. Triton kernels are counted as if they read and wrote each argument once. A microbatch is forward, loss, backward and metrics, and its head has as many rows as the batch has loss tokens.
 Neither FSDP nor the optimizer is counted. bf16.
 """
 
@@ -25,12 +25,13 @@ from workload import print_result
 
 import train_grpo  # found by workload
 from minirl.generation import decode_step
-from minirl.model import attention, paged_attention
+from minirl.model import attention, paged_attention, triton_kernels
 from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead, PoolWrite
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, rope_table
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.training import batch as batching
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 
@@ -253,6 +254,9 @@ def counting() -> Iterator[Counts]:
         counts.launch("paged_attention", 2 * q.nbytes + blocks.numel() * block_bytes)
         return torch.empty_like(q)
 
+    def launch(make_kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+        counts.launch(make_kernel.__module__, _nbytes(_tensors(args)))
+
     def upload(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)
 
@@ -260,7 +264,9 @@ def counting() -> Iterator[Counts]:
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(attention, "kernel_for", return_value="varlen"),
         mock.patch.object(paged_attention, "decode", decode),
+        mock.patch.object(triton_kernels, "launch", launch),
         mock.patch.object(attention, "upload", upload),
+        mock.patch.object(batching, "upload", upload),
         counter,
     ):
         yield counts
