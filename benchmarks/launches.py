@@ -3,10 +3,10 @@
     python benchmarks/launches.py [qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b] [--by-name]
 
 Meta tensors go through the code that CUDA tensors take, and nothing is computed: each operation of torch and each
-Triton kernel that would be launched is counted with the bytes that it reads and writes. A wait is what stops the host
-until the device has come so far: reading a number, a result whose shape depends on values, a copy from or to pageable
-memory. Triton kernels are counted as if they read and wrote each argument once. A microbatch is forward, loss, backward and metrics, and its head has as many rows as the batch has loss tokens.
-Neither FSDP nor the optimizer is counted. bf16.
+Triton kernel that would be launched is counted with the bytes that it reads and writes (a Triton kernel as if it read
+or wrote each argument once). A wait is what stops the host until the device has come so far: reading a number, a
+result whose shape depends on values, a copy from or to pageable memory. A microbatch is forward, loss, backward and
+metrics, and its head has as many rows as the batch has loss tokens. Neither FSDP nor the optimizer is counted. bf16.
 """
 
 import argparse

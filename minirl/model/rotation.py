@@ -53,7 +53,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -
     rotated_q = torch.empty_like(q)
     rotated_k = torch.empty_like(k)
     triton_kernels.launch(
-        _kernel,
+        rotation_kernel,
         (num_tokens, num_heads + num_kv),
         q,
         k,
@@ -72,7 +72,8 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -
 
 
 @functools.cache
-def _kernel() -> Any:
+def rotation_kernel() -> Any:
+    """The kernel: a program rotates one head of one token."""
     import triton
     import triton.language as tl
 
