@@ -105,9 +105,9 @@ def rotation_kernel() -> Any:
         else:
             source = k + (token * NUM_KV + head - NUM_HEADS) * 2 * HALF + channel
             target = rotated_k + (token * NUM_KV + head - NUM_HEADS) * 2 * HALF + channel
-        # The products are in fp32, the dtype of cos and sin, or in fp64.
-        a = tl.load(source, mask=is_channel, other=0.0)
-        b = tl.load(source + HALF, mask=is_channel, other=0.0)
+        wide = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+        a = tl.load(source, mask=is_channel, other=0.0).to(wide)
+        b = tl.load(source + HALF, mask=is_channel, other=0.0).to(wide)
         tl.store(target, a * c - b * s, mask=is_channel)
         tl.store(target + HALF, b * c + a * s, mask=is_channel)
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, attend
 from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.gating import gated
 from minirl.model.rotation import rotate_pair
 
 
@@ -134,9 +135,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = batch_invariance.silu(self.gate_proj(x))
-        up = self.up_proj(x)
-        return self.down_proj(gate * up)
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):

@@ -25,7 +25,7 @@ def compile_for_all(make_kernel: Callable[[], Any], types: Mapping[str, str], **
 
 def main() -> None:
     from minirl.generation import fused_sampling
-    from minirl.model import rotation
+    from minirl.model import gating, rotation
     from minirl.training import fused_head
 
     heads = ("q", "k", "cos", "sin", "rotated_q", "rotated_k")
@@ -40,6 +40,9 @@ def main() -> None:
             HALF=dim // 2,
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
         )
+    tensors = dict.fromkeys(("gate", "up", "out", "grad", "grad_gate", "grad_up"), "*bf16")
+    for make_kernel in (gating.gate_kernel, gating.gate_gradient_kernel):
+        compile_for_all(make_kernel, {**tensors, "size": "i32"}, TILE=gating.TILE)
     compile_for_all(
         fused_sampling.blocks_kernel,
         {
