@@ -31,14 +31,14 @@ class StepMetrics:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._totals: dict[str, float] = {}
-        # What was added as tensors: the method that merges its number, the name, the tensor, and a mean's weight.
-        self._unread: list[tuple[Callable[..., None], str, Tensor, tuple[float, ...]]] = []
+        # What was added as tensors, each with the function that merges its number.
+        self._unread: list[tuple[Tensor, Callable[[float], None]]] = []
         self._phase = ""
         self._began = 0.0
 
     def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
-        self._keep(self._add_to_mean, name, total, weight)
+        self._keep(total, lambda number: self._add_to_mean(name, number, weight))
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to a mean."""
@@ -47,11 +47,11 @@ class StepMetrics:
     def add_max(self, name: str, values: Tensor) -> None:
         """Raise a maximum to the greatest element of `values`, if there are any."""
         if values.numel():
-            self._keep(self._raise_maximum, name, values.max())
+            self._keep(values.max(), lambda number: self._raise_maximum(name, number))
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
-        self._keep(self._add_to_total, name, amount)
+        self._keep(amount, lambda number: self._add_to_total(name, number))
 
     def refuse_nonfinite(self, *, update: int) -> None:
         """Raise GuardError if a metric of the policy or of the value loss is not finite on this rank.
@@ -107,18 +107,18 @@ class StepMetrics:
         means = {name: total / weight for name, (total, weight) in merged._sums.items() if weight}
         return means | merged._maxima | merged._totals
 
-    def _keep(self, merge: Callable[..., None], name: str, number: float | Tensor, *weight: float) -> None:
+    def _keep(self, number: float | Tensor, merge: Callable[[float], None]) -> None:
         """Merge a number, or keep a tensor of one element for `_read`."""
         if isinstance(number, Tensor):
-            self._unread.append((merge, name, number.detach(), weight))
+            self._unread.append((number.detach(), merge))
         else:
-            merge(name, float(number), *weight)
+            merge(float(number))
 
     def _read(self) -> None:
         """Merge the numbers of the tensors, in the order in which they were added; one wait for each device."""
-        numbers = _numbers([tensor for _, _, tensor, _ in self._unread])
-        for (merge, name, _, weight), number in zip(self._unread, numbers, strict=True):
-            merge(name, number, *weight)
+        numbers = _numbers([tensor for tensor, _ in self._unread])
+        for (_, merge), number in zip(self._unread, numbers, strict=True):
+            merge(number)
         self._unread = []
 
     def _add_to_mean(self, name: str, total: float, weight: float) -> None:

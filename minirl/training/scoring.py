@@ -151,9 +151,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         for states, wanted in zip(hidden_chunks, target_chunks, strict=True):
             results.append(_score_token_chunk(states, head_chunks, wanted, divisor))
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.set_materialize_grads(
-            False
-        )  # so that a loss without the entropies does not pay for their gradient
+        # A loss without the entropies does not pay for their gradient.
+        ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
         ctx.has_totals = len(head_chunks) > 1
