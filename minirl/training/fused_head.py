@@ -15,7 +15,8 @@ from minirl.model import triton_kernels
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
 from minirl.model.logprobs import chunked_entropies, log_softmax
 
-# Logits that exist at the same time: 256 MiB in fp32. In backward their gradient is beside them, in the head's dtype.
+# Logits that exist at the same time: 256 MiB in fp32. In backward their gradient is made beside them, in the head's
+# dtype; then they are freed.
 MAX_LOGITS = 1 << 26
 MIN_WIDTH = 512  # of a chunk, also where the tokens are very many
 TILE = 1024  # logits that a kernel reads at a time
@@ -45,21 +46,16 @@ class FusedLogprobs(torch.autograd.Function):
         chunk_entropies = torch.empty_like(totals)
         target_logits = divisor.new_empty(len(hidden), 1)
         for i, head_chunk in enumerate(head_chunks):
-            logits = head_logits(hidden, head_chunk)
-            triton_kernels.launch(
-                statistics_kernel,
-                (len(logits),),
-                logits,
+            _fill_statistics(
+                hidden,
+                head_chunk,
                 targets,
                 divisor,
                 totals,
                 chunk_entropies,
                 target_logits,
-                i * width,
-                logits.shape[1],
                 i,
-                len(head_chunks),
-                TILE=TILE,
+                first=i * width,
             )
         entropies = chunked_entropies(totals, chunk_entropies)
         logprobs = log_softmax(target_logits, totals)[:, 0]
@@ -82,27 +78,85 @@ class FusedLogprobs(torch.autograd.Function):
         grad_head = torch.empty_like(head)
         for first in range(0, len(head), ctx.width):
             head_chunk = head[first : first + ctx.width]
-            logits = head_logits(hidden, head_chunk)
-            num_logits = logits.shape[1]
-            grad = torch.empty_like(logits, dtype=head.dtype)
-            triton_kernels.launch(
-                gradient_kernel,
-                (len(logits), -(-num_logits // TILE)),
-                logits,
-                targets,
-                divisor,
-                totals,
-                entropies,
-                by_logprob,
-                by_entropy,
-                grad,
-                first,
-                num_logits,
-                TILE=TILE,
+            grad = _logit_gradient(
+                hidden, head_chunk, targets, divisor, totals, entropies, by_logprob, by_entropy, first=first
             )
             grad_hidden.add_(wide_mm(grad, head_chunk, head.dtype))
             grad_head[first : first + ctx.width] = wide_mm(grad.t(), hidden, head.dtype)
+            del grad  # before the next one is made
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None
+
+
+def _fill_statistics(
+    hidden: Tensor,
+    head_chunk: Tensor,
+    targets: Tensor,
+    divisor: Tensor,
+    totals: Tensor,
+    entropies: Tensor,
+    target_logits: Tensor,
+    chunk: int,
+    *,
+    first: int,
+) -> None:
+    """Fill in column `chunk` of totals (logsumexps) and entropies [M, chunks], and the logits [M, 1] of its targets.
+
+    first: the chunk's first token of the vocabulary.
+    """
+    logits = head_logits(hidden, head_chunk)
+    triton_kernels.launch(
+        statistics_kernel,
+        (len(logits),),
+        logits,
+        targets,
+        divisor,
+        totals,
+        entropies,
+        target_logits,
+        first,
+        logits.shape[1],
+        chunk,
+        totals.shape[1],
+        TILE=TILE,
+    )
+
+
+def _logit_gradient(
+    hidden: Tensor,
+    head_chunk: Tensor,
+    targets: Tensor,
+    divisor: Tensor,
+    totals: Tensor,
+    entropies: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor,
+    *,
+    first: int,
+) -> Tensor:
+    """Return the gradient [M, W] of the logits of a chunk whose first token is `first`, in the head's dtype.
+
+    totals [M]: logsumexps over the vocabulary. by_logprob and by_entropy [M]: the incoming gradients over the
+    temperature.
+    """
+    logits = head_logits(hidden, head_chunk)
+    num_logits = logits.shape[1]
+    grad = torch.empty_like(logits, dtype=head_chunk.dtype)
+    triton_kernels.launch(
+        gradient_kernel,
+        (len(logits), -(-num_logits // TILE)),
+        logits,
+        targets,
+        divisor,
+        totals,
+        entropies,
+        by_logprob,
+        by_entropy,
+        grad,
+        first,
+        num_logits,
+        TILE=TILE,
+    )
+    return grad
 
 
 @functools.cache
