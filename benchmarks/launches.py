@@ -30,6 +30,7 @@ from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead, 
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, rope_table
+from minirl.objective import losses
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.training import batch as batching
 from minirl.training.batch import Batch
@@ -267,6 +268,7 @@ def counting() -> Iterator[Counts]:
         mock.patch.object(triton_kernels, "launch", launch),
         mock.patch.object(attention, "upload", upload),
         mock.patch.object(batching, "upload", upload),
+        mock.patch.object(losses, "upload", upload),
         counter,
     ):
         yield counts
