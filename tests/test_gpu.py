@@ -10,7 +10,8 @@ from minirl.generation.fused_sampling import sample_logits
 from minirl.generation.sampling import inverse_cdf
 from minirl.model import paged_attention, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
-from minirl.model.gating import gated
+from minirl.model.batch_invariance import silu
+from minirl.model.gating import fused_gate
 from minirl.model.rotation import rotate_pair
 from minirl.training.fused_head import FusedLogprobs
 from minirl.training.scoring import ChunkedLogprobs
@@ -98,7 +99,8 @@ def test_the_compiled_kernels_of_training_equal_their_twins(dtype):
         rotated, _ = rotate_pair(
             q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], cos.to(device), sin.to(device)
         )
-        states = rotated.flatten(1) + gated(gate, up)
+        product = silu(gate) * up if device == "cpu" else fused_gate(gate, up)
+        states = rotated.flatten(1) + product
         function, chunk = (ChunkedLogprobs, 512) if device == "cpu" else (FusedLogprobs, 2048)
         logprobs, entropies = function.apply(states, weight, targets.to(device), 0.7, chunk)
         gradients = torch.autograd.grad((logprobs - 0.1 * entropies).sum(), (q, gate, up, weight))

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward: as operations of torch, and as one Triton kernel each way.
+"""The gate of a SwiGLU feed-forward on CUDA, as one Triton kernel each way.
 
 The kernels keep gate and up for backward, and not silu(gate) too: a quarter less of what the feed-forward keeps.
 """
@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import batch_invariance, triton_kernels
+from minirl.model import triton_kernels
 
 TILE = 1024  # elements of one program
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def fused_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of two [T, width], rounded after each of the two operations."""
-    if triton_kernels.are_used(gate.device):
-        return _FusedGate.apply(gate, up)
-    return batch_invariance.silu(gate) * up
+    return _FusedGate.apply(gate, up)
 
 
 class _FusedGate(torch.autograd.Function):
-    """`gated` in one kernel, and both gradients in another."""
+    """The product in one kernel, and both gradients in another."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, padding
+from minirl.model import batch_invariance, padding, triton_kernels
 from minirl.model.attention import Layout, attend
 from minirl.model.config import ModelConfig, RopeScaling
-from minirl.model.gating import gated
+from minirl.model.gating import fused_gate
 from minirl.model.rotation import rotate_pair
 
 
@@ -135,7 +135,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        if triton_kernels.are_used(x.device):
+            return self.down_proj(fused_gate(self.gate_proj(x), self.up_proj(x)))
+        gate = batch_invariance.silu(self.gate_proj(x))
+        up = self.up_proj(x)
+        return self.down_proj(gate * up)
 
 
 class DecoderLayer(nn.Module):
