@@ -198,7 +198,9 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         )
     if config.kl_coef:
         loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
-    return loss - config.entropy_coef * entropy, ratio
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy
+    return loss, ratio
 
 
 def has_gradient(config: Config, batch: Batch) -> Tensor:

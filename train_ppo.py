@@ -173,7 +173,9 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
             high=config.correction_high,
             lengths=micro.lengths,
         )
-    return loss - config.entropy_coef * entropy, ratio
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy
+    return loss, ratio
 
 
 def main(config: Config) -> int:

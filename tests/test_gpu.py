@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from minirl.generation.engine import Engine
+from minirl.generation.fused_sampling import sample_logits
+from minirl.generation.sampling import inverse_cdf
 from minirl.model import paged_attention, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
+from minirl.model.batch_invariance import silu
+from minirl.model.gating import fused_gate
+from minirl.model.rotation import rotate_pair
 from minirl.training.frozen_models import unparked
-from minirl.training.scoring import score
+from minirl.training.fused_head import FusedLogprobs
+from minirl.training.scoring import ChunkedLogprobs, score
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -77,6 +83,47 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     inputs = (x.cuda() for x in (q.to(dtype), pool.keys[0], pool.values[0], read.blocks, read.lengths))
     got = paged_attention.decode(*inputs, window=window).float().cpu()
     assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernels_of_training_equal_their_twins(dtype):
+    """Rotation, gate and head, with all gradients, on the device and as the CPU computes them in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(300, 256, generator=generator).to(dtype) for _ in range(3)]
+    head = torch.randn(5000, 256, generator=generator).div(16).to(dtype)
+    targets = torch.randint(0, 5000, (300,), generator=generator)
+    angle = 100 * torch.rand(300, 1, 32, generator=generator)
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    results = []
+    for device, compute_dtype in (("cpu", torch.float64), ("cuda", dtype)):
+        q, gate, up, weight = (x.to(device, compute_dtype).requires_grad_() for x in (*leaves, head))
+        rotated, _ = rotate_pair(
+            q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], cos.to(device), sin.to(device)
+        )
+        product = silu(gate) * up if device == "cpu" else fused_gate(gate, up)
+        states = rotated.flatten(1) + product
+        function, chunk = (ChunkedLogprobs, 512) if device == "cpu" else (FusedLogprobs, 2048)
+        logprobs, entropies = function.apply(states, weight, targets.to(device), 0.7, chunk)
+        gradients = torch.autograd.grad((logprobs - 0.1 * entropies).sum(), (q, gate, up, weight))
+        results.append([x.double().cpu() for x in (logprobs, entropies, *gradients)])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for expected, got in zip(*results, strict=True):
+        assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("vocab", [500, 2049, 151_936])
+def test_the_compiled_sampler_takes_the_tokens_of_the_portable_one(vocab):
+    """Of a thousand draws at several temperatures; a uniform within rounding of a border may take its neighbour."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(1000, vocab, generator=generator)
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.25]).repeat(200)
+    uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
+    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    logprobs = torch.log_softmax((logits / divisor).double(), -1)
+    expected = torch.where(temperature == 0, logits.argmax(-1), inverse_cdf(logprobs, uniform))
+    tokens, got = (x.cpu() for x in sample_logits(logits.cuda(), temperature.cuda(), uniform.cuda()))
+    assert (tokens != expected).sum() <= 2
+    torch.testing.assert_close(got.double(), logprobs.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["full", "mixed"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import train_grpo
+import train_ppo
 from minirl.objective.advantages import group_advantages
 from minirl.objective.kl import KL_ESTIMATORS, kl_penalty
 from minirl.objective.loss_weights import loss_weights
@@ -747,3 +748,15 @@ def test_an_advantage_that_is_not_a_number_is_not_left_out():
     batch = advantages_of_a_half()
     batch.advantages[6] = math.nan
     assert rollouts_with_a_gradient(train_grpo.Config(), batch) == [True, True, False]
+
+
+@pytest.mark.parametrize("script", [train_grpo, train_ppo], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_without_an_entropy_bonus_the_loss_does_not_depend_on_entropies(script, entropy_coef):
+    """So autograd gives the head no gradient for them, zeros neither, and the head does not compute with it."""
+    zeros = torch.zeros(3)
+    batch = Batch((3,), torch.arange(3), torch.arange(3) > 0, zeros, advantages=zeros + 1)
+    new, entropy = zeros.clone().requires_grad_(), torch.ones(3, requires_grad=True)
+    loss, _ = script.token_loss(script.Config(entropy_coef=entropy_coef), batch, new, entropy)
+    (gradient,) = torch.autograd.grad(loss.sum(), entropy, allow_unused=True)
+    assert (gradient is None) == (entropy_coef == 0)

@@ -191,6 +191,25 @@ def test_sums_of_many_values_keep_their_digits(reduce_over_ranks):
     assert reduce_over_ranks(metrics)[0]["m"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
 
 
+def test_tensors_are_read_together_and_exactly(reduce_over_ranks, monkeypatch):
+    """One download before the update and one at the end, however many were added; integers keep all their digits."""
+    downloads = []
+    numbers = minirl.report.metrics._numbers
+    monkeypatch.setattr(minirl.report.metrics, "_numbers", lambda x: downloads.append(len(x)) or numbers(x))
+    metrics = StepMetrics()
+    expected = 0.0
+    for i in range(20):
+        metrics.add_total("policy/loss", torch.tensor(0.1 * i))
+        metrics.add_total("count", torch.tensor([2**53 - 40 + i]) if i == 0 else torch.tensor(1))
+        metrics.add_max("max", torch.tensor([float(i), -1.0]))
+        expected += float(torch.tensor(0.1 * i))
+    metrics.refuse_nonfinite(update=1)
+    metrics.add("m", torch.tensor(1.5, requires_grad=True), 2)
+    (reduced,) = reduce_over_ranks(metrics)
+    assert reduced == {"policy/loss": expected, "count": 2**53 - 21.0, "max": 19.0, "m": 0.75}
+    assert [count for count in downloads if count] == [60, 1]
+
+
 def test_a_phase_that_is_begun_several_times_is_timed_whole(reduce_over_ranks):
     """What a phase took each time adds up on a rank, and the metric is the mean over ranks; phases are kept apart."""
     first, second = StepMetrics(), StepMetrics()

@@ -9,7 +9,8 @@ from minirl.generation.engine import Engine, Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
-from minirl.model.transformer import Transformer, rotate
+from minirl.model.rotation import rotate
+from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score

@@ -1,6 +1,5 @@
 """The Triton kernel under its interpreter, on the CPU: what it computes is what the portable kernel computes."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,14 +11,10 @@ from minirl.generation import kv_cache
 from minirl.model import paged_attention, portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
+from support.interpreter import mend_interpreter, needs_interpreter
 from support.scripts import ROOT
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-has_no_triton = importlib.util.find_spec("triton") is None
-pytestmark = pytest.mark.skipif(
-    has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernel itself"
-)
+pytestmark = needs_interpreter
 
 CPU = torch.device("cpu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -27,22 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @pytest.fixture(autouse=True)
 def mended_interpreter(monkeypatch):
-    """Triton 3.6's multiplies the bits of bf16 as integers, and makes loop bounds in a way that NumPy 2.4 refuses."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widening_dot(self, a, b, *args):
-        return dot(
-            self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args
-        )
-
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)
+    mend_interpreter(monkeypatch)
 
 
 FAST_SHAPES = {(None, 7, 64), (1, 1, 16), (100, 3, 80)}

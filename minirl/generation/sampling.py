@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.generation.fused_sampling import sample_logits
+from minirl.model import triton_kernels
+from minirl.model.batch_invariance import head_logits
 from minirl.model.logprobs import chunk_logits, log_softmax, vocab_chunk_size
 
 PURPOSES = {"train": 1, "eval": 2, "toy": 3}
@@ -128,8 +131,11 @@ def sample(
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; vocab_chunk: tokens of the vocabulary per
-    product with the head, `vocab_chunk_size` if 0.
+    product with the head, `vocab_chunk_size` if 0; CUDA has one product.
     """
+    uniform = uniforms(keys, positions)
+    if triton_kernels.are_used(head.device):
+        return sample_logits(head_logits(hidden, head), temperature, uniform)
     is_greedy = temperature == 0
     divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
     if vocab_chunk == 0:
@@ -143,10 +149,8 @@ def sample(
         logits = torch.cat(logit_chunks, -1)
         chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
         logprobs = log_softmax(logits, chunk_totals)
-    uniform = uniforms(keys, positions)
     tokens = inverse_cdf(logprobs, uniform)
-    # On CUDA, to ask whether any request is greedy would wait for the device: always compute the argmax.
-    if is_greedy.is_cuda or is_greedy.any():
+    if is_greedy.any():
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])

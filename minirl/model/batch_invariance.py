@@ -78,7 +78,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a and b, rounded to `dtype`; sums and result are in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
-    if a.device.type == "cuda" and dtype != wide:
+    if a.device.type != "cpu" and dtype != wide:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=wide)
     if dtype != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
         return torch.mm(a.to(wide), b.to(wide))

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, padding
+from minirl.model import batch_invariance, padding, triton_kernels
 from minirl.model.attention import Layout, attend
 from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.gating import fused_gate
+from minirl.model.rotation import rotate_pair
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +50,7 @@ class Linear(nn.Linear):
 
 @functools.cache
 def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotate`.
+    """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotation`.
 
     A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
     configuration share it. It is no buffer of theirs: it must survive the meta device and never be cast.
@@ -76,17 +78,6 @@ def _scale_frequency(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0, 1)
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, C] by the angles of cos and signed sin [T, 1, C].
-
-    Channels i and i + C / 2 are a pair (a, b), as in Hugging Face, and become (a cos - b sin, b cos + a sin).
-    The minus is part of the signed sin.
-    """
-    wide = x.to(batch_invariance.at_least_fp32(x.dtype))
-    partner = wide.roll(x.shape[-1] // 2, -1)
-    return (wide * cos + partner * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -123,8 +114,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
+        q, k = rotate_pair(q, k, cos, sin)
         out = attend(q, k, v, layout, layer=self.layer, window=self.window)
         return self.o_proj(out.flatten(1))
 
@@ -145,6 +135,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if triton_kernels.are_used(x.device):
+            return self.down_proj(fused_gate(self.gate_proj(x), self.up_proj(x)))
         gate = batch_invariance.silu(self.gate_proj(x))
         up = self.up_proj(x)
         return self.down_proj(gate * up)

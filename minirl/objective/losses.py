@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.model.attention import upload
+
 RATIO_LEVELS = ("token", "sequence_mean", "sequence_sum")
 # As in verl and OpenRLHF. The exp of a long completion's sum would overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
@@ -24,10 +26,11 @@ def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.stack([part.sum() for part in values.split(list(lengths))])
 
 
-def _spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Broadcast values [N] of sequences with these lengths to their tokens [T]."""
-    repeats = torch.tensor(lengths, dtype=torch.int64).to(values.device)
-    return values.repeat_interleave(repeats)
+def over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Repeat values [N] of sequences with these lengths for each of their tokens [T]."""
+    repeats = upload(torch.tensor(lengths, dtype=torch.int64), values.device)
+    # Without the size of the result, CUDA makes the host wait for it.
+    return values.repeat_interleave(repeats, output_size=sum(lengths))
 
 
 def importance_ratio(
@@ -59,7 +62,7 @@ def importance_ratio(
     elif level != "sequence_sum":
         raise ValueError(f"ratio level {level!r}: choose one of {', '.join(RATIO_LEVELS)}")
     ratios = sums.clamp(max=MAX_LOG_RATIO).exp()
-    return _spread(ratios, lengths)
+    return over_tokens(ratios, lengths)
 
 
 def clipped_policy_loss(
@@ -133,7 +136,7 @@ def importance_weights(
         rho = log_rho.exp()
     else:
         sequence_rho = sequence_sums(log_rho, lengths).exp()
-        rho = _spread(sequence_rho, lengths)
+        rho = over_tokens(sequence_rho, lengths)
     if kind == "truncate":
         return rho.clamp(low, high)
     is_inside = (rho >= low) & (rho <= high)

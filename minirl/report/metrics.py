@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from minirl.training.batch import Batch
 class StepMetrics:
     """The metrics of one step on one rank, by name: weighted means, maxima and totals.
 
-    A mean is kept as (sum, weight), to be added up over microbatches and ranks of different sizes.
+    A mean is kept as (sum, weight), to be added up over microbatches and ranks of different sizes. A tensor that is
+    added is kept on its device until `refuse_nonfinite` or `reduce` needs its number: to read each at once would make
+    the host wait for the device many times per microbatch.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -29,13 +31,14 @@ class StepMetrics:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._totals: dict[str, float] = {}
+        # What was added as tensors, each with the function that merges its number.
+        self._unread: list[tuple[Tensor, Callable[[float], None]]] = []
         self._phase = ""
         self._began = 0.0
 
     def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
-        total_before, weight_before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total_before + float(total), weight_before + weight)
+        self._keep(total, lambda number: self._add_to_mean(name, number, weight))
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to a mean."""
@@ -44,18 +47,18 @@ class StepMetrics:
     def add_max(self, name: str, values: Tensor) -> None:
         """Raise a maximum to the greatest element of `values`, if there are any."""
         if values.numel():
-            self._raise_maximum(name, float(values.max()))
+            self._keep(values.max(), lambda number: self._raise_maximum(name, number))
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
-        before = self._totals.get(name, 0.0)
-        self._totals[name] = before + float(amount)
+        self._keep(amount, lambda number: self._add_to_total(name, number))
 
     def refuse_nonfinite(self, *, update: int) -> None:
         """Raise GuardError if a metric of the policy or of the value loss is not finite on this rank.
 
         To be called before optimizer step `update`. Not collective.
         """
+        self._read()
         totals_of_means = {name: total for name, (total, _) in self._sums.items()}
         numbers = self._totals | self._maxima | totals_of_means
         for name, number in numbers.items():
@@ -91,23 +94,56 @@ class StepMetrics:
 
         A mean without values is left out.
         """
+        self._read()
         merged = StepMetrics()
         gathered = gather_objects((self._sums, self._maxima, self._totals))
         for sums, maxima, totals in gathered:
             for name, (total, weight) in sums.items():
-                merged.add(name, total, weight)
+                merged._add_to_mean(name, total, weight)
             for name, maximum in maxima.items():
                 merged._raise_maximum(name, maximum)
             for name, amount in totals.items():
-                merged.add_total(name, amount)
+                merged._add_to_total(name, amount)
         means = {name: total / weight for name, (total, weight) in merged._sums.items() if weight}
         return means | merged._maxima | merged._totals
+
+    def _keep(self, number: float | Tensor, merge: Callable[[float], None]) -> None:
+        """Merge a number, or keep a tensor of one element for `_read`."""
+        if isinstance(number, Tensor):
+            self._unread.append((number.detach(), merge))
+        else:
+            merge(float(number))
+
+    def _read(self) -> None:
+        """Merge the numbers of the tensors, in the order in which they were added; one wait for each device."""
+        numbers = _numbers([tensor for tensor, _ in self._unread])
+        for (_, merge), number in zip(self._unread, numbers, strict=True):
+            merge(number)
+        self._unread = []
+
+    def _add_to_mean(self, name: str, total: float, weight: float) -> None:
+        total_before, weight_before = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total_before + total, weight_before + weight)
+
+    def _add_to_total(self, name: str, amount: float) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def _raise_maximum(self, name: str, value: float) -> None:
         before = self._maxima.get(name, -math.inf)
         # max() keeps or drops a NaN depending on the order of its arguments.
         is_nan = math.isnan(before) or math.isnan(value)
         self._maxima[name] = math.nan if is_nan else max(before, value)
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """The numbers of tensors of one element, exact: those on one device are downloaded together."""
+    numbers = [0.0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        stacked = torch.stack([tensors[i].double().view(()) for i in places])
+        for i, number in zip(places, stacked.tolist(), strict=True):
+            numbers[i] = number
+    return numbers
 
 
 def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_rewards: Tensor) -> None:
@@ -188,16 +224,16 @@ def add_tokens(
     is_on_policy: the weights are still those that sampled the tokens, so that the gap between the logprobs of
     sampling and of training can be measured (`add_gap`).
     """
-    mask = micro.loss_mask
+    index = micro.loss_index
     old = logprobs if micro.old_logprobs is None else micro.old_logprobs
     kl_to_old = kl_penalty(old, logprobs, "k3")
-    metrics.add_values("policy/entropy", entropy[mask])
-    metrics.add_values("policy/kl_old_k3", kl_to_old[mask])
-    metrics.add_max("policy/ratio_max", ratio[mask])
+    metrics.add_values("policy/entropy", entropy[index])
+    metrics.add_values("policy/kl_old_k3", kl_to_old[index])
+    metrics.add_max("policy/ratio_max", ratio[index])
     if micro.ref_logprobs is not None:
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
-            metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[mask])
+            metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
     if is_on_policy:
         add_gap(metrics, micro, logprobs)
 
@@ -219,15 +255,15 @@ def add_clip(
     low, high = is_clipped(
         ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high, is_weight=is_weight
     )
-    metrics.add_values("policy/clip_frac_low", low[micro.loss_mask])
-    metrics.add_values("policy/clip_frac_high", high[micro.loss_mask])
+    metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
+    metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
 
 
 @torch.no_grad()
 def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: float) -> None:
     """Add the share of a microbatch's sampled tokens with the value loss of the clipped value. values [T]."""
     is_affected = is_value_clipped(values, micro.values, micro.returns, clip=clip)
-    metrics.add_values("value/clip_frac", is_affected[micro.loss_mask])
+    metrics.add_values("value/clip_frac", is_affected[micro.loss_index])
 
 
 @torch.no_grad()
@@ -237,7 +273,7 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor) -> None:
     Also add statistics of the importance weights rho = exp(training - sampling): moments, the maximum, and
     KL(sampling || training).
     """
-    log_rho = (logprobs - micro.sample_logprobs)[micro.loss_mask]
+    log_rho = (logprobs - micro.sample_logprobs)[micro.loss_index]
     gap = log_rho.abs()
     rho = log_rho.exp()
     rho_squared = log_rho.double().exp().square()

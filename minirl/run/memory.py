@@ -181,7 +181,7 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, *, le
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = _channels(config)
     if device_type == "cuda":
-        return dtype.itemsize * 4 * (hidden + inner + queries)
+        return dtype.itemsize * (4 * hidden + 3 * inner + 4 * queries)
     scores = 4 * config.num_attention_heads + keys / 8
     return 24 * hidden + 16 * inner + 8 * queries + _mean_seen(config, length) * scores
 

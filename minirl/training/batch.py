@@ -7,6 +7,7 @@ communicate; all else does not.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, upload
+from minirl.objective.losses import over_tokens
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.rollouts import Rollout
 from minirl.training.assignment import PromptPrefix
@@ -85,6 +87,14 @@ class Batch:
     table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
 
+    @functools.cached_property
+    def loss_index(self) -> Tensor:
+        """Where the tokens that the policy sampled are in the streams, int64 [M].
+
+        To find them on CUDA makes the host wait, and so does each use of a mask as an index: once is enough.
+        """
+        return self.loss_mask.nonzero()[:, 0]
+
     def layout(self) -> PackedLayout:
         """The layout of the batch's tokens, for the model."""
         # The first sequence with a prompt is the parent of the others, which share the parent's prompt
@@ -113,11 +123,11 @@ class Batch:
         spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
         for i in indices:
             spans.append(torch.arange(starts[i], starts[i + 1]))
-        return torch.cat(spans).to(self.tokens.device)
+        return upload(torch.cat(spans), self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """A batch of the sequences at these indices, in this order."""
-        sequence_index = torch.tensor(indices, dtype=torch.int64, device=self.tokens.device)
+        sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
         starts = [0, *itertools.accumulate(self.lengths)]
         selected = {}
         for name, tensor in self._tensors().items():
@@ -141,14 +151,12 @@ class Batch:
     def scatter(self, values: Tensor) -> Tensor:
         """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
         stream = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
-        stream[self.loss_mask] = values
+        stream[self.loss_index] = values
         return stream
 
     def spread(self, values: Tensor) -> Tensor:
         """A stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
-        device = self.tokens.device
-        lengths = torch.tensor(self.lengths, dtype=torch.int64).to(device)
-        repeated = values.to(device).repeat_interleave(lengths)
+        repeated = over_tokens(values.to(self.tokens.device), self.lengths)
         return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
 
     def _tensors(self) -> dict[str, Tensor]:

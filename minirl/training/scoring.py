@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.model import triton_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
-from minirl.model.logprobs import chunk_logits, log_softmax, vocab_chunk_size
+from minirl.model.logprobs import chunk_logits, chunked_entropies, log_softmax, vocab_chunk_size
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
+from minirl.training.fused_head import FusedLogprobs
 
 TOKEN_CHUNK = 512  # how many tokens have logits at the same time
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
@@ -35,21 +37,22 @@ def score(
     temperature: float,
     token_chunk: int = TOKEN_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of the tokens that `select` marks; 0 elsewhere.
+    """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
 
-    tokens: int64 [T]. select: bool [T], false at the first token of each sequence. token_chunk: how many
-    tokens have logits at the same time. Differentiable in the parameters. Not collective.
+    tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; no
+    first token of a sequence. token_chunk: how many tokens have logits at the same time on the CPU. Differentiable in
+    the parameters. Not collective.
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    selected = select.nonzero()[:, 0]
-    logprobs, entropies = ChunkedLogprobs.apply(
-        _states_before(hidden, selected, layout),
-        model.lm_head.weight,
-        tokens[selected],
-        temperature,
-        token_chunk,
-    )
+    selected = _indices(select)
+    states = _states_before(hidden, selected, layout)
+    head = model.lm_head.weight
+    targets = tokens[selected]
+    if triton_kernels.are_used(tokens.device):
+        logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature)
+    else:
+        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, token_chunk)
     zeros = logprobs.new_zeros(len(tokens))
     all_logprobs = zeros.index_put((selected,), logprobs)
     all_entropies = zeros.index_put((selected,), entropies)
@@ -65,7 +68,7 @@ def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tupl
         model,
         batch.tokens,
         batch.layout(),
-        select=batch.loss_mask,
+        select=batch.loss_index,
         temperature=temperature,
     )
 
@@ -75,7 +78,7 @@ def value_batch(model: Transformer, batch: Batch) -> Tensor:
 
     Differentiable in the parameters. Not collective.
     """
-    values, _ = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_mask)
+    values, _ = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)
     return values
 
 
@@ -90,7 +93,7 @@ def scalar_outputs(
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    selected = select.nonzero()[:, 0]
+    selected = _indices(select)
     last_tokens = layout.cu_seqlens[1:].long() - 1
     last = layout.hidden_index[last_tokens]
     states = torch.cat([_states_before(hidden, selected, layout), hidden.index_select(0, last)])
@@ -101,6 +104,11 @@ def scalar_outputs(
     values, scores = outputs.split([len(selected), len(last)])
     all_values = values.new_zeros(len(tokens)).index_put((selected,), values)
     return all_values, scores
+
+
+def _indices(select: Tensor) -> Tensor:
+    """The indices int64 [M] of what a mask selects; indices as they are."""
+    return select.nonzero()[:, 0] if select.dtype == torch.bool else select
 
 
 def _states_before(hidden: Tensor, selected: Tensor, layout: PackedLayout) -> Tensor:
@@ -143,6 +151,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         for states, wanted in zip(hidden_chunks, target_chunks, strict=True):
             results.append(_score_token_chunk(states, head_chunks, wanted, divisor))
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
+        # A loss without the entropies does not pay for their gradient.
+        ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
         ctx.has_totals = len(head_chunks) > 1
@@ -150,13 +160,16 @@ class ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """See the class."""
         hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
         # The incoming gradients, with the 1 / T of the formulas.
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropies)
         by_logprob = grad_logprobs[:, None] / divisor
-        by_entropy = grad_entropies[:, None] / divisor
-        is_entropy_used = bool(grad_entropies.any())
+        by_entropy = None if grad_entropies is None else grad_entropies[:, None] / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
         grad_head = torch.empty_like(head)
         for first in range(0, len(head), ctx.vocab_chunk):
@@ -172,7 +185,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                     targets[chunk, None] - first,
                     entropies[chunk, None],
                     by_logprob=by_logprob[chunk],
-                    by_entropy=by_entropy[chunk] if is_entropy_used else None,
+                    by_entropy=None if by_entropy is None else by_entropy[chunk],
                 )
                 grad_hidden[chunk].add_(wide_mm(grad, head_chunk, head.dtype))
                 grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
@@ -207,12 +220,8 @@ def _score_token_chunk(
         logprobs = logits.sub_(totals[:, i, None])
         entropies[:, i] = _entropies(logprobs)
         first += len(head_chunk)
-    # The entropy of choosing a vocabulary chunk, plus the mean entropy of choosing a token within one.
-    log_shares = torch.log_softmax(totals, -1)
-    terms = log_shares.exp() * (entropies - log_shares)
-    entropy = terms.nan_to_num(0.0).sum(-1)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
-    return target_logprobs, entropy, totals
+    return target_logprobs, chunked_entropies(totals, entropies), totals
 
 
 def _entropies(logprobs: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""The gate of a SwiGLU feed-forward on CUDA, as one Triton kernel each way.
+
+The kernels keep gate and up for backward, and not silu(gate) too: a quarter less of what the feed-forward keeps.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.model import triton_kernels
+
+TILE = 1024  # elements of one program
+
+
+def fused_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up of two [T, width], rounded after each of the two operations."""
+    return _FusedGate.apply(gate, up)
+
+
+class _FusedGate(torch.autograd.Function):
+    """The product in one kernel, and both gradients in another."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        triton_kernels.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
+        triton_kernels.launch(
+            gate_gradient_kernel,
+            _grid(gate),
+            gate,
+            up,
+            grad.contiguous(),
+            grad_gate,
+            grad_up,
+            gate.numel(),
+            TILE=TILE,
+        )
+        return grad_gate, grad_up
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (-(-x.numel() // TILE),)
+
+
+@functools.cache
+def gate_kernel() -> Any:
+    """The kernel of forward."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def gate_tile(gate, up, out, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+        silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype.element_ty)
+        tl.store(out + place, silu.to(wide) * u, mask=place < size)
+
+    return gate_tile
+
+
+@functools.cache
+def gate_gradient_kernel() -> Any:
+    """The kernel of backward."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def gate_gradient_tile(  # type: ignore[no-untyped-def]
+        gate, up, grad, grad_gate, grad_up, size, TILE: tl.constexpr
+    ):
+        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+        d = tl.load(grad + place, mask=place < size, other=0.0).to(wide)
+        sigmoid = 1.0 / (1.0 + tl.exp(-g))
+        # d silu / d gate = sigmoid (1 + gate (1 - sigmoid))
+        tl.store(grad_gate + place, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=place < size)
+        tl.store(grad_up + place, d * (g * sigmoid), mask=place < size)
+
+    return gate_gradient_tile

@@ -1,0 +1,33 @@
+"""Triton's interpreter, which runs kernels on the CPU. To be imported before triton is."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+has_no_triton = importlib.util.find_spec("triton") is None
+needs_interpreter = pytest.mark.skipif(
+    has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernels themselves"
+)
+
+
+def mend_interpreter(monkeypatch):
+    """Triton 3.6's multiplies the bits of bf16 as integers, and makes loop bounds in a way that NumPy 2.4 refuses."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widening_dot(self, a, b, *args):
+        return dot(
+            self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)), *args
+        )
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widening_dot)

@@ -1,0 +1,204 @@
+"""Each Triton kernel that takes the place of operations of torch, under the interpreter: it computes what they do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minirl.generation.fused_sampling import sample_logits
+from minirl.generation.sampling import inverse_cdf
+from minirl.model import triton_kernels
+from minirl.model.batch_invariance import silu
+from minirl.model.gating import fused_gate
+from minirl.model.rotation import rotate_pair
+from minirl.training.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
+from minirl.training.scoring import ChunkedLogprobs
+from support.engines import cached_model, make_engine, make_prompt, make_request, run
+from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter
+
+LARGEST_UNIFORM = 1 - 2.0**-53
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The choice of CUDA, on the CPU."""
+    mend_interpreter(monkeypatch)
+    monkeypatch.setattr(triton_kernels, "are_used", lambda device: True)
+
+
+def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator)
+    if kind == "flat":
+        return 0.1 * logits
+    if kind == "peaked":
+        return 8 * logits
+    # Extreme: nine tokens in ten are impossible, whole blocks of them too, and one has nearly all probability.
+    logits[:, torch.rand(vocab, generator=generator) < 0.9] = -torch.inf
+    logits[:, 512:1024] = -torch.inf
+    logits[:, vocab - 1] = 1e4
+    logits[::2, vocab - 1] = 3.0
+    return logits
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kind", "vocab", "rows"),
+    [(kind, vocab, 12) for kind in ("flat", "peaked", "extreme") for vocab in (48, 500, 512, 2049)]
+    + [("peaked", 151936, 2)],
+)
+def test_the_fused_sampler_takes_the_tokens_of_the_portable_one(kind, vocab, rows, interpreted):
+    """From the same logits and noise, at temperature 0 and others, with the smallest and the largest uniform."""
+    logits = make_logits(kind, rows, vocab)
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.25, 1.0]).repeat(2)[:rows]
+    uniform = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniform[0], uniform[1] = LARGEST_UNIFORM, 0.0
+    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    logprobs = torch.log_softmax(logits / divisor, -1)
+    expected = torch.where(temperature == 0, logits.argmax(-1), inverse_cdf(logprobs, uniform))
+    tokens, got = sample_logits(logits, temperature, uniform)
+    assert (tokens.dtype, got.dtype) == (torch.int64, torch.float32)
+    assert tokens.tolist() == expected.tolist()
+    exact = torch.log_softmax((logits / divisor).double(), -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(got.double(), exact, rtol=1e-7, atol=1e-6)
+
+
+@needs_interpreter
+def test_a_nan_among_the_logits_shows_in_the_fused_samplers_logprob(interpreted):
+    """The token is some token of the vocabulary, and its logprob is NaN, which the metrics refuse."""
+    logits = torch.zeros(2, 700)
+    logits[0, 600] = torch.nan
+    tokens, logprobs = sample_logits(logits, torch.ones(2), torch.full((2,), 0.9, dtype=torch.float64))
+    assert logprobs.isnan().tolist() == [True, False]
+    assert ((tokens >= 0) & (tokens < 700)).all()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("width", [0, 512, 700])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_the_fused_head_equals_the_portable_one(dtype, tolerance, temperature, width, interpreted):
+    """Logprobs, entropies and the gradients of both, in one chunk of the vocabulary and in several; no tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 32, generator=generator).to(dtype).requires_grad_()
+    head = torch.randn(1500, 32, generator=generator).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 511, 512, 699, 700, 1499, 3])
+    weights = torch.randn(2, 7, generator=generator)
+    for rows in (slice(0, 7), slice(0, 0)):
+        results = []
+        for function, chunk in ((ChunkedLogprobs, (4,)), (FusedLogprobs, (width,))):
+            outputs = function.apply(hidden[rows], head, targets[rows], temperature, *chunk)
+            loss = sum((x * w[rows]).sum() for x, w in zip(outputs, weights, strict=True))
+            results.append((*outputs, *torch.autograd.grad(loss, (hidden, head))))
+        for expected, got in zip(*results, strict=True):
+            assert got.dtype == expected.dtype
+            assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_entropy", [False, True])
+def test_a_loss_of_one_output_has_the_gradient_of_that_one(is_entropy, interpreted):
+    """The other output has no gradient then; both heads treat that as 0."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 16, generator=generator).double().requires_grad_()
+    head = torch.randn(600, 16, generator=generator).double().requires_grad_()
+    targets = torch.arange(5)
+    gradients = []
+    for function, chunk in ((ChunkedLogprobs, 2), (FusedLogprobs, 512)):
+        outputs = function.apply(hidden, head, targets, 0.9, chunk)
+        gradients.append(torch.autograd.grad(outputs[is_entropy].sum(), (hidden, head)))
+    logprobs = torch.log_softmax(hidden @ head.T / 0.9, -1)
+    exact = logprobs.gather(1, targets[:, None]) if not is_entropy else -(logprobs.exp() * logprobs)
+    gradients.append(torch.autograd.grad(exact.sum(), (hidden, head)))
+    for chunked, fused, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, expected)
+        torch.testing.assert_close(fused, expected)
+
+
+@needs_interpreter
+def test_impossible_tokens_have_finite_gradients_in_the_fused_head(interpreted):
+    """Logits of -inf, a whole chunk of them too: no NaN where the probability is 0."""
+    hidden = torch.ones(3, 1, requires_grad=True)
+    head = torch.full((1600, 1), -torch.inf)
+    head[1100:1110] = torch.arange(10.0)[:, None]
+    head.requires_grad_()
+    logprobs, entropies = FusedLogprobs.apply(hidden, head, torch.tensor([1100, 1105, 1109]), 1.0, 512)
+    expected = torch.log_softmax(torch.arange(10.0), -1)
+    torch.testing.assert_close(logprobs, expected[[0, 5, 9]])
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum().expand(3))
+    _, grad_head = torch.autograd.grad((logprobs + entropies).sum(), (hidden, head))
+    assert grad_head.isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 500, 8192, 30_000, 131_072])
+def test_the_logits_of_the_fused_head_are_bounded(num_tokens):
+    """However many tokens there are up to 131,072; a chunk's width is one that products are fast at."""
+    width = chunk_width(num_tokens, 151_936)
+    assert width == 151_936 or width % 512 == 0
+    assert num_tokens * width <= MAX_LOGITS
+    assert width == 151_936 or num_tokens * (width + 512) > MAX_LOGITS
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 16), (torch.float64, 80), (torch.bfloat16, 64)], ids=str
+)
+def test_fused_rotation_equals_the_portable_one(dtype, dim, interpreted, monkeypatch):
+    """Queries, fewer keys, views with strides, and the gradients: to the last bit, in bf16 to its rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 8 * dim, generator=generator).to(dtype).requires_grad_()
+    angle = 100 * torch.rand(5, 1, dim // 2, generator=generator)
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    weights = torch.randn(5, 8, dim, generator=generator).to(dtype)
+    results = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(triton_kernels, "are_used", lambda device, choice=is_fused: choice)
+        q, k = x.view(5, 8, dim).split([6, 2], 1)
+        out = torch.cat(rotate_pair(q, k, cos, sin), 1)
+        results.append((out, *torch.autograd.grad((out * weights).sum(), x)))
+    for expected, got in zip(*results, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 9])
+def test_the_fused_gate_equals_the_portable_one(dtype, rows, interpreted):
+    """Values and both gradients, of large and small gates; the gradient may come with strides."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [(5 * torch.randn(rows, 131, generator=generator)).to(dtype).requires_grad_() for _ in range(2)]
+    weights = torch.randn(131, rows, generator=generator).to(dtype).T
+    results = []
+    for function in (lambda gate, up: silu(gate) * up, fused_gate):
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, weights)))
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2**-6}[dtype]
+    for expected, got in zip(*results, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_interpreter
+def test_rollouts_of_the_fused_kernels_are_the_portable_ones(interpreted, monkeypatch):
+    """The engine with the choices of CUDA: the same tokens from the same keys, the logprobs to rounding."""
+    model = cached_model("full", torch.float32)
+    requests = [make_request(make_prompt(5), number=n, max_new_tokens=3, temperature=n) for n in range(2)]
+    fused = run(make_engine(model), requests)
+    monkeypatch.setattr(triton_kernels, "are_used", lambda device: False)
+    expected = {r.rollout_id: r for r in run(make_engine(model), requests)}
+    for rollout in fused:
+        other = expected[rollout.rollout_id]
+        assert rollout.completion == other.completion
+        assert (rollout.sample_logprobs - other.sample_logprobs).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_no_triton, reason="needs triton")
+def test_the_fused_kernels_compile_for_every_architecture():
+    """Ampere to Blackwell, in the dtypes of real runs; in a process without the interpreter, and without a GPU."""
+    done = subprocess.run([sys.executable, "-m", "support.compile_kernels"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
