@@ -7,7 +7,7 @@ import torch
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.model import paged_attention
+from minirl.model import paged_attention, triton_kernels
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer, rope_table
 from minirl.objective.losses import value_loss
@@ -20,7 +20,9 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda
 
 
 @pytest.fixture
-def device():
+def device(monkeypatch):
+    """Without Triton's kernels, which have tests of their own (test_fused, test_paged): their twins in torch run."""
+    monkeypatch.setattr(triton_kernels, "are_used", lambda device: False)
     rope_table.cache_clear()
     with PretendedCuda():
         yield CUDA

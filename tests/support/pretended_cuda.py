@@ -35,7 +35,8 @@ class PretendedCuda(TorchFunctionMode):
     """Within it, `torch.device("cuda")` is a device, and an operation on tensors of two devices is an error."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
         if func in QUESTIONS:
             return func(*args, **kwargs)
         if func is Tensor.pin_memory:
