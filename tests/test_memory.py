@@ -501,6 +501,19 @@ def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
     assert sizes.cache_tokens >= 100 * work.longest
 
 
+def test_the_cache_is_kept_where_it_fits_beside_the_update():
+    """On CUDA, with the memory to the byte; on the CPU its memory comes back in any case."""
+    work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
+    sizes = memory.choose_sizes(work, 40e9, AUTO)
+    phases = memory.phase_bytes(work, sizes)
+    cache = phases.pop("generate")["cache"]
+    largest = max(sum(parts.values()) for parts in phases.values())
+    needed = (sum(memory.always_bytes(work).values()) + cache + largest) / memory.USABLE
+    assert memory.can_keep_cache(work, sizes, needed + 10)
+    assert not memory.can_keep_cache(work, sizes, needed - 10)
+    assert not memory.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)
+
+
 def test_gradients_are_sharded_before_layers_are_recomputed():
     """With less and less memory: the sums hide behind backward, recomputation takes a third more time."""
     work = make_workload(make_config(*SHAPES[0]), num_ranks=2, enough_tokens=812, update_tokens=812)

@@ -72,5 +72,5 @@ def decode(model: Transformer, step: DecodeStep) -> Tensor:
 
 
 def pack_sampled(tokens: Tensor, logprobs: Tensor) -> Tensor:
-    """Tokens [B], and the bits of their logprobs fp32 [B], as int32 [2, B]: one download has both."""
-    return torch.stack([tokens.int(), logprobs.view(torch.int32)])
+    """Tokens [B], and the bits of their logprobs [B] in fp32, as int32 [2, B]: one download has both."""
+    return torch.stack([tokens.int(), logprobs.float().view(torch.int32)])

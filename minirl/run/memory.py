@@ -375,6 +375,14 @@ def peak_bytes(work: Workload, sizes: Sizes) -> float:
     return always + max(sum(parts.values()) for parts in phase_bytes(work, sizes).values())
 
 
+def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
+    """Whether the cache fits beside what other phases need, so that the engine can keep it. On the CPU it does not."""
+    room = room_bytes(work, free)
+    phases = phase_bytes(work, sizes)
+    cache = phases.pop("generate")["cache"]
+    return work.is_cuda and all(cache + sum(parts.values()) <= room for parts in phases.values())
+
+
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """`Sizes` by name as the flags give them, "auto" where they leave one open.
 

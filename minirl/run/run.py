@@ -147,7 +147,7 @@ class Run:
             config, task, self.tokenizer, self.model_config, self.max_new_tokens
         )
         self.max_tokens = self.prompts.max_tokens
-        self.sizes, self._memory_note = self._fit_memory()
+        self.sizes, self._keeps_cache, self._memory_note = self._fit_memory()
         self._eval_files = tuple(task.eval_sets)
         self._task_name = task.name
         self._reward_functions, self.reward_weights = self._load_rewards(task)
@@ -191,6 +191,7 @@ class Run:
             cache_tokens=self.sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
+            keeps_cache=self._keeps_cache,
         )
 
     def begin(
@@ -392,8 +393,11 @@ class Run:
         except OSError as error:
             raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
 
-    def _fit_memory(self) -> tuple[Sizes, str]:
-        """The sizes that flags leave open, and a line on them (collective). Raises InputError if nothing fits."""
+    def _fit_memory(self) -> tuple[Sizes, bool, str]:
+        """The sizes that flags leave open, whether the cache can be kept, and a line on both (collective).
+
+        Raises InputError if nothing fits.
+        """
         recorded = broadcast_object(read_args(self._folder.path) if rank() == 0 else None)
         given = given_sizes(self.config, recorded=recorded)
         work = workload(
@@ -415,7 +419,10 @@ class Run:
             reason and "auto" in given.values(),
             f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
         )
-        return sizes, f"{sizes.flags()}: at most {gb(peak_bytes(work, sizes))} of {gb(free)} on each rank"
+        keeps_cache = can_keep_cache(work, sizes, free)
+        peak = peak_bytes(work, sizes)
+        kept = ", the cache kept between steps" if keeps_cache else ""
+        return sizes, keeps_cache, f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward model and the overlong penalty, and the weight of each."""
