@@ -50,6 +50,7 @@ from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
 from minirl.run.memory import (
     Sizes,
+    can_keep_cache,
     choose_sizes,
     free_bytes,
     free_host_bytes,
