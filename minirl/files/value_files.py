@@ -23,13 +23,8 @@ _MAX_DEPTH = 100
 _MAX_BITS = 8192  # of an int: Python neither prints nor reads thousands of digits
 _MAX_HEADER_BYTES = 100_000_000  # a safetensors file with a longer header cannot be read
 _ENTRY_BYTES = 120  # at most, of a tensor in the header, besides its name
-_PLAIN_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-)  # none of their subclasses, which come back as something else
+# None of their subclasses, such as np.float64, which come back as something else.
+_PLAIN_TYPES = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -56,9 +51,7 @@ class ValueCopy:
             header_bytes > _MAX_HEADER_BYTES,
             f"{name}: {len(tensors):,} tensors are too many for one file; stack or concatenate the small ones",
         )
-        # Larger elements first: each tensor is then aligned in the file, without which it cannot be read.
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        return ValueCopy(plain, dict(ordered))
+        return ValueCopy(plain, tensors)
 
     def write(self, folder: Path, stem: str) -> dict[str, Digest]:
         """Write folder/stem.json and .safetensors, each through to the disk; their digests by path in the folder."""

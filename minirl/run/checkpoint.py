@@ -64,7 +64,7 @@ from minirl.training.sharded_model import ShardedModel
 
 _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds until a file that one rank has written must be visible to rank 0
-_NO_RECORD = object()
+_NO_RECORD = object()  # where a rank has fewer records than another
 _THREAD_DIED = "its thread died, see the traceback"
 # Writes files into the folder that it is given, and returns their digests by path within the folder.
 _FileWriter = Callable[[Path], dict[str, Digest]]
