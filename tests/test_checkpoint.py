@@ -4,11 +4,13 @@ The fast and the point layer of the kill test are here; whole jobs are killed by
 """
 
 import ast
+import collections
 import dataclasses
 import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -19,16 +21,18 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from minirl.errors import InputError, SaveError
-from minirl.files import durable
+from minirl.files import durable, value_files
+from minirl.files.value_files import read_values
 from minirl.model.families import config_from_dict, read_config
 from minirl.ranks import process_group
 from minirl.run import checkpoint as checkpoint_module
 from minirl.run import run_folder
-from minirl.run.checkpoint import Checkpoints, prune, stored_tensors
+from minirl.run.checkpoint import Checkpoints, Remembered, own_records, prune, stored_tensors
 from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
 from minirl.training.sharded_model import ShardedModel
 from support.models import RAW_CONFIG, make_folder
@@ -357,8 +361,8 @@ class TestWhatIsGoneOnFrom:
     def test_row_11_a_later_format_is_refused(self, tmp_path, source):
         """Neither read nor taken for damage."""
         path = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
-        path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-        with pytest.raises(InputError, match="has format 2, this version of minirl reads 1"):
+        path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+        with pytest.raises(InputError, match="has format 3, this version of minirl reads up to 2"):
             open_at(tmp_path)
 
     def test_row_13_other_flags_are_listed_and_refused_without_force(self, tmp_path, source, capsys):
@@ -568,6 +572,147 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path, source):
     for name, digest in read_manifest(path)["files"].items():
         content = (path / name).read_bytes()
         assert digest == {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def every_value() -> dict:
+    """What a script may remember: JSON's values, and tensors of every dtype that is kept."""
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    dtypes += (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    tensors = {str(dtype): torch.tensor([[1, 0, 1]]).to(dtype) for dtype in dtypes}
+    strange = [torch.tensor(3), torch.empty(0, 2), torch.arange(6).view(2, 3).T, torch.zeros(1).expand(4)]
+    strange.append(torch.tensor([math.nan, math.inf, -0.0]))
+    plain = {"": None, "../a/b": [True, 1, 1.0, -0.0, math.inf, 0.1, "text \ud800 ä"], "__metadata__": 2**200}
+    return {
+        "plain": plain,
+        "strange": strange,
+        "tensors": tensors,
+        'quo"ted\n': [[], {}, [{"x": tensors["torch.bool"]}]],
+    }
+
+
+def as_text(value) -> str:
+    """Equal for values that are equal to the bit, of the same types."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.tolist()}"
+    if isinstance(value, dict):
+        return repr({key: as_text(item) for key, item in value.items()})
+    return repr([as_text(item) for item in value]) if isinstance(value, list) else repr(value)
+
+
+@pytest.mark.usefixtures("one_process")
+class TestWhatAScriptRemembers:
+    """Its own values in a checkpoint: as they were at the save, or refused."""
+
+    def test_values_come_back_as_they_were_at_the_save(self, tmp_path, source):
+        """Types, dtypes and bits, NaN included, though the script changes them while they are written."""
+        values, records = every_value(), {"replay": [{"x": torch.ones(3)}]}
+        run, model = open_at(tmp_path), TinyModel()
+        checkpoints = saver(run, source, model)
+        model.set(1)
+        checkpoints.save({"step": 1}, extra=values, records=records)
+        values["strange"][0] += 1
+        values["plain"].clear()
+        records["replay"].append("later")
+        checkpoints.finish()
+        close(run)
+        assert newest_step(tmp_path) == 1
+        path = tmp_path / "a" / "checkpoints" / "000001"
+        assert assert_is_whole(path) == 1
+        assert as_text(read_values(path / "resume" / "extra")) == as_text(every_value())
+        assert as_text(read_values(path / "resume/records/0-of-1")) == as_text(
+            {"replay": [{"x": torch.ones(3)}]}
+        )
+
+    @pytest.mark.parametrize("kind", ["row-08-cut", "row-09-one-bit", "row-08-missing"])
+    @pytest.mark.parametrize("name", ["extra.json", "extra.safetensors", "records/0-of-1.json"])
+    def test_a_damaged_file_of_them_is_named_and_the_checkpoint_before_is_used(
+        self, tmp_path, source, capsys, name, kind
+    ):
+        """As any other file."""
+        run, model = open_at(tmp_path), TinyModel()
+        checkpoints = saver(run, source, model)
+        for step in (1, 2):
+            model.set(step)
+            checkpoints.save({"step": step}, extra=every_value(), records={"replay": [1]})
+        checkpoints.finish()
+        close(run)
+        damage_file(tmp_path / "a" / "checkpoints" / "000002" / "resume" / name, kind)
+        assert newest_step(tmp_path) == 1
+        assert f"resume/{name}" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ((1, 2), "hold a builtins.tuple"),
+            ({1, 2}, "hold a builtins.set"),
+            (np.float64(1), "hold a numpy.float64"),
+            (collections.deque(), "hold a collections.deque"),
+            (Path("a"), "hold a pathlib"),
+            (torch.nn.Parameter(torch.ones(1)), r"hold a torch\.nn\.parameter\.Parameter"),
+            ({3: 1}, "the key 3"),
+            ({None: 1}, "the key None"),
+            (torch.ones(1, dtype=torch.complex64), "hold a tensor of torch.complex64"),
+            (torch.ones(1).to_sparse(), "hold a tensor of torch.float32, torch.sparse"),
+            (10**5000, "an int of over"),
+        ],
+        ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+    )
+    def test_what_would_come_back_as_something_else_is_refused_by_its_place(self, value, message):
+        """At the start and in the first step, not by a resume that goes on with something else."""
+        with pytest.raises(InputError, match=rf'^extra\["level"\]\[1\]\["x"\]: .*{message}'):
+            Remembered.copied({"level": [0, {"x": value}]}, {})
+
+    def test_values_without_end_are_refused(self, monkeypatch):
+        """One that contains itself, records that are no list, and more tensors than a file's header can name."""
+        value: list = []
+        value.append(value)
+        with pytest.raises(InputError, match=r'extra\["a"\]: is over 100 deep, or contains itself'):
+            Remembered.copied({"a": value}, {})
+        with pytest.raises(InputError, match=r'records\["a"\]: must be a list'):
+            Remembered.copied({}, {"a": torch.ones(3)})
+        monkeypatch.setattr(value_files, "_MAX_HEADER_BYTES", 1000)
+        with pytest.raises(InputError, match="records: 20 tensors are too many for one file; stack"):
+            Remembered.copied({}, {"a": [torch.ones(1)] * 20})
+
+    @pytest.mark.parametrize(
+        ("num_saved", "num_ranks", "expected"),
+        [
+            (2, 2, [[0, 1, 2], [10]]),
+            (2, 1, [[0, 10, 1, 2]]),
+            (1, 2, [[0, 2], [1]]),
+            (3, 2, [[0, 20, 2], [10, 1]]),
+        ],
+    )
+    def test_row_11_records_are_dealt_out_to_another_number_of_ranks(
+        self, monkeypatch, num_saved, num_ranks, expected
+    ):
+        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own."""
+        saved = [{"a": records} for records in ([0, 1, 2], [10], [20])][:num_saved]
+        monkeypatch.setattr(checkpoint_module, "world_size", lambda: num_ranks)
+        for r in range(num_ranks):
+            monkeypatch.setattr(checkpoint_module, "rank", lambda r=r: r)
+            assert own_records(saved) == {"a": expected[r]}
+
+
+def copy_error(rank: int) -> tuple[str, str]:
+    """The errors about values that ranks do not share."""
+    errors = []
+    for extra, records in (
+        ({"same": [1, torch.ones(2)], "mine": torch.tensor(rank)}, {}),
+        ({}, {"all": [rank], **({"one": []} if rank else {})}),
+    ):
+        with pytest.raises(InputError) as caught:
+            Remembered.copied(extra, records)
+        errors.append(str(caught.value))
+    Remembered.copied({"same": [1, torch.ones(2)]}, {"all": [rank]})
+    return tuple(errors)
+
+
+def test_values_for_all_ranks_that_differ_between_them_are_refused(two_ranks):
+    """One rank's would be saved, and the resumed run would be another one."""
+    for differs, names in two_ranks.run(copy_error):
+        assert differs.startswith('extra["mine"]: differs between the ranks')
+        assert names == "records: other names on other ranks: [['all'], ['all', 'one']]"
 
 
 def test_nothing_is_pickled():

@@ -1,15 +1,21 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
+import ast
 import hashlib
 import json
+import os
+import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from minirl.files.value_files import read_values
 from support.rank_pool import RankPool
-from support.scripts import run_in_pool, untimed
+from support.scripts import run_in_pool, run_script, start_script, untimed, wait_for
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -20,7 +26,43 @@ CASES = {
     "skips": ("train_grpo.py", ""),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
+# What a fork adds to train_grpo.py: a keyword of `run.begin`, and lines before the step's report.
+FORKS = {
+    "replay": (
+        "records={'replay': []}",
+        """
+replay = progress.records["replay"]
+replay += [{"tokens": r.tokens, "logprobs": r.sample_logprobs, "why": r.finish_reason} for r in rewarded.rollouts]
+progress.records["replay"] = replay = replay[-10:]
+batch = batch.replace(advantages=batch.advantages * sum(len(x["tokens"]) for x in replay) / 100)
+""",
+    ),
+    "curriculum": (
+        "extra={'curriculum': {'level': 0, 'mean': torch.zeros((), dtype=torch.float64)}}",
+        """
+curriculum = progress.extra["curriculum"]
+curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
+curriculum["level"] += int(curriculum["mean"] > 0.02)
+progress.num_served += curriculum["level"]
+""",
+    ),
+}
 POOLS = {1: "one_rank", 2: "two_ranks"}
+
+
+def make_fork(folder: Path, name: str) -> Path:
+    """A copy of train_grpo.py that remembers something between steps."""
+    keyword, lines = FORKS[name]
+    tree = ast.parse((ROOT / "train_grpo.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "run.begin":
+            node.keywords += ast.parse(f"f({keyword})", mode="eval").body.keywords
+        if isinstance(node, ast.For) and ast.unparse(node.iter) == "run.steps()":
+            report = [ast.unparse(line) for line in node.body].index("metrics.begin('report')")
+            node.body[report:report] = ast.parse(lines).body
+    fork = folder / f"fork_{name}.py"
+    fork.write_text(ast.unparse(tree))
+    return fork
 
 
 def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
@@ -30,8 +72,9 @@ def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all that must be equal: every tensor file, the state, the rollouts, the numbers that are no times."""
+    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time."""
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
+    files += (folder / "checkpoints").rglob("resume/**/*.json")
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     for path in (folder / "checkpoints").glob("*/manifest.json"):
         found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
@@ -141,3 +184,65 @@ def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_r
     ]
     assert completions[0] == completions[1]
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]
+
+
+def remembered(checkpoint: Path, name: str) -> dict:
+    """What rank 0 has saved: its records, or the values of all ranks."""
+    (path,) = [*checkpoint.glob("resume/records/0-of-*.json"), *checkpoint.glob("resume/extra.json")]
+    return read_values(path.with_suffix(""))[name]
+
+
+@pytest.mark.parametrize("name", list(FORKS))
+def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
+    """Row 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
+    fork = make_fork(tmp_path, name)
+    flags = (*COMMON.split(), "--run-name")
+    run_in_pool(two_ranks, str(fork), *flags, name, runs=runs)
+    expected = digests(runs / name)
+    last = remembered(runs / name / "checkpoints" / f"{NUM_STEPS:06d}", name)
+    assert len(last) == (10 if name == "replay" else 2)
+    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
+    run_in_pool(two_ranks, str(fork), *flags, copy.name, runs=runs)
+    assert digests(copy) == expected
+
+    fewer = interrupted_copy(runs / name, f"{name}-fewer", 2)
+    run_in_pool(one_rank, str(fork), *flags, fewer.name, runs=runs)
+    on_one = remembered(fewer / "checkpoints" / f"{NUM_STEPS:06d}", name)
+    assert len(on_one) == len(last)
+    if name == "curriculum":
+        assert on_one["level"] == last["level"]
+
+
+@pytest.mark.parametrize("name", list(FORKS))
+def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
+    """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
+    fork = str(make_fork(tmp_path, name))
+    flags = (*COMMON.split(), "--run-name", f"{name}-new")
+    run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "1", runs=runs)
+    with pytest.raises(AssertionError, match=rf'has no \w+\["{name}"\]: this script has; --resume force'):
+        run_in_pool(one_rank, fork, *flags, "--num-steps", "2", runs=runs)
+    forced = run_in_pool(one_rank, fork, *flags, "--num-steps", "2", "--resume", "force", runs=runs)
+    assert "resuming with what this script remembers" in forced
+    with pytest.raises(AssertionError, match=rf'\["{name}"\]: this script has none; --resume force'):
+        run_in_pool(one_rank, "train_grpo.py", *flags, runs=runs)
+    newest = max((runs / f"{name}-new" / "checkpoints").iterdir())
+    assert remembered(newest, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FORKS))
+def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path, name):
+    """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
+    fork = make_fork(tmp_path, name)
+    flags = (*COMMON.split(), "--num-steps", "8")
+    run_script(fork, *flags, "--run-name", f"{name}-whole", runs=runs)
+    rng = random.Random(name)
+    killed = runs / f"{name}-killed"
+    for step in sorted(rng.sample(range(1, 8), 2)):
+        job = start_script(fork, *flags, "--run-name", killed.name, runs=runs)
+        wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
+        time.sleep(rng.uniform(0, 0.3))
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    run_script(fork, *flags, "--run-name", killed.name, runs=runs)
+    assert digests(killed) == digests(runs / f"{name}-whole")

@@ -26,13 +26,17 @@ from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_env
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
 
 
-def test_progress_is_saved_flat_and_found_again():
-    """What a script remembers stands beside the run's own; in a new run it has its first value."""
+def test_progress_is_saved_and_found_again():
+    """Also that of format 1, where what a script remembers stands among the rest; new runs begin with first values."""
     progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
     state = json.loads(json.dumps(progress.to_state()))
-    assert state["kl_coef"] == 0.1
-    assert Progress.from_state(state, {"kl_coef": 0.2}) == progress
-    assert Progress.from_state({}, {"kl_coef": 0.2}) == Progress(extra={"kl_coef": 0.2})
+    assert Progress.from_state(state | {"extra": {"kl_coef": 0.1}, "records": {}}) == progress
+    assert Progress.from_state(state | {"kl_coef": 0.1}) == progress
+    progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
+    assert progress.extra == {"kl_coef": 0.1}
+    new = Progress.from_state({})
+    new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
+    assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
 
 
 def test_a_start_that_fails_leaves_no_folder(runs, tmp_path):

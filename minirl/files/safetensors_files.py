@@ -17,8 +17,17 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
 
-# Those that are read and written.
+# Those of weights that are read and written.
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+# Those of all tensors that are written.
+STORED_DTYPES = DTYPE_NAMES | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def open_tensors(path: Path) -> Any:
@@ -59,7 +68,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": STORED_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -68,10 +77,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     num_padding = -len(encoded) % 8
     encoded += b" " * num_padding
     size = len(encoded).to_bytes(8, "little")
-    return durable.write_file(path, itertools.chain([size + encoded], _raw_bytes(tensors.values())))
+    return durable.write_file(path, itertools.chain([size + encoded], raw_bytes(tensors.values())))
 
 
-def _raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The content of each tensor, as a file of them has it."""
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
         yield flat.view(torch.uint8).numpy().data

@@ -3,7 +3,9 @@
     000050/                          a Hugging Face folder of the policy, in the compute dtype
     000050/value/                    the same for each further model, by its name
     000050/resume/policy-0-of-2.safetensors    one rank's shards of fp32 masters and optimizer state
-    000050/manifest.json             the script's state, and size and SHA-256 of every file
+    000050/resume/extra.json         what the script remembers, and beside it its tensors (`value_files`)
+    000050/resume/records/0-of-2.json          one rank's own records of it, and beside it their tensors
+    000050/manifest.json             how far the run is, and size and SHA-256 of every file
 
 Saving overlaps with training. In order:
 
@@ -25,13 +27,14 @@ first renamed to a name with a dot.
 Nothing is pickled.
 """
 
+import itertools
 import json
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,20 +42,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.errors import SaveError
+from minirl.errors import SaveError, refuse
 from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
+from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.families import scalar_config
 from minirl.model.weights import read_tokenizer_files, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
-from minirl.run.run_folder import FORMAT, RunFolder, checkpoints_in, read_manifest
+from minirl.run.run_folder import (
+    EXTRA_FILE,
+    FORMAT,
+    RECORDS_FOLDER,
+    RunFolder,
+    checkpoints_in,
+    read_manifest,
+)
 from minirl.training.sharded_model import ShardedModel
 
 _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds until a file that one rank has written must be visible to rank 0
+_NO_RECORD = object()  # where a rank has fewer records than another
 _THREAD_DIED = "its thread died, see the traceback"
 # Writes files into the folder that it is given, and returns their digests by path within the folder.
 _FileWriter = Callable[[Path], dict[str, Digest]]
@@ -86,8 +98,8 @@ class Checkpoints:
     def restore(self, num_steps: int) -> dict[str, Any]:
         """Load models and optimizers from the run's checkpoint, saved by any number of ranks (collective).
 
-        Returns the state that was saved with them, or {} in a new run. num_steps: steps of the whole run, for
-        the message.
+        Returns the state that was saved with them, with `extra` and this rank's share of `records`, or {} in a new
+        run. num_steps: steps of the whole run, for the message.
         """
         checkpoint = self._run.checkpoint
         if checkpoint is None:
@@ -104,17 +116,27 @@ class Checkpoints:
         if state["step"] >= num_steps:
             message += ": already finished; a greater --num-steps goes on, another --run-name starts afresh"
         print0(message)
-        return state
+        extra = read_values(checkpoint / EXTRA_FILE)
+        records = [read_values(checkpoint / stem) for stem in _record_files(num_saved_ranks)]
+        return state | {"extra": extra, "records": own_records(records)}
 
-    def save(self, state: Mapping[str, Any], *, score: float | None = None) -> None:
-        """Start to save models, optimizers and `state` (collective).
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        records: Mapping[str, list[Any]] | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Start to save models, optimizers, `state` and what the script remembers (collective).
 
-        Waits for the save before, copies this rank's tensors and returns.
-        state: JSON values, among them `step`. score: the held-out score at this step, if it was evaluated.
+        Waits for the save before, copies this rank's tensors and values and returns.
+        state: JSON values, among them `step`. extra, records: see `Run.begin`. score: the held-out score at this
+        step, if it was evaluated. Raises InputError naming a value that cannot be saved.
         """
         began = time.perf_counter()
         self._wait()
-        writers: list[_FileWriter] = []
+        writers = Remembered.copied(extra or {}, records or {}).writers()
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
             writers.append(_shards_writer(path, model.state_tensors(optimizer)))
@@ -165,6 +187,68 @@ class Checkpoints:
 def _shard_files(name: str, world_size: int) -> list[str]:
     """The path of each rank's shards of a model and its optimizer, within a checkpoint."""
     return [f"resume/{name}-{r}-of-{world_size}.safetensors" for r in range(world_size)]
+
+
+def _record_files(world_size: int) -> list[str]:
+    """The path of each rank's records within a checkpoint, without the ending."""
+    return [f"{RECORDS_FOLDER}/{r}-of-{world_size}" for r in range(world_size)]
+
+
+def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Of the records that each rank has saved, those that this rank goes on with. Not collective.
+
+    They are its own if there are as many ranks as before. Else all are dealt out in turn, the first of each rank
+    first, so that those of an early step still stand before those of a late one.
+    """
+    if len(saved) == world_size():
+        return dict(saved[rank()])
+    dealt = {}
+    for name in saved[0]:
+        rows = itertools.zip_longest(*(records[name] for records in saved), fillvalue=_NO_RECORD)
+        merged = [record for row in rows for record in row if record is not _NO_RECORD]
+        dealt[name] = merged[rank() :: world_size()]
+    return dealt
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A copy of what the script remembers: `extra`, the same on every rank, and this rank's own `records`."""
+
+    extra: ValueCopy
+    records: ValueCopy
+
+    @staticmethod
+    def copied(extra: Mapping[str, Any], records: Mapping[str, list[Any]]) -> "Remembered":
+        """Copy them (collective). Raises InputError naming what cannot be saved, or what differs between the ranks."""
+        for name, own in records.items():
+            refuse(
+                type(own) is not list,
+                f"records[{json.dumps(name)}]: must be a list; see `extra` for the rest",
+            )
+        copy = Remembered(ValueCopy.of(extra, "extra"), ValueCopy.of(records, "records"))
+        fingerprints = gather_objects(copy.extra.fingerprints())
+        for name in dict.fromkeys(itertools.chain(*fingerprints)):
+            refuse(
+                len({found.get(name) for found in fingerprints}) > 1,
+                f"extra[{json.dumps(name)}]: differs between the ranks, and one value is saved for all; make it of "
+                "what all ranks have (`gather_objects`), or put it into `records`",
+            )
+        names = gather_objects(sorted(records))
+        refuse(names.count(names[0]) < len(names), f"records: other names on other ranks: {names}")
+        return copy
+
+    def writers(self) -> list[_FileWriter]:
+        """What writes this rank's files: its records, and on rank 0 `extra`."""
+        writers = [_values_writer(_record_files(world_size())[rank()], self.records)]
+        if rank() == 0:
+            writers.append(_values_writer(EXTRA_FILE, self.extra))
+        return writers
+
+
+def _values_writer(stem: str, values: ValueCopy) -> _FileWriter:
+    if not values.plain:
+        return lambda _: {}
+    return lambda folder: values.write(folder, stem)
 
 
 def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:

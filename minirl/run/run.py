@@ -6,6 +6,7 @@ here calls back into the script: a fork that wants something else writes it into
 """
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ from minirl.rewards.functions import functions_and_weights, overlong_penalty, re
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
-from minirl.run.checkpoint import Checkpoints
+from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
@@ -78,11 +79,11 @@ Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 @dataclass
 class Progress:
-    """How far the run is: what a checkpoint saves beside the models. JSON values only.
+    """How far the run is, and what the script remembers: what a checkpoint saves beside the models.
 
     step: steps done. update: optimizer steps done, which is the version of the weights. num_served: prompts
     taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if it
-    was evaluated. extra: what the script itself has to remember.
+    was evaluated. extra, records: what the script itself has to remember, see `Run.begin`.
     """
 
     step: int = 0
@@ -91,22 +92,49 @@ class Progress:
     before: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        """As one flat dictionary, for a checkpoint."""
-        state = dataclasses.asdict(self)
-        extra = state.pop("extra")
-        return state | extra
+        """JSON values for a checkpoint's manifest: all but `extra` and `records`, which have files of their own."""
+        return {name: getattr(self, name) for name in _STATE_FIELDS}
 
     @staticmethod
-    def from_state(state: Mapping[str, Any], extra: Mapping[str, Any]) -> "Progress":
-        """The progress that was saved; {} for a new run, where `extra` are the script's first values."""
-        progress = Progress()
-        for name in ("step", "update", "num_served", "before", "evaluated"):
-            if name in state:
-                setattr(progress, name, state[name])
-        progress.extra = {name: state.get(name, value) for name, value in extra.items()}
+    def from_state(state: Mapping[str, Any]) -> "Progress":
+        """The progress that was saved; {} for a new run."""
+        progress = Progress(**{name: state[name] for name in _STATE_FIELDS if name in state})
+        # A checkpoint of format 1 has the values of `extra` among the others.
+        others = {
+            name: value for name, value in state.items() if name not in (*_STATE_FIELDS, "extra", "records")
+        }
+        progress.extra = others | state.get("extra", {})
+        progress.records = state.get("records", {})
         return progress
+
+    def remember(
+        self, extra: Mapping[str, Any], records: Mapping[str, list[Any]], *, is_forced: bool
+    ) -> None:
+        """Give what the script remembers its first values, where none were saved.
+
+        In a resumed run that is refused, as is dropping what was saved, unless is_forced. Raises InputError.
+        """
+        for kind, saved, first in (("extra", self.extra, extra), ("records", self.records, records)):
+            changes = [
+                f"no {kind}[{json.dumps(name)}]: this script has" for name in first if name not in saved
+            ]
+            changes += [
+                f"{kind}[{json.dumps(name)}]: this script has none" for name in saved if name not in first
+            ]
+            if self.step and changes:
+                listed = f"the checkpoint has {', '.join(changes)}"
+                refuse(
+                    not is_forced, f"{listed}; --resume force begins with first values and drops the others"
+                )
+                print0(f"resuming with what this script remembers: {listed}")
+        self.extra = {name: self.extra.get(name, value) for name, value in extra.items()}
+        self.records = {name: self.records.get(name, value) for name, value in records.items()}
+
+
+_STATE_FIELDS = ("step", "update", "num_served", "before", "evaluated")
 
 
 class Run:
@@ -156,6 +184,7 @@ class Run:
         self.old_logprobs = _source_of_old_logprobs(config, is_exact=self.is_exact)
         self.progress = Progress()
         self._stop_signal = 0
+        self._has_finished_step = False
         self._reference_folder: Path | None = None
 
     def saved_folder(self, name: str) -> Path | None:
@@ -202,21 +231,30 @@ class Run:
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
+        records: Mapping[str, list[Any]] | None = None,
         resolved: Mapping[str, Any] | None = None,
     ) -> Progress:
         """Resume from the newest checkpoint, or begin: open the logs and evaluate. Returns `progress`.
 
         Collective. models: by name, the policy first; each is saved with its optimizer. folders: where config and
-        tokenizer of a further model come from. extra: what the script has to remember between steps, with its
-        first values. resolved: further values for args.json that flags left open.
+        tokenizer of a further model come from. resolved: further values for args.json that flags left open.
+
+        extra, records: what the script has to remember between steps, with its first values; later ones are taken
+        from `progress` at each save. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on
+        every rank. `records` are lists of this rank's own, which are dealt out anew if the number of ranks changes.
+
+        Raises InputError naming a value that cannot be saved, or what the checkpoint lacks.
         """
+        extra, records = extra or {}, records or {}
+        Remembered.copied(extra, records)  # before anything is made
         sources = {"policy": self.model_folder, **(folders or {})}
         self._engine = engine
         self._folder = self._folder.create()
         keep = self.config.keep_checkpoints
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=keep)
         state = self._checkpoints.restore(self.config.num_steps)
-        self.progress = Progress.from_state(state, extra or {})
+        self.progress = Progress.from_state(state)
+        self.progress.remember(extra, records, is_forced=self.config.resume == "force")
         self._logger = Logger(
             self._folder.path,
             self._flags
@@ -359,7 +397,16 @@ class Run:
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self.config.save_every):
             score = self.progress.evaluated.get("eval/reward")
-            self._checkpoints.save(self.progress.to_state(), score=score)
+            self._checkpoints.save(
+                self.progress.to_state(),
+                extra=self.progress.extra,
+                records=self.progress.records,
+                score=score,
+            )
+        elif not self._has_finished_step:
+            # What cannot be saved is refused now, not when many steps would be lost.
+            Remembered.copied(self.progress.extra, self.progress.records)
+        self._has_finished_step = True
 
     def close(self) -> int:
         """Wait for the last save, print what was reached and where it is; returns the exit code (collective)."""

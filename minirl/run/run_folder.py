@@ -30,7 +30,11 @@ from minirl.files.safetensors_files import nonfinite_tensor
 from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
-FORMAT = 1  # version of the layout of checkpoints
+FORMAT = 2  # version of the layout of checkpoints
+_READ_FORMATS = (1, FORMAT)  # 1 had what the script remembers in the manifest's state
+# Files of a checkpoint with tensors of the script's own, where NaN may have a meaning. Without endings.
+EXTRA_FILE = "resume/extra"
+RECORDS_FOLDER = "resume/records"
 
 # Flags that change neither the weights nor the samples, and may differ in a resumed run.
 FREE_FLAGS = {
@@ -310,7 +314,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """How a checkpoint differs from its manifest, or None; also if a tensor is not finite. Reads every file.
+    """How a checkpoint differs from its manifest, or None; also if a weight is not finite. Reads every file.
 
     Raises InputError if it was saved by a later version of minirl.
     """
@@ -320,9 +324,9 @@ def _damage(checkpoint: Path) -> str | None:
         version = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return unreadable
-    if version != FORMAT:
+    if version not in _READ_FORMATS:
         raise InputError(
-            f"{checkpoint}: has format {version}, this version of minirl reads {FORMAT}; update minirl"
+            f"{checkpoint}: has format {version}, this version of minirl reads up to {FORMAT}; update minirl"
         )
     try:
         digests = dict(manifest["files"])
@@ -337,7 +341,8 @@ def _damage(checkpoint: Path) -> str | None:
             if reason is not None:
                 return f"{name} {reason}"
     for name in digests:
-        if name.endswith(".safetensors"):
+        is_of_script = name.startswith((f"{EXTRA_FILE}.", f"{RECORDS_FOLDER}/"))
+        if name.endswith(".safetensors") and not is_of_script:
             tensor = nonfinite_tensor(checkpoint / name)
             if tensor is not None:
                 return f"{name} has values that are not finite in {tensor}"

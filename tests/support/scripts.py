@@ -52,7 +52,10 @@ def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subpr
 
 
 def run_in_pool(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
-    """Run a script's main on every rank of a pool, which is faster than to start processes; rank 0's output."""
+    """Run a script's main on every rank of a pool, which is faster than to start processes; rank 0's output.
+
+    script: the name of one of the original ones, or the path of a fork, under a name of its own.
+    """
     return pool.run(_run_main, script, str(runs), flags)[0]
 
 
@@ -68,7 +71,10 @@ def _run_main_padded_as_on_cuda(rank: int, script: str, runs: str, flags: tuple[
 
 def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
     os.environ["MINIRL_RUNS"] = runs
-    module = importlib.import_module(script.removesuffix(".py"))
+    path = ROOT / script
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.import_module(path.stem)
     presets = getattr(module, "ALGORITHMS", {"default": {}})
     preset = chosen_preset("--algorithm", presets, flags)
     config = parse(module.Config, description="", preset=preset, arguments=flags)
