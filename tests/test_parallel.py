@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -631,6 +632,20 @@ def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(tw
         assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
         assert counts["_foreach_copy_"] == 2
         assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
+
+
+def warnings_of_a_step(rank: int, folder: Path) -> list[str]:
+    """What an update makes Python or torch warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+        step_five_times(model, lr=0.1)
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_update_prints_no_warning(two_ranks, folder):
+    """Of names that a later torch will drop, for example, which users can do nothing about."""
+    assert two_ranks.run(warnings_of_a_step, folder) == [[], []]
 
 
 def stop_on_nan(rank: int, folder: Path) -> bool:

@@ -221,7 +221,7 @@ class ShardedModel:
             sent = [place[: len(values)] for place, values in zip(own.split(sizes), rows, strict=True)]
             torch._foreach_copy_(sent, rows)
             gathered = own.new_empty(world * len(own))
-            torch.distributed.all_gather_into_tensor(gathered, own)
+            _all_gather(gathered, own)
             targets: list[Tensor] = []
             sources: list[Tensor] = []
             for part, weight, by_rank in zip(
@@ -254,6 +254,14 @@ class ShardedModel:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor; another tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _all_gather(gathered: Tensor, own: Tensor) -> None:
+    """Fill `gathered` with the ranks' tensors, one after another (collective)."""
+    # torch 2.13 warns of the old name, which is the only one in 2.11.
+    old_name = torch.distributed.all_gather_into_tensor
+    gather = getattr(torch.distributed, "all_gather_single", old_name)
+    gather(gathered, own)
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
