@@ -248,10 +248,10 @@ def test_row_02_a_kill_before_each_file_operation_loses_nothing(one_process, tmp
 
 
 def rank_state(
-    rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int
+    rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int, num_shards: int | None = None
 ) -> dict[str, list[float]]:
     """Restore, train a few steps, save; the whole tensors of the model and its optimizer, gathered."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, num_shards=num_shards)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     handle = RunFolder(run, checkpoint, "token", None)
@@ -272,19 +272,27 @@ def rank_state(
     return {name: x.detach().flatten().tolist() for name, x in whole.items()}
 
 
-@pytest.mark.parametrize(("first", "second"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
+@pytest.mark.parametrize(
+    ("first", "second", "num_shards"),
+    [
+        ("one_rank", "two_ranks", None),
+        ("two_ranks", "one_rank", None),
+        ("two_ranks", "one_rank", 1),  # as of two nodes, of which one saves
+        ("two_ranks", "two_ranks", 1),
+    ],
+)
 def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(
-    request, tmp_path, model_folder, first, second
+    request, tmp_path, model_folder, first, second, num_shards
 ):
     """Row 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped."""
     first, second = request.getfixturevalue(first), request.getfixturevalue(second)
-    saved, *_ = first.run(rank_state, model_folder, tmp_path, None, 3)
+    saved, *_ = first.run(rank_state, model_folder, tmp_path, None, 3, num_shards)
     checkpoint = tmp_path / "checkpoints" / "000003"
     assert any(max(map(abs, values)) > 0 for name, values in saved.items() if name.startswith("exp_avg_sq."))
     for restored in second.run(rank_state, model_folder, tmp_path / "other", checkpoint, 0):
         assert restored == saved
-    uninterrupted, *_ = first.run(rank_state, model_folder, tmp_path / "whole", None, 5)
-    resumed, *_ = first.run(rank_state, model_folder, tmp_path / "resumed", checkpoint, 2)
+    uninterrupted, *_ = first.run(rank_state, model_folder, tmp_path / "whole", None, 5, num_shards)
+    resumed, *_ = first.run(rank_state, model_folder, tmp_path / "resumed", checkpoint, 2, num_shards)
     assert resumed == uninterrupted
 
 

@@ -141,6 +141,10 @@ def test_the_fields_with_numbers_are_found():
             "--gpus 8x80: with --device cpu",
         ),
         (lambda: check_shared(RunConfig(gpus="0x80", dry_run=True)), "--gpus 0x80: give the number of ranks"),
+        (
+            lambda: check_shared(RunConfig(gpus="16x80", dry_run=True, shard_over="node")),
+            "--gpus 16x80: does not say how many are in a node",
+        ),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
         (
             lambda: check_shared(RunConfig(reward_weights=(-1e7,))),

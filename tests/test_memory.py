@@ -269,6 +269,7 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
         dtype=torch.float32,
         device_type="cpu",
         num_ranks=1,
+        num_shards=changes.get("num_ranks", 1),
         parks_frozen=True,
         longest_prompt=300,
         longest=812,
@@ -523,8 +524,23 @@ def test_gradients_are_sharded_before_layers_are_recomputed():
         assert memory.too_large(work, sizes, free) is None
         found.append((sizes.recompute_layers, sizes.shard_gradients))
     assert found == [(False, False), (False, True), (True, False), (True, True)]
-    alone = dataclasses.replace(work, num_ranks=1)
+    alone = dataclasses.replace(work, num_ranks=1, num_shards=1)
     assert not memory.choose_sizes(alone, 174e6, AUTO).shard_gradients
+
+
+def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alone():
+    """On 4 nodes of 8: masters, moments, sharded gradients and a checkpoint's copies, by the node's ranks."""
+    alone = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
+    of_four = dataclasses.replace(alone, num_ranks=32)
+    over_all = dataclasses.replace(of_four, num_shards=32)
+    sizes = Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=True)
+    assert memory.always_bytes(of_four) == memory.always_bytes(alone)
+    assert memory.phase_bytes(of_four, sizes) == memory.phase_bytes(alone, sizes)
+    assert memory.host_bytes(of_four, num_ranks=8) == memory.host_bytes(alone, num_ranks=8)
+    saved = memory.peak_bytes(of_four, sizes) - memory.peak_bytes(over_all, sizes)
+    assert saved == pytest.approx((12 + 4) * (1 / 8 - 1 / 32) * memory.num_parameters(QWEN_7B))
+    assert "--shard-over world" in memory.too_large(of_four, sizes, 1e9)
+    assert "--shard-over" not in memory.too_large(over_all, sizes, 1e9)
 
 
 def test_a_host_that_is_too_small_beside_its_gpus_is_refused():

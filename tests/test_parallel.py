@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_grpo
 import train_ppo
-from minirl.errors import GuardError
+from minirl.errors import GuardError, InputError
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
 from minirl.model.families import read_config, scalar_config
@@ -23,6 +24,7 @@ from minirl.objective.losses import sequence_sums, value_loss
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
+from minirl.run.run import num_shards
 from minirl.run.run_folder import RunFolder
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
@@ -39,6 +41,7 @@ from minirl.training.sharded_model import ShardedModel
 from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
+from support.scripts import ROOT, read_metrics, run_on_nodes, run_script
 
 CPU = torch.device("cpu")
 
@@ -81,7 +84,7 @@ def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[li
     """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
     microbatches. The reward is 1 for the first of each group and 0 for the other two."""
     rollouts = make_rollouts(7, 3)
-    cuts = [0, len(rollouts) // 4, len(rollouts), len(rollouts)]  # a third rank has none
+    cuts = [0, len(rollouts) // 4, *[len(rollouts)] * 3]  # a third rank and a fourth have none
     mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
     table = gather_table(mine, torch.tensor([float(r.rollout_id.sample == 0) for r in mine]).view(-1, 1))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
@@ -122,14 +125,14 @@ def grpo_gradients(
     num_equal: int = 0,
     is_skipped: bool = False,
     shard_gradients: bool = False,
+    num_shards: int | None = None,
 ) -> dict[str, Tensor]:
     """Full gradients of one GRPO minibatch, by the script's own functions.
 
     The first `num_equal` groups have equal rewards. is_skipped: rollouts without a gradient are left out.
     """
-    model = ShardedModel(
-        read_config(folder), folder, dtype=dtype, device=CPU, shard_gradients=shard_gradients
-    )
+    options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients, "num_shards": num_shards}
+    model = ShardedModel(read_config(folder), folder, **options)
     table, batch, microbatches = shared_out(rank, max_tokens)
     rewards = table.rewards.view(-1, 3, 1).clone()
     rewards[:num_equal] = 0.1
@@ -342,6 +345,107 @@ def test_gradients_that_are_sharded_in_each_microbatch_are_the_same(
         for max_tokens in (10_000, 200):
             for got in ranks.run(gradients, max_tokens, *args, True):
                 assert_close_gradients(got, expected, tolerance)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """A process group of four, as of two nodes with two each."""
+    pool = RankPool(4)
+    yield pool
+    pool.stop()
+
+
+# Ranks, and those of a node.
+nodes = pytest.mark.parametrize(
+    ("pool", "num_shards"), [("two_ranks", 1), pytest.param("four_ranks", 2, marks=pytest.mark.slow)]
+)
+
+
+@nodes
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_gradients_of_models_that_are_sharded_over_nodes_are_the_same(
+    request, one_rank, folder, pool, num_shards, shard_gradients
+):
+    """Summed within the node and between nodes, each gradient once, however many microbatches there are."""
+    ranks = request.getfixturevalue(pool)
+    args = (folder, torch.float64, OBJECTIVES["token_mean"], 0, False)
+    (expected,) = one_rank.run(grpo_gradients, 10_000, *args)
+    for max_tokens in (10_000, 200):
+        for got in ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards):
+            assert_close_gradients(got, expected, 1e-12)
+
+
+def five_steps(
+    rank: int, folder: Path, num_shards: int | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """After updates on texts that differ between ranks: the compute weights, the norms, and the tensors to save."""
+    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU, num_shards=num_shards)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    tokens, layout = (torch.arange(20) + rank) % 33, batching.PackedLayout((20,), CPU)
+    norms = []
+    for _ in range(5):
+        new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
+        model.backward(-new.sum(), is_last=True)
+        norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
+    weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    return weights, norms, len(model.state_tensors(optimizer))
+
+
+@nodes
+def test_nodes_that_each_hold_the_model_stay_equal_bit_for_bit(request, folder, pool, num_shards):
+    """Weights and norms, and those of one model over all ranks to rounding. The first node's ranks save it."""
+    ranks = request.getfixturevalue(pool)
+    (expected, expected_norms, num_tensors), *_ = ranks.run(five_steps, folder, None, torch.float64)
+    results = ranks.run(five_steps, folder, num_shards, torch.float64)
+    for rank, (weights, norms, num_saved) in enumerate(results):
+        assert norms == results[0][1] == pytest.approx(expected_norms, rel=1e-9)
+        assert num_saved == (num_tensors if rank < num_shards else 0)
+        for name, weight in weights.items():
+            assert torch.equal(weight, results[0][0][name]), name
+            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), name
+
+
+def refusal_of_nodes(rank: int, places: list[tuple[int, int]]) -> str:
+    """What --shard-over node says where ranks have these numbers in nodes of so many."""
+    places_of = dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, places[rank]), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in places_of.items():
+            patch.setenv(name, value)
+        try:
+            return str(num_shards(train_grpo.Config(shard_over="node")))
+        except InputError as error:
+            return str(error)
+
+
+def test_nodes_of_unequal_size_are_refused_on_all_ranks(two_ranks):
+    """So are ranks that do not follow one another in a node."""
+    assert two_ranks.run(refusal_of_nodes, [(0, 1), (0, 1)]) == ["1", "1"]
+    assert two_ranks.run(refusal_of_nodes, [(0, 2), (1, 2)]) == ["2", "2"]
+    for places, listed in (
+        ([(0, 1), (0, 2)], "0 of 1, 0 of 2"),
+        ([(1, 2), (0, 2)], "1 of 2, 0 of 2"),
+        ([(0, 3), (1, 3)], "0 of 3, 1 of 3"),
+    ):
+        for said in two_ranks.run(refusal_of_nodes, places):
+            assert "--shard-over node: nodes need equally many ranks" in said
+            assert f"{listed}. Start as many on each (--nproc-per-node)" in said
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs):
+    """Four ranks on two torchrun agents: the metrics are those of full sharding to rounding, also after a resume."""
+    flags = ("--prompts-per-step", "8", "--num-minibatches", "2", "--eval-rows", "8", "--save-every", "1")
+    flags += ("--lr-schedule", "constant", "--shard-gradients", "on", "--max-tokens-per-microbatch", "64")
+    script = ROOT / "train_grpo.py"
+    hybrid = (*flags, "--run-name", "hybrid", "--shard-over", "node")
+    run_on_nodes(script, *hybrid, "--num-steps", "2", runs=runs, nodes=2, ranks=2)
+    run_script(script, *hybrid, "--num-steps", "4", runs=runs, ranks=2)
+    run_script(script, *flags, "--run-name", "whole", "--num-steps", "4", runs=runs, ranks=4)
+    found, expected = (read_metrics(runs / name) for name in ("hybrid", "whole"))
+    assert len(found) == len(expected) == 4
+    for line, whole in zip(found, expected, strict=True):
+        for name in ("reward/mean", "optim/grad_norm", "policy/entropy", "count/tokens"):
+            assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
 def held_after_one_of_two(rank: int, folder: Path, shard_gradients: bool) -> tuple[int, int]:
@@ -631,6 +735,20 @@ def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(tw
         assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
         assert counts["_foreach_copy_"] == 2
         assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
+
+
+def warnings_of_a_step(rank: int, folder: Path) -> list[str]:
+    """What an update makes Python or torch warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+        step_five_times(model, lr=0.1)
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_update_prints_no_warning(two_ranks, folder):
+    """Of names that a later torch will drop, for example, which users can do nothing about."""
+    assert two_ranks.run(warnings_of_a_step, folder) == [[], []]
 
 
 def stop_on_nan(rank: int, folder: Path) -> bool:

@@ -272,7 +272,9 @@ def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWri
     config = origin.config
     if model.module.config.scalar_head:
         config = scalar_config(config)
-    weights = {name: weight.detach().cpu().clone() for name, weight in model.compute_weights.items()}
+    weights = {}
+    for name, weight in model.compute_weights.items():
+        weights[name] = torch.empty_like(weight, device="cpu").copy_(weight.detach())
 
     def write(folder: Path) -> dict[str, Digest]:
         digests = write_folder(

@@ -128,6 +128,8 @@ class Machine:
     """recompute activations in backward: less memory, a third more time; auto: where microbatches would be small"""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
     """sum gradients over the ranks in each microbatch: each rank holds its share; auto: where all do not fit"""
+    shard_over: Literal["world", "node"] = "world"
+    """ranks that hold a model's shards together: all, or those of each node, for slow networks between nodes"""
     dry_run: bool = False  # load no weights and train nothing: print what would happen and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, as 8x80 for 8 GPUs of 80 GB; none: what is here"""
@@ -217,6 +219,11 @@ def check_shared(config: RunConfig) -> None:
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)
         refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
+        refuse(
+            config.shard_over == "node",
+            f"--gpus {config.gpus}: does not say how many are in a node, as --shard-over node asks; leave out one of "
+            "the two (a node by itself needs what --shard-over world says of its GPUs)",
+        )
     num_rollouts = config.prompts_per_step * config.group_size
     num_minibatches = config.minibatches_per_epoch
     refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")

@@ -89,6 +89,7 @@ def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None =
             dtype=compute_dtype(config.dtype, machine.device_type),
             device_type=machine.device_type,
             num_ranks=machine.num_ranks,
+            num_shards=machine.host_ranks if config.shard_over == "node" else machine.num_ranks,
         )
     sizes = choose_sizes(work, machine.free, given_sizes(config))
     _print_work(config, work, streams)

@@ -67,6 +67,7 @@ class Workload:
 
     trained: policy, and value model if any; frozen: reference and reward model, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
+    num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     requests: completions that a rank decodes in one phase. update_tokens: tokens that it trains on in one update.
     enough_tokens: see the function of that name.
     """
@@ -76,6 +77,7 @@ class Workload:
     dtype: torch.dtype
     device_type: str
     num_ranks: int
+    num_shards: int
     parks_frozen: bool
     longest_prompt: int
     longest: int
@@ -103,6 +105,7 @@ def workload(
     dtype: torch.dtype,
     device_type: str,
     num_ranks: int,
+    num_shards: int,
 ) -> Workload:
     """The workload of a run. Reads the models' config.json only.
 
@@ -136,6 +139,7 @@ def workload(
         dtype=dtype,
         device_type=device_type,
         num_ranks=num_ranks,
+        num_shards=num_shards,
         parks_frozen=config.park_frozen,
         longest_prompt=longest_prompt,
         longest=longest,
@@ -264,7 +268,7 @@ def always_bytes(work: Workload) -> dict[str, float]:
     held = {"weights": 0.0, "masters and moments": 0.0, "rope tables": 0.0}
     for config in work.trained:
         held["weights"] += work.dtype.itemsize * num_parameters(config)
-        held["masters and moments"] += 12 * num_parameters(config) / work.num_ranks
+        held["masters and moments"] += 12 * num_parameters(config) / work.num_shards
     for config in {dataclasses.replace(config, scalar_head=False) for config in work.trained}:
         held["rope tables"] += 8 * config.max_position_embeddings * config.head_dim
     if not work.is_cuda or not work.parks_frozen:
@@ -308,7 +312,7 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
 
 def _gradient_shards(work: Workload, sizes: Sizes) -> int:
     """How many ranks share the gradients while they are summed over microbatches."""
-    return work.num_ranks if sizes.shard_gradients else 1
+    return work.num_shards if sizes.shard_gradients else 1
 
 
 def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: int) -> float:
@@ -344,7 +348,7 @@ def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:
 
 def save_bytes(work: Workload) -> float:
     """Copies on the host that a checkpoint is written from, on rank 0, which also has the weights'."""
-    shards = 12 / work.num_ranks
+    shards = 12 / work.num_shards
     return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
 
 
@@ -354,7 +358,7 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> float:
     It is for parked models on each rank, and for a checkpoint's copies.
     """
     parked = sum(_frozen_bytes(work).values()) if work.parks_frozen else 0.0
-    shards = sum(12 * num_parameters(config) / work.num_ranks for config in work.trained)
+    shards = sum(12 * num_parameters(config) / work.num_shards for config in work.trained)
     return save_bytes(work) + parked + (num_ranks - 1) * (parked + shards)
 
 
@@ -410,7 +414,7 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     tokens = work.enough_tokens
     if given["max_tokens_per_microbatch"] != "auto":
         tokens = sizes.max_tokens_per_microbatch
-    for recompute, shard in itertools.product((False, True), (False, work.num_ranks > 1)):
+    for recompute, shard in itertools.product((False, True), (False, work.num_shards > 1)):
         # From the cheapest: sums over the ranks in each microbatch hide behind its backward, recomputation cannot.
         open_switches = {"recompute_layers": recompute, "shard_gradients": shard}
         switches = {name: value for name, value in open_switches.items() if given[name] == "auto"}
@@ -494,9 +498,10 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     usable = USABLE * free
     always = sum(always_bytes(work).values())
     if always > usable:
+        over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
         return (
             f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
-            "(--nproc-per-node), a smaller --model or --dtype bfloat16"
+            f"(--nproc-per-node), {over_all}a smaller --model or --dtype bfloat16"
         )
     for phase, parts in phase_bytes(work, sizes).items():
         needed = always + sum(parts.values())

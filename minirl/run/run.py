@@ -7,6 +7,7 @@ here calls back into the script: a fork that wants something else writes it into
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,6 +157,7 @@ class Run:
         self.device = process_group.start(
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
         )
+        self._num_shards = num_shards(config)
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         run_name = config.run_name or broadcast_object(run_before_restart())
@@ -203,6 +205,7 @@ class Run:
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
+            num_shards=self._num_shards,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 
@@ -456,6 +459,7 @@ class Run:
             dtype=self.dtype,
             device_type=self.device.type,
             num_ranks=world_size(),
+            num_shards=self._num_shards,
         )
         free = min(gather_objects(free_bytes(self.device)))
         sizes = choose_sizes(work, free, given)
@@ -566,6 +570,25 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def num_shards(config: RunConfig) -> int:
+    """How many ranks hold a model's shards together (collective).
+
+    Raises InputError, on every rank, if they are a node's and nodes have unequal numbers of ranks.
+    """
+    if config.shard_over == "world":
+        return world_size()
+    places = gather_objects((int(os.environ.get("LOCAL_RANK", 0)), ranks_on_host()))
+    size = places[0][1]
+    expected = [(r % size, size) for r in range(world_size())]
+    listed = ", ".join(f"{local_rank} of {of_node}" for local_rank, of_node in places)
+    refuse(
+        places != expected or world_size() % size,
+        f"--shard-over node: nodes need equally many ranks, numbered one node after another as by torchrun; in their "
+        f"nodes they are {listed}. Start as many on each (--nproc-per-node), or take --shard-over world",
+    )
+    return size
 
 
 def _source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:

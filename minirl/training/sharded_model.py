@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,16 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks import watchdog
-from minirl.ranks.process_group import gather_objects
+from minirl.ranks.process_group import gather_objects, rank, world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 GATHER_BYTES = 32 * 2**20  # of compute weights that `refresh` gathers at a time
 
 
 class ShardedModel:
-    """A trainable `Transformer`, sharded over all ranks.
+    """A trainable `Transformer`, sharded over all ranks, or over groups of them that each hold all shards.
 
     module: the model that is trained, with FSDP's hooks.
     masters: its parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
@@ -49,28 +52,33 @@ class ShardedModel:
         device: torch.device,
         recompute_layers: bool = False,
         shard_gradients: bool = False,
+        num_shards: int | None = None,
     ):
         """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
 
         shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank holds its
         shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
         there is nothing to shard.
+
+        num_shards: the ranks of a group, as those of a node; None: all. Groups are of ranks that follow one
+        another, and have the same bits: gradients are summed within each, and then once an update between them.
         """
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         check_weights(config, folder)
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
-        num_ranks = torch.distributed.get_world_size()
-        mesh = init_device_mesh(device.type, (num_ranks,))
+        self._num_shards = num_shards or world_size()
+        mesh = _device_mesh(device.type, self._num_shards)
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        self._is_first_replica = rank() < self._num_shards
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=at_least_fp32(dtype),
             cast_forward_inputs=False,  # it would round the fp32 rope tables
         )
-        self._sums_every_microbatch = shard_gradients and num_ranks > 1
+        self._sums_every_microbatch = shard_gradients and self._num_shards > 1
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
@@ -86,7 +94,7 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._gathers = _plan_gathers(self.compute_weights, num_ranks, GATHER_BYTES)
+        self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
         # load_state_dict asks for both names of a tied parameter.
@@ -104,6 +112,7 @@ class ShardedModel:
         watchdog.heartbeat()
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)  # between groups
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
@@ -128,7 +137,7 @@ class ShardedModel:
         weights are not, so that they are never saved.
         """
         gradients = self._gradients()
-        norm = _total_norm(gradients) if gradients else 0.0
+        norm = self._total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
             where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
@@ -142,7 +151,7 @@ class ShardedModel:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        weight_norm = _total_norm(self.masters.values())
+        weight_norm = self._total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
             where = self._describe_nonfinite(self.masters)
             raise GuardError(
@@ -153,10 +162,12 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies on the host of this rank's shards, for a checkpoint. Not collective.
+        """Copies on the host of this rank's shards, for a checkpoint; none but in the first group. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
+        if not self._is_first_replica:
+            return {}
         tensors = {f"masters.{name}": master for name, master in self.masters.items()}
         for name, master in self.masters.items():
             state = optimizer.state.get(master, {})
@@ -207,9 +218,8 @@ class ShardedModel:
 
         On several ranks it takes memory for twice `GATHER_BYTES`, on one for nothing.
         """
-        world = torch.distributed.get_world_size()
         shards = {name: _local(master) for name, master in self.masters.items()}
-        if world == 1:
+        if self._num_shards == 1:
             torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
             return
         for parts in self._gathers:
@@ -220,15 +230,15 @@ class ShardedModel:
             rows = [shards[part.name][part.first : part.first + part.num_rows].flatten() for part in parts]
             sent = [place[: len(values)] for place, values in zip(own.split(sizes), rows, strict=True)]
             torch._foreach_copy_(sent, rows)
-            gathered = own.new_empty(world * len(own))
-            torch.distributed.all_gather_into_tensor(gathered, own)
+            gathered = own.new_empty(self._num_shards * len(own))
+            _all_gather(gathered, own, self._shard_group)
             targets: list[Tensor] = []
             sources: list[Tensor] = []
             for part, weight, by_rank in zip(
-                parts, weights, gathered.view(world, -1).split(sizes, 1), strict=True
+                parts, weights, gathered.view(self._num_shards, -1).split(sizes, 1), strict=True
             ):
-                for rank, received in enumerate(by_rank):
-                    start = rank * part.rows_per_shard + part.first
+                for shard, received in enumerate(by_rank):
+                    start = shard * part.rows_per_shard + part.first
                     target = weight[start : start + part.num_rows]
                     targets.append(target)
                     sources.append(received[: target.numel()].view_as(target))
@@ -246,9 +256,28 @@ class ShardedModel:
                 return f"first in {name}, in the shard of rank {', '.join(ranks)}"
         return "every element is finite, their squares overflow"
 
+    def _total_norm(self, tensors: Iterable[Tensor]) -> float:
+        """The norm of sharded tensors, each shard counted once; NaN or infinite if one of them is (collective)."""
+        total = torch.nn.utils.get_total_norm(tensors).full_tensor()  # type: ignore[attr-defined]
+        if self._num_shards < world_size():
+            # Groups may add up their shards in another order, and have to clip by the same bits.
+            torch.distributed.broadcast(total, 0)
+        return float(total)
+
     def _gradients(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters.values()]
         return [gradient for gradient in gradients if gradient is not None]
+
+
+def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
+    """All ranks, or groups of `num_shards` ranks that follow one another (collective)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    num_replicas = world_size() // num_shards
+    if num_replicas == 1:
+        return init_device_mesh(device_type, (num_shards,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device_type, (num_replicas, num_shards), mesh_dim_names=names)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -256,10 +285,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _total_norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all ranks' sharded tensors together; NaN or infinite if one of them is (collective)."""
-    total = torch.nn.utils.get_total_norm(tensors)
-    return float(total.full_tensor())  # type: ignore[attr-defined]
+def _all_gather(gathered: Tensor, own: Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Fill `gathered` with the tensors of the group's ranks, one after another (collective in the group)."""
+    # torch 2.13 warns of the old name, which is the only one in 2.11.
+    old_name = torch.distributed.all_gather_into_tensor
+    gather = getattr(torch.distributed, "all_gather_single", old_name)
+    gather(gathered, own, group)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,30 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def run_on_nodes(script: Path, *flags: str, runs: Path, nodes: int, ranks: int) -> None:
+    """Run a script to its end on so many nodes of so many ranks, all of them on this host."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={ranks}",
+    ]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = []
+    for node in range(nodes):
+        command = [*torchrun, f"--node-rank={node}", str(script), *flags]
+        agents.append(
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=script_environment(runs))
+        )
+    for agent in agents:
+        _, errors = agent.communicate(timeout=600)
+        assert agent.returncode == 0, errors[-4000:]
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subprocess.Popen:
