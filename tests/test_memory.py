@@ -214,7 +214,7 @@ def test_a_decode_step_s_logits_have_the_table_s_bytes(temperature):
     peak, _ = allocated_bytes(
         lambda: sample(hidden, head, keys=request, positions=request, temperature=temperatures)
     )
-    row = "logits of a decode step, each request"
+    row = "logits of a decode step, each request, CPU"
     assert peak == pytest.approx(num_requests * formula(row, V=vocab), rel=0.1)
 
 
@@ -311,7 +311,8 @@ def test_the_code_computes_what_the_table_says(config):
             headless, **gpus, **token, recompute_layers=True
         ),
         "token without gradient": memory.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,
-        "logits of a decode step, each request": memory.decode_logits_bytes(config),
+        "logits of a decode step, each request": memory.decode_logits_bytes(config, "cuda"),
+        "logits of a decode step, each request, CPU": memory.decode_logits_bytes(config, "cpu"),
         "copies that a checkpoint is written from, on the host": memory.save_bytes(work),
     }
     assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}

@@ -15,7 +15,7 @@ from torch import Tensor
 from minirl.generation.fused_sampling import sample_logits
 from minirl.model import triton_kernels
 from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import chunk_logits, log_softmax, vocab_chunk_size
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
 
 PURPOSES = {"train": 1, "eval": 2, "toy": 3}
 CDF_BLOCK = 512  # tokens per block of the two-level search in `inverse_cdf`
@@ -125,21 +125,19 @@ def sample(
     keys: Tensor,
     positions: Tensor,
     temperature: Tensor,
-    vocab_chunk: int = 0,
+    vocab_chunk: int = VOCAB_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; vocab_chunk: tokens of the vocabulary per
-    product with the head, `vocab_chunk_size` if 0; CUDA has one product.
+    product with the head; CUDA has one product.
     """
     uniform = uniforms(keys, positions)
     if triton_kernels.are_used(head.device):
         return sample_logits(head_logits(hidden, head), temperature, uniform)
     is_greedy = temperature == 0
     divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
-    if vocab_chunk == 0:
-        vocab_chunk = vocab_chunk_size(head.device)
     head_chunks = head.split(vocab_chunk)
     logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
     if len(logit_chunks) == 1:

@@ -8,13 +8,8 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-
-def vocab_chunk_size(device: torch.device) -> int:
-    """Return the tokens of a vocabulary chunk, whose logits are one product with the head.
-
-    On the CPU a chunk fits the caches; on CUDA it is large, for few kernel launches.
-    """
-    return 2048 if device.type == "cpu" else 32768
+# Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
+VOCAB_CHUNK = 2048
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:

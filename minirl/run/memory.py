@@ -23,11 +23,12 @@ from minirl.data.prompts import PromptStream
 from minirl.model.attention import FLASH_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.logprobs import vocab_chunk_size
+from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, resolve_folder
 from minirl.run.config import RunConfig
+from minirl.training.fused_head import chunk_width
 from minirl.training.scoring import TOKEN_CHUNK
 
 # Of the free memory. The rest is for fragments, libraries and what the formulas leave out.
@@ -175,9 +176,9 @@ def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, reques
     return 2 * dtype.itemsize * channels * cached
 
 
-def decode_logits_bytes(config: ModelConfig) -> float:
-    """Logits of a decode step, each request."""
-    return 24 * config.vocab_size
+def decode_logits_bytes(config: ModelConfig, device_type: str) -> float:
+    """Logits of a decode step, each request. On CUDA there are besides 16 bytes for each 512 of them."""
+    return config.vocab_size * (24 if device_type == "cpu" else 4 + 16 / 512)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, *, length: int) -> float:
@@ -213,14 +214,21 @@ def activation_bytes(
     if config.scalar_head:
         return kept + in_layer
     head_gradient = dtype.itemsize * config.vocab_size * hidden
-    return kept + head_gradient + max(in_layer, _head_backward_bytes(config, device_type, tokens))
+    return kept + head_gradient + max(in_layer, _head_backward_bytes(config, dtype, device_type, tokens))
 
 
-def _head_backward_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
-    """Gradients in fp32 of the states and of one vocabulary chunk of the head, and logits in fp32."""
+def _head_backward_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, tokens: int) -> float:
+    """Gradients in fp32 of the states and of one vocabulary chunk of the head, and logits in fp32.
+
+    On CUDA the chunk's gradient is made when the logits are gone, and that of the logits is in the head's dtype.
+    """
     states = 4 * tokens * config.hidden_size
-    chunk = 4 * _vocab_chunk(config, device_type) * config.hidden_size
     logits = _logits_bytes(config, device_type, tokens)
+    if device_type == "cuda":
+        width = chunk_width(tokens, config.vocab_size)
+        logit_gradient = dtype.itemsize * tokens * width
+        return states + logit_gradient + max(logits, states, 4 * width * config.hidden_size)
+    chunk = 4 * min(config.vocab_size, VOCAB_CHUNK) * config.hidden_size
     return states + chunk + 2 * logits + max(logits, chunk)
 
 
@@ -239,7 +247,9 @@ def forward_bytes(
     layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
     if config.scalar_head:
         return layers
-    head = 2 * tokens * dtype.itemsize * hidden + 3 * _logits_bytes(config, device_type, tokens)
+    num_logits_tensors = 3 if device_type == "cpu" else 1
+    logits = num_logits_tensors * _logits_bytes(config, device_type, tokens)
+    head = 2 * tokens * dtype.itemsize * hidden + logits
     return max(layers, head)
 
 
@@ -254,13 +264,11 @@ def _mean_seen(config: ModelConfig, length: int) -> float:
     return sum(seen) / len(seen)
 
 
-def _vocab_chunk(config: ModelConfig, device_type: str) -> int:
-    return min(config.vocab_size, vocab_chunk_size(torch.device(device_type)))
-
-
 def _logits_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
     """One fp32 tensor of the logits that exist at a time."""
-    return 4 * min(tokens, TOKEN_CHUNK) * _vocab_chunk(config, device_type)
+    if device_type == "cuda":
+        return 4 * tokens * chunk_width(tokens, config.vocab_size)
+    return 4 * min(tokens, TOKEN_CHUNK) * min(config.vocab_size, VOCAB_CHUNK)
 
 
 def always_bytes(work: Workload) -> dict[str, float]:
@@ -339,7 +347,7 @@ def _generate_bytes(work: Workload, max_running_requests: int) -> float:
     requests = min(max_running_requests, work.requests)
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prompt), requests * work.longest_prompt)
     prefill = _forward(work, work.policy, prefill_tokens)
-    return max(prefill, requests * decode_logits_bytes(work.policy))
+    return max(prefill, requests * decode_logits_bytes(work.policy, work.device_type))
 
 
 def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:

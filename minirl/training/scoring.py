@@ -16,7 +16,7 @@ from torch import Tensor
 from minirl.model import triton_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
-from minirl.model.logprobs import chunk_logits, chunked_entropies, log_softmax, vocab_chunk_size
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, chunked_entropies, log_softmax
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
@@ -120,9 +120,8 @@ def _states_before(hidden: Tensor, selected: Tensor, layout: PackedLayout) -> Te
 class ChunkedLogprobs(torch.autograd.Function):
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D].
 
-    Only the logits of `token_chunk` targets and `vocab_chunk` tokens of the vocabulary (0:
-    `vocab_chunk_size`) exist at the same time. Backward computes them again; it also holds one vocabulary
-    chunk of the head's gradient in fp32.
+    Only the logits of `token_chunk` targets and `vocab_chunk` tokens of the vocabulary exist at the same time.
+    Backward computes them again; it also holds one vocabulary chunk of the head's gradient in fp32.
 
     With logits z, temperature T, p = softmax(z / T), target y and entropy H, the gradients are
 
@@ -138,10 +137,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         token_chunk: int,
-        vocab_chunk: int = 0,
+        vocab_chunk: int = VOCAB_CHUNK,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        vocab_chunk = vocab_chunk or vocab_chunk_size(head.device)
         wide = at_least_fp32(hidden.dtype)
         divisor = hidden.new_full((1, 1), temperature, dtype=wide)
         head_chunks = head.split(vocab_chunk)
