@@ -113,7 +113,7 @@ def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
     # So 8,192 tokens do not fit.
     # With it, the most is needed in the last layer: 2 x 28 x 3584 + 1.4 A = 440 kB a token.
     assert "--recompute-layers on" in printed
-    assert number(printed, "largest  microbatch") == pytest.approx((13.76e9 - 0.40e9) / 4.803e6, abs=100)
+    assert number(printed, "largest  microbatch") == pytest.approx((13.76e9 - 0.40e9) / 4.803e6, abs=256)
     assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(13.76e9 / 440_115, abs=256)
     # A cached token takes 4 x 28 x 512 bytes. A rank decodes 128 completions, and a greedy one of each of 16
     # prompts.
