@@ -138,9 +138,14 @@ def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():
     while not (rollouts := engine.step()):
         pass
     rollout_id = rollouts[0].rollout_id
+    with pytest.raises(InputError, match="max_new_tokens"):
+        engine.resume(rollout_id, [1], max_new_tokens=0)
     with pytest.raises(InputError, match="exceed"):
         engine.resume(rollout_id, [1] * 600, max_new_tokens=1)
     engine.resume(rollout_id, [1], max_new_tokens=2)
+    for act in (engine.release, lambda rollout_id: engine.resume(rollout_id, [1], max_new_tokens=1)):
+        with pytest.raises(InputError, match="does not wait"):
+            act(rollout_id)
     while not (rollouts := engine.step()):
         pass
     engine.release(rollout_id)

@@ -161,8 +161,11 @@ class Engine:
         """Begin a further turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
 
         Only the appended tokens are computed, unless the cache had to give up the others. Not collective. Raises
-        InputError as `submit`, and leaves the request as it was.
+        InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
         """
+        self._check_waits(rollout_id)
+        if max_new_tokens < 1:
+            raise InputError(f"{rollout_id}: a turn needs max_new_tokens >= 1")
         row = self._held.get(rollout_id)
         request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
         appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
@@ -180,13 +183,21 @@ class Engine:
             self._resumed.append(row)
 
     def release(self, rollout_id: RolloutId) -> None:
-        """End a request that holds. Not collective."""
+        """End a request that waits for a further turn. Not collective. Raises InputError for one that does not."""
+        self._check_waits(rollout_id)
         if self._dropped.pop(rollout_id, None) is None:
             row = self._held.pop(rollout_id)
             self._running.remove([row])
             self._live_cache.free(row)
         if not self.is_busy:
             self._end_phase()
+
+    def _check_waits(self, rollout_id: RolloutId) -> None:
+        """Raise InputError for a request that does not wait for a further turn."""
+        if rollout_id not in self._held and rollout_id not in self._dropped:
+            raise InputError(
+                f"{rollout_id}: does not wait for a further turn; did it hold, and has its turn ended?"
+            )
 
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
