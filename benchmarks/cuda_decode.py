@@ -25,6 +25,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks import process_group
 from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.run import memory
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 
@@ -191,6 +192,7 @@ def measure_update(
     update_s = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
     figures["update_mfu"] = 6 * num_parameters * len(tokens) / update_s / flops
     figures["update_gib"] = peak_gib(device)
+    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, tokens, layout)
 
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     policy.step(optimizer, lr=1e-6, max_grad_norm=1.0)
@@ -198,6 +200,15 @@ def measure_update(
     figures["optimizer_gib"] = peak_gib(device)
     figures["tokens"] = len(tokens)
     return figures
+
+
+def planned_update_bytes(policy: ShardedModel, tokens: Tensor, layout: PackedLayout) -> float:
+    """The memory plan of an update before the optimizer has its state: weights, masters, gradients, activations."""
+    config = policy.decoder.config
+    held = (2 + 4 + 4) * memory.num_parameters(config)
+    return held + memory.activation_bytes(
+        config, torch.bfloat16, "cuda", tokens=len(tokens), length=max(layout.lengths), recompute_layers=True
+    )
 
 
 def parse_args() -> argparse.Namespace:

@@ -233,6 +233,7 @@ CHECKS = {
             "graphs_256_of_roofline": (0.23, 1),
             "graphs_512_of_roofline": (0.25, 1),
             "update_mfu": (0.24, 1),
+            "update_of_plan": (0.9, 1.1),
             "gap_mean": (0, 0.05),
         },
     ),
@@ -250,6 +251,7 @@ LIMITS = {
 NOT_ON_CPU = (
     "last_reward",
     "update_mfu",
+    "update_of_plan",
     "graphs_64_of_roofline",
     "graphs_256_of_roofline",
     "graphs_512_of_roofline",
