@@ -37,7 +37,7 @@ class RunningRequests:
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         # How many requests have had this row before: tells the tokens of one from those of the next.
         self._past_requests = torch.zeros(num_rows, dtype=torch.int64)
-        # [rows, columns]: the tokens after the prompt that were read. Memory is taken where they are written.
+        # [rows, columns]: the tokens after the prompt that were read; of a row as many as `counts` says.
         self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
         self._logprobs = torch.zeros(num_rows, 0)
         self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
@@ -63,7 +63,6 @@ class RunningRequests:
         self.temperatures[row] = request.temperature
         count = len(request.sampled)
         self.counts[row] = count
-        self._is_sampled[row] = True
         if count:
             tokens, logprobs, weight_versions, is_sampled = zip(*request.sampled, strict=True)
             self._tokens[row, :count] = torch.tensor(tokens)
@@ -83,7 +82,6 @@ class RunningRequests:
         self._logprobs[row, count:end] = 0
         self._weight_versions[row, count:end] = 0
         self._is_sampled[row, count:end] = False
-        self._is_sampled[row, end:] = True
         self.counts[row] = end
 
     def run(self, rows: Tensor) -> None:
@@ -123,6 +121,7 @@ class RunningRequests:
         self._tokens[rows, index] = tokens
         self._logprobs[rows, index] = logprobs[is_wanted]
         self._weight_versions[rows, index] = pending.weight_version
+        self._is_sampled[rows, index] = True
         self.counts[rows] += 1
         may_end = self.counts[rows] >= self.limits[rows]
         may_end |= torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
@@ -166,12 +165,18 @@ class RunningRequests:
 
     def _make_columns(self, num_columns: int) -> None:
         """Widen the matrices if they have fewer columns."""
-        num_more = num_columns - self._tokens.shape[1]
-        if num_more > 0:
-            self._tokens = F.pad(self._tokens, (0, num_more))
-            self._logprobs = F.pad(self._logprobs, (0, num_more))
-            self._weight_versions = F.pad(self._weight_versions, (0, num_more))
-            self._is_sampled = F.pad(self._is_sampled, (0, num_more))
+        if num_columns > self._tokens.shape[1]:
+            self._tokens = _widened(self._tokens, num_columns)
+            self._logprobs = _widened(self._logprobs, num_columns)
+            self._weight_versions = _widened(self._weight_versions, num_columns)
+            self._is_sampled = _widened(self._is_sampled, num_columns)
+
+
+def _widened(matrix: Tensor, num_columns: int) -> Tensor:
+    """The matrix with more columns, which are not written: memory that nothing is written to is not taken."""
+    wide = matrix.new_empty(len(matrix), num_columns)
+    wide[:, : matrix.shape[1]] = matrix
+    return wide
 
 
 class PendingTokens:
