@@ -1,5 +1,6 @@
 """Each Triton kernel that takes the place of operations of torch, under the interpreter: it computes what they do."""
 
+import os
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from minirl.training.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
 from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter
+from support.scripts import ROOT
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -200,5 +202,8 @@ def test_rollouts_of_the_fused_kernels_are_the_portable_ones(interpreted, monkey
 @pytest.mark.skipif(has_no_triton, reason="needs triton")
 def test_the_fused_kernels_compile_for_every_architecture():
     """Ampere to Blackwell, in the dtypes of real runs; in a process without the interpreter, and without a GPU."""
-    done = subprocess.run([sys.executable, "-m", "support.compile_kernels"], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "support.compile_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
