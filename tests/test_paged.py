@@ -78,7 +78,8 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
 
 
 REPRESENTATIVES = ["120 float32 256 1", "90 bfloat16 128 7"]
-ALL = [f"{capability} {dtype} 64,80,128,256 1,8" for capability in (80, 90, 100, 120) for dtype in DTYPES]
+# The hardest of what `paged_resources.py` can be asked for.
+ALL = [f"{capability} {dtype} 80,256 8" for capability in (80, 90, 100, 120) for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(
@@ -99,4 +100,4 @@ def test_the_paged_kernel_fits_every_supported_gpu(cases):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0 bytes spilled") == (8 if "," in cases else 1)
+    assert done.stdout.count("0 bytes spilled") == (2 if "," in cases else 1)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from minirl.model.portable_attention import BLOCK
 
-# Most keys of one product, and most bytes of keys (of values, too). At 32 KiB a program's shared memory fits into the
-# 99 KiB that the smallest devices give it, and its registers need not be spilled (`benchmarks/paged_resources.py`).
-MAX_TILE = 64
+# Most bytes of the keys of one product: of a channel, and of all channels (of values, too). So a program's shared
+# memory fits into the 99 KiB that the smallest devices give it, and no register is spilled
+# (`benchmarks/paged_resources.py`).
+MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # How the kernel is compiled. Stages: tiles that are on their way from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
@@ -78,7 +79,7 @@ def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[st
         "PADDED_GROUPS": _padded_size(groups),
         "PADDED_DIM": padded_dim,
         "BLOCK": BLOCK,
-        "TILE": min(MAX_TILE, MAX_TILE_BYTES // (padded_dim * dtype.itemsize)),
+        "TILE": min(MAX_CHANNEL_BYTES, MAX_TILE_BYTES // padded_dim) // dtype.itemsize,
     }
 
 
