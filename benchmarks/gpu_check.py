@@ -122,7 +122,7 @@ def gpu_tests(place: Place) -> Figures:
 
 def first_command(place: Place) -> Figures:
     """README's first command, two ranks, whatever devices there are."""
-    output, _ = run_to_end("train_grpo.py", "--num-steps", "3", place=place, ranks=2)
+    output, _ = run_to_end("train_grpo.py", "--num-steps", "3", "--run-name", "first", place=place, ranks=2)
     return {"steps": output.count("\nstep ")}
 
 
@@ -305,11 +305,11 @@ def run_to_end(script: str, *flags: str, place: Place, ranks: int = 1) -> tuple[
     return output, [json.loads(line) for line in lines]
 
 
-def run_alone(name: str, device: str) -> Outcome:
-    """Run a check in a process of its own."""
+def run_alone(name: str, device: str, folder: Path) -> Outcome:
+    """Run a check in a process of its own. Its runs go into the folder, where they share the embedded model."""
     check = CHECKS[name]
     began = time.monotonic()
-    command = [sys.executable, __file__, "--here", name, "--device", device]
+    command = [sys.executable, __file__, "--here", name, "--device", device, "--folder", str(folder)]
     job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -380,6 +380,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a file for all figures and errors, as JSON")
     parser.add_argument("--write", action="store_true", help="write benchmarks/GPU.md")
     parser.add_argument("--here", choices=CHECKS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -389,18 +390,18 @@ def main() -> int:
         print("there is no CUDA device here; --device cpu runs the same checks, small")
         return 2
     if args.here:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(CHECKS[args.here].run(Place(args.device, Path(folder)))))
+        print(json.dumps(CHECKS[args.here].run(Place(args.device, args.folder))))
         return 0
     outcomes = []
-    for name in args.only:
-        outcome = run_alone(name, args.device)
-        outcomes.append(outcome)
-        print(f"{name}: {outcome.status}, {outcome.seconds:g} s", flush=True)
-        if outcome.error:
-            print(outcome.error, flush=True)
-        if args.out is not None:  # after each check, so that nothing is lost if this program is ended
-            args.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.only:
+            outcome = run_alone(name, args.device, Path(folder))
+            outcomes.append(outcome)
+            print(f"{name}: {outcome.status}, {outcome.seconds:g} s", flush=True)
+            if outcome.error:
+                print(outcome.error, flush=True)
+            if args.out is not None:  # after each check, so that nothing is lost if this program is ended
+                args.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     table = table_of(outcomes, args.device)
     print(table)
     if args.write:

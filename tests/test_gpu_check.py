@@ -39,7 +39,7 @@ def test_a_check_that_fails_or_hangs_ends_and_says_why(gpu_check, program, statu
     broken.write_text(f"print('begun', flush=True); {program}")
     monkeypatch.setattr(gpu_check, "__file__", str(broken))
     monkeypatch.setitem(gpu_check.CHECKS, "waits", gpu_check.Check(gpu_check.waits, 2))
-    outcome = gpu_check.run_alone("waits", "cpu")
+    outcome = gpu_check.run_alone("waits", "cpu", tmp_path)
     assert outcome.status == status
     assert "begun" in outcome.error
     assert not gpu_check.is_good(outcome, "cpu")
