@@ -1,9 +1,5 @@
 """Each Triton kernel that takes the place of operations of torch, under the interpreter: it computes what they do."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -16,8 +12,7 @@ from minirl.model.rotation import rotate_pair
 from minirl.training.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
-from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter
-from support.scripts import ROOT
+from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter, run_with_compiler
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -202,8 +197,5 @@ def test_rollouts_of_the_fused_kernels_are_the_portable_ones(interpreted, monkey
 @pytest.mark.skipif(has_no_triton, reason="needs triton")
 def test_the_fused_kernels_compile_for_every_architecture():
     """Ampere to Blackwell, in the dtypes of real runs; in a process without the interpreter, and without a GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.compile_kernels"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_with_compiler("-m", "support.compile_kernels")
     assert done.returncode == 0, done.stderr

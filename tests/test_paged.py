@@ -1,9 +1,5 @@
 """The Triton kernel under its interpreter, on the CPU: what it computes is what the portable kernel computes."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,7 +7,7 @@ from minirl.generation import kv_cache
 from minirl.model import paged_attention, portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
-from support.interpreter import mend_interpreter, needs_interpreter
+from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
 from support.scripts import ROOT
 
 pytestmark = needs_interpreter
@@ -91,13 +87,6 @@ def test_the_paged_kernel_fits_every_supported_gpu(cases):
     choice = [
         part for flag, values in zip(flags, cases.split(), strict=True) for part in (flag, *values.split(","))
     ]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "paged_resources.py", *choice],
-        capture_output=True,
-        text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        check=False,
-    )
+    done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *choice)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 bytes spilled") == (2 if "," in cases else 1)

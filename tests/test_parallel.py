@@ -448,18 +448,18 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs)
             assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
+def loss_of_one_sequence(model: ShardedModel) -> torch.Tensor:
+    """Of 20 tokens, the same on every rank."""
+    layout = batching.PackedLayout((20,), CPU)
+    new, _ = score(model.module, torch.arange(20), layout, select=torch.arange(20) > 0, temperature=1.0)
+    return -new.sum()
+
+
 def held_after_one_of_two(rank: int, folder: Path, shard_gradients: bool) -> tuple[int, int]:
     """Elements of gradients that a microbatch which is not the last leaves in the masters, and of all parameters."""
     options = {"dtype": torch.float32, "device": CPU, "shard_gradients": shard_gradients}
     model = ShardedModel(read_config(folder), folder, **options)
-    new, _ = score(
-        model.module,
-        torch.arange(20),
-        batching.PackedLayout((20,), CPU),
-        select=torch.arange(20) > 0,
-        temperature=1.0,
-    )
-    model.backward(-new.sum(), is_last=False)
+    model.backward(loss_of_one_sequence(model), is_last=False)
     held = [m.grad.to_local().numel() for m in model.masters.values() if m.grad is not None]
     whole = [w.grad.numel() for w in model.compute_weights.values() if w.grad is not None]
     return sum(held), sum(whole)
@@ -715,14 +715,7 @@ def calls_of_a_step(rank: int, folder: Path) -> tuple[dict[str, int], int]:
     """The operations of a step that clips, and how many parameters the model has."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
-    new, _ = score(
-        model.module,
-        torch.arange(20),
-        batching.PackedLayout((20,), CPU),
-        select=torch.arange(20) > 0,
-        temperature=1.0,
-    )
-    model.backward(-new.sum(), is_last=True)
+    model.backward(loss_of_one_sequence(model), is_last=True)
     with CountedCalls() as calls:
         norm = model.step(optimizer, lr=0.1, max_grad_norm=0.1)
     assert norm > 0.1

@@ -167,17 +167,19 @@ class Engine:
         if max_new_tokens < 1:
             raise InputError(f"{rollout_id}: a turn needs max_new_tokens >= 1")
         row = self._held.get(rollout_id)
-        request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
-        appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
-        sampled = request.sampled + appended
-        request = replace(request, sampled=sampled, max_new_tokens=len(sampled) + max_new_tokens)
-        self._check(request)
         if row is None:
+            request = self._dropped[rollout_id]
+            appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
+            sampled = request.sampled + appended
+            request = replace(request, sampled=sampled, max_new_tokens=len(sampled) + max_new_tokens)
+            self._check(request)
             del self._dropped[rollout_id]
             self._waiting.appendleft(request)
             if self._cache is None:
                 self._allocate()
         else:
+            num_tokens = int(self._running.counts[row]) + len(tokens)
+            self._check(replace(self._running.requests[row], max_new_tokens=num_tokens + max_new_tokens))
             del self._held[rollout_id]
             self._running.append(row, tokens, max_new_tokens=max_new_tokens)
             self._resumed.append(row)

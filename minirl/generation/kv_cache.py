@@ -30,7 +30,6 @@ from minirl.model.attention import (
     PackedLayout,
     PoolWrite,
     decode_kernel_for,
-    upload,
 )
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
@@ -442,11 +441,8 @@ class KVCache:
             blocks.append(table_blocks[index_in_table])
             offsets.append(positions % self.block_size)
             start += length
-        return PoolWrite(
-            token=upload(torch.cat(tokens), self.device),
-            block=upload(torch.cat(blocks), self.device),
-            offset=upload(torch.cat(offsets), self.device),
-        )
+        places = [torch.cat(tokens), torch.cat(blocks), torch.cat(offsets)]
+        return PoolWrite(*upload_together(places, self.device))
 
     def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
         """What `decode_layout` of these rows needs on the device, still on the host; all [B] if not said otherwise.

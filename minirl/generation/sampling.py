@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.generation.fused_sampling import sample_logits
+from minirl.generation.fused_sampling import CDF_BLOCK, sample_logits
 from minirl.model import triton_kernels
 from minirl.model.batch_invariance import head_logits
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
 
 PURPOSES = {"train": 1, "eval": 2, "toy": 3}
-CDF_BLOCK = 512  # tokens per block of the two-level search in `inverse_cdf`
 _MASK = (1 << 64) - 1
 
 # Constants of splitmix64 (Steele et al., OOPSLA 2014).

@@ -33,5 +33,9 @@ def num_padded(num_rows: int, device: torch.device) -> int:
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
     """Return the batch size of the CUDA graph for `num_requests`: a power of two, or `max_requests`."""
-    next_power_of_two = 1 << (num_requests - 1).bit_length()
-    return min(next_power_of_two, max_requests)
+    return min(next_power_of_two(num_requests), max_requests)
+
+
+def next_power_of_two(size: int) -> int:
+    """Return the least power of two that is not below `size`, as the lengths of a Triton kernel's ranges are."""
+    return 1 << (size - 1).bit_length()

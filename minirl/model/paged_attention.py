@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
 
 # Most bytes of the keys of one product: of a channel, and of all channels (of values, too). So a program's shared
@@ -85,8 +86,7 @@ def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[st
 
 def _padded_size(size: int) -> int:
     """Return the next power of two, at least 16: the sizes that `tl.dot` takes."""
-    next_power_of_two = 1 << (size - 1).bit_length()
-    return max(16, next_power_of_two)
+    return max(16, next_power_of_two(size))
 
 
 @functools.cache

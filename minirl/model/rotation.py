@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minirl.model import triton_kernels
 from minirl.model.batch_invariance import at_least_fp32
+from minirl.model.padding import next_power_of_two
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         HALF=dim // 2,
-        PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
+        PADDED_HALF=next_power_of_two(dim // 2),
         num_warps=1,
     )
     return rotated_q, rotated_k

@@ -42,7 +42,7 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     use_cuda = kind == "cuda"
     torch.set_num_threads(threads)
     if use_cuda:
-        torch.cuda.set_device(_local_rank())
+        torch.cuda.set_device(local_rank())
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
     if not dist.is_initialized():
         store = watchdog.rendezvous()
@@ -94,7 +94,7 @@ def device_type(device: str) -> str:
 def _fault_of_cuda_devices() -> str:
     """Why this node's ranks cannot each use a CUDA device, and what to do; "" if they can. Not collective."""
     num_devices = torch.cuda.device_count()
-    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), _local_rank() + 1)
+    num_ranks = max(local_world_size(), local_rank() + 1)
     if num_devices < num_ranks:
         return (
             f"{num_ranks} ranks on this node, and torch sees {num_devices} CUDA device(s); "
@@ -112,9 +112,14 @@ def _fault_of_cuda_devices() -> str:
     return ""
 
 
-def _local_rank() -> int:
-    """This process's rank among those of its node, which is the number of its CUDA device."""
+def local_rank() -> int:
+    """This process's rank among those of its node, which is the number of its CUDA device. Not collective."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """How many ranks torchrun has started on this node. Not collective."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def stop() -> NoReturn:

@@ -1,7 +1,6 @@
 """What a run would do and whether it fits, without weights, run folder or process group: `--dry-run`."""
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights, resolve_folder
-from minirl.ranks.process_group import device_type, print0, world_size
+from minirl.ranks.process_group import device_type, local_rank, local_world_size, print0, world_size
 from minirl.rewards.functions import compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
@@ -35,7 +34,6 @@ from minirl.run.memory import (
     largest_microbatch,
     num_parameters,
     phase_bytes,
-    ranks_on_host,
     room_bytes,
     too_large,
     workload,
@@ -110,9 +108,9 @@ def _machine(config: RunConfig) -> _Machine:
         num_ranks, free = ranks_and_bytes(config.gpus)
         return _Machine("cuda", num_ranks, free)
     kind = device_type(config.device)
-    index = int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else 0
+    index = local_rank() if kind == "cuda" else 0
     free = free_bytes(torch.device(kind, index))
-    return _Machine(kind, world_size(), free, ranks_on_host(), free_host_bytes())
+    return _Machine(kind, world_size(), free, local_world_size(), free_host_bytes())
 
 
 def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStream]) -> None:

@@ -27,6 +27,7 @@ from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, resolve_folder
+from minirl.ranks.process_group import local_world_size
 from minirl.run.config import RunConfig
 from minirl.training.fused_head import chunk_width
 from minirl.training.scoring import TOKEN_CHUNK
@@ -539,12 +540,7 @@ def free_bytes(device: torch.device) -> int:
     """The memory that this rank can take now: of its GPU, or its share of the host's. Not collective."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes() // ranks_on_host()
-
-
-def ranks_on_host() -> int:
-    """How many ranks torchrun has started on this host. Not collective."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return free_host_bytes() // local_world_size()
 
 
 def free_host_bytes() -> int:

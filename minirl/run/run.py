@@ -7,7 +7,6 @@ here calls back into the script: a fork that wants something else writes it into
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,8 @@ from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
+    local_rank,
+    local_world_size,
     print0,
     rank,
     stop_requested,
@@ -61,7 +62,6 @@ from minirl.run.memory import (
     host_too_small,
     max_request_tokens,
     peak_bytes,
-    ranks_on_host,
     too_large,
     workload,
 )
@@ -463,7 +463,7 @@ class Run:
         )
         free = min(gather_objects(free_bytes(self.device)))
         sizes = choose_sizes(work, free, given)
-        on_host = host_too_small(work, num_ranks=ranks_on_host(), free=free_host_bytes())
+        on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
         # Of the first host on which it is too little.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
         reason = too_large(work, sizes, free) or on_hosts
@@ -579,10 +579,10 @@ def num_shards(config: RunConfig) -> int:
     """
     if config.shard_over == "world":
         return world_size()
-    places = gather_objects((int(os.environ.get("LOCAL_RANK", 0)), ranks_on_host()))
+    places = gather_objects((local_rank(), local_world_size()))
     size = places[0][1]
     expected = [(r % size, size) for r in range(world_size())]
-    listed = ", ".join(f"{local_rank} of {of_node}" for local_rank, of_node in places)
+    listed = ", ".join(f"{place} of {of_node}" for place, of_node in places)
     refuse(
         places != expected or world_size() % size,
         f"--shard-over node: nodes need equally many ranks, numbered one node after another as by torchrun; in their "

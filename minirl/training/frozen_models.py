@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
-from minirl.training.scoring import scalar_outputs, score
+from minirl.training.scoring import scalar_outputs, score_batch
 
 
 @contextmanager
@@ -42,9 +42,7 @@ def frozen_logprobs(
     logprobs = torch.zeros_like(batch.sample_logprobs)
     for indices in microbatches:
         micro = batch.select(indices)
-        scored, _ = score(
-            model, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=temperature
-        )
+        scored, _ = score_batch(model, micro, temperature=temperature)
         logprobs[batch.token_index(indices)] = scored.to(logprobs.dtype)
     return logprobs
 
@@ -63,7 +61,7 @@ def frozen_scalar_outputs(
     for indices in microbatches:
         micro = batch.select(indices)
         micro_values, micro_scores = scalar_outputs(
-            model, micro.tokens, micro.layout(), select=micro.loss_mask
+            model, micro.tokens, micro.layout(), select=micro.loss_index
         )
         values[batch.token_index(indices)] = micro_values.to(values)
         scores[list(indices)] = micro_scores.to(values)

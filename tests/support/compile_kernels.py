@@ -3,7 +3,6 @@
 A process of its own, since kernels that were made under the interpreter cannot be compiled.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ def compile_for_all(make_kernel: Callable[[], Any], types: Mapping[str, str], **
 def main() -> None:
     from minirl.generation import fused_sampling
     from minirl.model import gating, rotation
+    from minirl.model.padding import next_power_of_two
     from minirl.training import fused_head
 
     heads = ("q", "k", "cos", "sin", "rotated_q", "rotated_k")
@@ -38,7 +38,7 @@ def main() -> None:
             NUM_HEADS=14,
             NUM_KV=2,
             HALF=dim // 2,
-            PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
+            PADDED_HALF=next_power_of_two(dim // 2),
         )
     tensors = dict.fromkeys(("gate", "up", "out", "grad", "grad_gate", "grad_up"), "*bf16")
     for make_kernel in (gating.gate_kernel, gating.gate_gradient_kernel):
@@ -53,7 +53,7 @@ def main() -> None:
             "totals": "*fp64",
             "vocab_size": "i32",
         },
-        BLOCK=512,
+        BLOCK=fused_sampling.CDF_BLOCK,
     )
     compile_for_all(
         fused_sampling.tokens_kernel,
@@ -69,7 +69,7 @@ def main() -> None:
             "vocab_size": "i32",
             "num_blocks": "i32",
         },
-        BLOCK=512,
+        BLOCK=fused_sampling.CDF_BLOCK,
         PADDED_BLOCKS=512,
     )
     rows = {"targets": "*i64", "divisor": "*fp32", "totals": "*fp32", "entropies": "*fp32"}
@@ -88,5 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     main()

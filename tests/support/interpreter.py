@@ -2,9 +2,14 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from support.scripts import ROOT
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
@@ -12,6 +17,14 @@ has_no_triton = importlib.util.find_spec("triton") is None
 needs_interpreter = pytest.mark.skipif(
     has_no_triton or torch.cuda.is_available(), reason="test_gpu runs the kernels themselves"
 )
+
+
+def run_with_compiler(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process without the interpreter: kernels that were made under it cannot be compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def mend_interpreter(monkeypatch):
