@@ -13,7 +13,8 @@ there is a KL term), update on the sum over tokens of
 Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
 replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 
-To try something else, copy this file and change `token_advantages`, `rollout_weights` or `token_loss`.
+To try something else, copy this file and change `rollout`, `token_advantages`, `rollout_weights`
+or `token_loss`.
 """
 
 import itertools
@@ -24,6 +25,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from minirl.collect.episode import Episode, Turns
 from minirl.errors import refuse
 from minirl.objective.advantages import (
     group_advantages,
@@ -43,7 +45,6 @@ from minirl.objective.losses import (
 )
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
-from minirl.rewards.groups import gather_groups
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, run_script
@@ -117,6 +118,14 @@ class Config(RunConfig):
     def has_reference(self) -> bool:
         """Whether a KL term needs the model that the run began with."""
         return bool(self.kl_coef or self.kl_reward_coef)
+
+
+def rollout(episode: Episode) -> Turns:
+    """One rollout. What it yields is sampled, together with the turns of all other rollouts.
+
+    For a further turn go on: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    """
+    yield episode.generate()
 
 
 def token_advantages(
@@ -229,33 +238,19 @@ def main(config: Config) -> int:
     reference = None
     if config.has_reference:
         reference = run.load_reference()
-    progress = run.begin({"policy": (policy, optimizer)}, engine)
-    num_greedy = 1 if config.baseline == "greedy" else 0
-    max_rounds = 1 + config.max_refills if config.dynamic_sampling else 1
+    collector = run.make_collector(
+        engine,
+        rollout,
+        num_greedy=1 if config.baseline == "greedy" else 0,
+        max_refills=config.max_refills if config.dynamic_sampling else None,
+    )
+    progress = run.begin({"policy": (policy, optimizer)})
 
     for step in run.steps():
         metrics = StepMetrics(step)
-        rewarded = run.reward([])
-        num_missing = config.prompts_per_step
-        for _ in range(max_rounds):
-            metrics.begin("generate")
-            requests = run.prompts.requests(
-                progress.num_served,
-                num_missing,
-                group_size=config.group_size,
-                num_greedy=num_greedy,
-                temperature=config.temperature,
-            )
-            rollouts = run.generate(engine, requests)
-            progress.num_served += num_missing
-
-            metrics.begin("reward")
-            rewarded += run.reward(rollouts)
-            groups = gather_groups(rewarded, config.prompts_per_step, config.group_size, num_greedy)
-            num_missing = groups.num_missing
-            if num_missing == 0:
-                break
-        add_generation(metrics, rewarded.rollouts, engine.take_stats())
+        metrics.begin("generate")
+        groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
+        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
 
         metrics.begin("score")
         plan = run.plan_updates(groups.table)

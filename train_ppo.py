@@ -16,7 +16,7 @@ A: generalised advantage estimates, whitened over the step's tokens; R: the esti
 token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token. Policy and
 value model share no weights.
 
-To try something else, copy this file and change `advantages_and_returns`, `rollout_weights` or `token_loss`.
+To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minirl.collect.episode import Episode, Turns
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
@@ -49,7 +50,7 @@ from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_table, gather_to_table
+from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
 from minirl.training.frozen_models import frozen_scalar_outputs
 from minirl.training.scoring import score_batch, value_batch
 
@@ -94,6 +95,14 @@ class Config(RunConfig):
         """`value_lr`, or its default for this model."""
         default = 1e-3 if self.is_embedded else 1e-5
         return self.value_lr or default
+
+
+def rollout(episode: Episode) -> Turns:
+    """One rollout. What it yields is sampled, together with the turns of all other rollouts.
+
+    For a further turn go on: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    """
+    yield episode.generate()
 
 
 def kl_to_reference(batch: Batch) -> Tensor:
@@ -191,9 +200,9 @@ def main(config: Config) -> int:
     reference = None
     if config.has_reference:
         reference = run.load_reference()
+    collector = run.make_collector(engine, rollout)
     progress = run.begin(
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
-        engine,
         folders={"value": value_folder},
         extra={"kl_coef": config.kl_reward_coef},
         resolved={"value_lr": config.value_peak_lr},
@@ -202,20 +211,10 @@ def main(config: Config) -> int:
     for step in run.steps():
         metrics = StepMetrics(step)
         metrics.begin("generate")
-        requests = run.prompts.requests(
-            progress.num_served,
-            config.prompts_per_step,
-            group_size=config.group_size,
-            temperature=config.temperature,
-        )
-        rollouts = run.generate(engine, requests)
-        progress.num_served += config.prompts_per_step
-
-        metrics.begin("reward")
-        rewarded = run.reward(rollouts)
-        table = gather_table(rewarded.rollouts, rewarded.rewards)
+        groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
+        rewarded, table = groups.rewarded, groups.table
         scores = weighted_scores(table.rewards, run.reward_weights)
-        add_generation(metrics, rewarded.rollouts, engine.take_stats())
+        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
 
         metrics.begin("score")
         plan = run.plan_updates(table)

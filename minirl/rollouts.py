@@ -1,8 +1,10 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -30,12 +32,29 @@ class Sampled(NamedTuple):
     is_sampled: bool = True
 
 
+class StopTest(Protocol):
+    """Tells whether a turn has ended with the token sampled last, as `data.stop_strings` does for texts."""
+
+    @property
+    def max_tokens(self) -> int:
+        """How many ids it looks at, at least 1."""
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Whether the turn ends with the last of these ids: those sampled in the turn, the last `max_tokens` of them.
+
+        It is asked after each token of the turn until it says so, and must depend on the ids alone.
+        """
+
+
 @dataclass(frozen=True)
 class Request:
     """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`).
 
     holds: when its turn ends, its keys and values stay in the cache for a further turn (`Engine.resume`), until it is
     released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
+    stop_test: ends the turn too, besides stop_ids.
+    turn_start: how many tokens after the prompt came before the present turn, appended ones included. What was sampled
+    since then, be it in an earlier phase, is the turn's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,6 +65,8 @@ class Request:
     stop_ids: frozenset[int]
     sampled: tuple[Sampled, ...] = ()
     holds: bool = False
+    stop_test: StopTest | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,9 +82,27 @@ class Rollout:
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" (by a stop id or the stop test) or "length"
 
     @property
     def completion(self) -> list[int]:
         """The token ids after the prompt, including the stop token."""
         return self.tokens[self.num_prompt_tokens :].tolist()
+
+
+def rollout_of(request: Request, finish_reason: str) -> Rollout:
+    """The rollout of a request with the tokens that it has so far."""
+    num_prompt_tokens = len(request.prompt_ids)
+    before = [0] * num_prompt_tokens
+    after = request.sampled
+    return Rollout(
+        tokens=torch.tensor([*request.prompt_ids, *(sampled.token for sampled in after)], dtype=torch.int64),
+        loss_mask=torch.tensor([*before, *(sampled.is_sampled for sampled in after)], dtype=torch.bool),
+        sample_logprobs=torch.tensor([*before, *(sampled.logprob for sampled in after)], dtype=torch.float32),
+        weight_version=torch.tensor(
+            [*before, *(sampled.weight_version for sampled in after)], dtype=torch.int32
+        ),
+        num_prompt_tokens=num_prompt_tokens,
+        rollout_id=request.rollout_id,
+        finish_reason=finish_reason,
+    )

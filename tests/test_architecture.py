@@ -28,6 +28,7 @@ ORDER = (
     "data",
     "rewards",
     "report",
+    "collect",
     "run",
     "plot",
 )

@@ -120,10 +120,11 @@ class PromptStream:
             prompt_ids = self.prompt_ids(prompt_ordinal)
             for rollout_id in group:
                 is_greedy = rollout_id.sample >= group_size
-                requests.append(self._request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
+                requests.append(self.request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
         return requests
 
-    def _request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
+    def request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
+        """Return the request for one rollout of a prompt, given its ids. Not collective."""
         key = request_key(
             self.seed,
             purpose=self.purpose,
@@ -146,6 +147,19 @@ class PromptStream:
         # Again: a chat template may write the date.
         _check_ids(row, ids, self.vocab_size)
         return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
+
+    def appended_ids(self, after: str | Sequence[int], place: str) -> list[int]:
+        """Return the ids of what is appended between two turns: text is tokenized by itself.
+
+        Raises InputError naming `place` for ids that the model does not have.
+        """
+        ids = self.tokenizer.encode_text(after, place) if isinstance(after, str) else list(after)
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise InputError(f"{place}: generate(after=...): expected text or token ids")
+        if ids and self.vocab_size is not None and max(ids) >= self.vocab_size:
+            what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
+            raise InputError(f"{place}: generate(after=...): {what}")
+        return ids
 
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt. Raises InputError if the file that it is in has been changed there."""

@@ -126,6 +126,13 @@ class Tokenizer:
         )
         return text
 
+    def encode_text(self, text: str, place: str) -> list[int]:
+        """Return the token ids of a text by itself. Special tokens are only those that are spelt in it.
+
+        Raises InputError naming `place` if it cannot be tokenized.
+        """
+        return self._encode_text(text, place, add_special_tokens=False) if text else []
+
     def _encode_text(self, text: str, place: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])

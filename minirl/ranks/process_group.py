@@ -212,8 +212,11 @@ def barrier() -> None:
 def all_gather_rows(rows: Tensor) -> Tensor:
     """Concatenate the ranks' host tensors [n_r, ...] along dimension 0, in rank order (collective).
 
-    n_r may differ between ranks and may be 0; the other dimensions and the dtype are the same.
+    n_r may differ between ranks and may be 0; the other dimensions and the dtype are the same. A process that has not
+    joined the process group, as in a notebook, is alone.
     """
+    if not has_joined():
+        return rows
     counts = torch.zeros(world_size(), dtype=torch.int64)
     counts[rank()] = len(rows)
     dist.all_reduce(counts)

@@ -151,7 +151,7 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
 
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
-    lengths = torch.tensor([len(rollout.completion) for rollout in rollouts])
+    lengths = torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts])
     is_truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
     # A completion of one token that was not cut off is the stop token alone.
     is_empty = (lengths == 1) & ~is_truncated.bool()
@@ -174,12 +174,8 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
         metrics.add("reward/frac_equal_groups", frac_equal)
 
 
-def add_generation(metrics: StepMetrics, rollouts: Sequence[Rollout], stats: EngineStats) -> None:
-    """Add how many tokens this rank's engine sampled in a step, and the share that it computed to no effect.
-
-    rollouts: all that were generated, also those that are not trained on.
-    """
-    num_sampled = sum(len(rollout.completion) for rollout in rollouts)
+def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
+    """Add how many tokens this rank's engine sampled in a step, and the share that it computed to no effect."""
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
 

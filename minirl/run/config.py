@@ -45,6 +45,11 @@ class Generate:
     max_new_tokens: int | None = None
     """limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
+    decode_budget: int | None = None
+    """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
+    max_staleness: int = (
+        8  # with --decode-budget: steps between a completion's first token and its update, at most
+    )
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
@@ -143,6 +148,8 @@ POSITIVE = (
     "group_size",
     "max_new_tokens",
     "temperature",
+    "decode_budget",
+    "max_staleness",
     "max_running_requests",
     "cache_tokens",
     "lr",
@@ -214,7 +221,13 @@ def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     check_numbers(config, positive=POSITIVE)
     check_needed(
-        config, needs={"correction_low": "correction", "correction_high": "correction", "gpus": "dry_run"}
+        config,
+        needs={
+            "correction_low": "correction",
+            "correction_high": "correction",
+            "gpus": "dry_run",
+            "max_staleness": "decode_budget",
+        },
     )
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)

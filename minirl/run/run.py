@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from minirl.collect.collector import Collector
+from minirl.collect.episode import RolloutFunction
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
@@ -42,10 +44,9 @@ from minirl.ranks.process_group import (
 from minirl.report.logger import Logger
 from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived, without_nan
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Request, Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
@@ -73,6 +74,7 @@ from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
 ADAM_BETAS = (0.9, 0.95)
+IN_FLIGHT = "in flight"  # name of the collector's part among what a checkpoint remembers
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 T = TypeVar("T")
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
@@ -227,10 +229,40 @@ class Run:
             keeps_cache=self._keeps_cache,
         )
 
+    def make_collector(
+        self,
+        engine: Engine,
+        rollout: RolloutFunction,
+        *,
+        num_greedy: int = 0,
+        max_refills: int | None = None,
+    ) -> Collector:
+        """What makes each step's rollouts with their rewards, and those of evaluations. Not collective.
+
+        The arguments are `Collector`'s.
+        """
+        self._engine = engine
+        functions = self._reward_functions
+        self._evaluator = Collector(
+            engine, self.held_out, functions, rollout=rollout, group_size=0, num_greedy=1
+        )
+        self._collector = Collector(
+            engine,
+            self.prompts,
+            functions,
+            rollout=rollout,
+            group_size=self.config.group_size,
+            num_greedy=num_greedy,
+            temperature=self.config.temperature,
+            max_refills=max_refills,
+            decode_budget=self.config.decode_budget,
+            max_staleness=self.config.max_staleness,
+        )
+        return self._collector
+
     def begin(
         self,
         models: Models,
-        engine: Engine,
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -248,16 +280,23 @@ class Run:
 
         Raises InputError naming a value that cannot be saved, or what the checkpoint lacks.
         """
-        extra, records = extra or {}, records or {}
+        extra, records = dict(extra or {}), dict(records or {})
+        refuse(
+            IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
+        )
+        if self.config.decode_budget:
+            extra[IN_FLIGHT], records[IN_FLIGHT] = self._collector.state(), self._collector.records()
         Remembered.copied(extra, records)  # before anything is made
         sources = {"policy": self.model_folder, **(folders or {})}
-        self._engine = engine
         self._folder = self._folder.create()
         keep = self.config.keep_checkpoints
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=keep)
         state = self._checkpoints.restore(self.config.num_steps)
         self.progress = Progress.from_state(state)
         self.progress.remember(extra, records, is_forced=self.config.resume == "force")
+        self._collector.num_served = self.progress.num_served
+        if self.config.decode_budget:
+            self._collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
         self._logger = Logger(
             self._folder.path,
             self._flags
@@ -284,21 +323,12 @@ class Run:
             if self._stop_signal:
                 return
 
-    def generate(self, engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
-        """This rank's rollouts under the present weights; a long phase shows its progress. Not collective."""
-        with progress_bar("generate", total=len(requests), unit="completions") as bar:
-            return engine.generate(requests, weight_version=self.progress.update, on_finished=bar.update)
-
     def show_progress(self, name: str, parts: Sequence[T]) -> Iterator[T]:
         """The microbatches one by one; if that takes long, a bar in the terminal counts them. Not collective."""
         with progress_bar(name, total=len(parts), unit="microbatches") as bar:
             for part in parts:
                 yield part
                 bar.update()
-
-    def reward(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
-        """This rank's rollouts with their rewards. Not collective. Raises RewardError naming function and row."""
-        return reward_rollouts(self._reward_functions, self.prompts, rollouts)
 
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
         """Which rank trains on which rollouts in which microbatch; the same on every rank. Not collective.
@@ -348,9 +378,8 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, self.held_out.num_prompts, group_size=0, num_greedy=1)
-        rollouts = self.generate(self._engine, requests)
+        rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
         self._engine.take_stats()  # dropped: the next step's metrics are about that step alone
-        rewarded = reward_rollouts(self._reward_functions, self.held_out, rollouts)
         is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
         scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
         metrics = StepMetrics()
@@ -389,6 +418,7 @@ class Run:
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
+        self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
@@ -400,6 +430,9 @@ class Run:
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self.config.save_every):
             score = self.progress.evaluated.get("eval/reward")
+            if self.config.decode_budget:
+                self.progress.extra[IN_FLIGHT] = self._collector.state()
+                self.progress.records[IN_FLIGHT] = self._collector.records()
             self._checkpoints.save(
                 self.progress.to_state(),
                 extra=self.progress.extra,
@@ -594,10 +627,15 @@ def num_shards(config: RunConfig) -> int:
 def _source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """Where old logprobs come from: "sampled", "scored", or "auto" if none are needed.
 
-    With one update per step the old policy is the new one, and the ratio 1.
+    With one update per step the old policy is the new one, and the ratio 1. But with a decode budget some tokens were
+    sampled by older weights: then the ratio is to the weights that sampled them, unless importance weights correct it.
     """
-    if config.old_logprobs != "auto" or config.updates_per_step == 1:
+    if config.old_logprobs != "auto":
         return config.old_logprobs
+    if config.decode_budget is not None:
+        return "sampled" if config.correction == "none" else "scored"
+    if config.updates_per_step == 1:
+        return "auto"
     return "sampled" if is_exact and config.correction == "none" else "scored"
 
 

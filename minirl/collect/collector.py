@@ -1,0 +1,244 @@
+"""The collector: prompts in, whole groups of rewarded rollouts out. It stands between the engine and the update.
+
+What it collects for a step is a function of the prompts, of the rollouts' lengths and of their rewards, never of the
+clock: on another number of ranks, or run twice, it is the same.
+
+With a decode budget rollouts are partial: each samples at most so many tokens in a step, and goes on in the next one
+under new weights. A step takes the first complete groups in order of their prompts. What is unfinished, or complete
+but not taken, is in flight; `state` and `records` put it into a checkpoint.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minirl.collect.episode import RolloutFunction, one_turn
+from minirl.collect.episode_runner import NO_BUDGET, EpisodeRunner, RunningEpisode
+from minirl.collect.in_flight import (
+    FinishedRollout,
+    episode_record,
+    finished_of,
+    finished_record,
+    id_of,
+    sampled_of,
+)
+from minirl.collect.step_groups import Groups, select_step
+from minirl.data.prompts import PromptStream
+from minirl.data.task import RewardFunction
+from minirl.generation.engine import Engine
+from minirl.report.progress import progress_bar
+from minirl.rewards.functions import reward_rollouts
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rollouts import Request, Rollout
+
+
+class Collector:
+    """Collects the rollouts of one stream of prompts.
+
+    num_served: prompts taken from the stream so far. A script may raise it, to leave prompts out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: PromptStream,
+        functions: Mapping[str, RewardFunction],
+        *,
+        rollout: RolloutFunction = one_turn,
+        group_size: int = 1,
+        num_greedy: int = 0,
+        temperature: float = 1.0,
+        max_refills: int | None = None,
+        decode_budget: int | None = None,
+        max_staleness: int = 0,
+    ):
+        """functions: the K reward functions by name. rollout: see `episode`.
+
+        group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
+        max_refills: replace groups of equal first rewards by groups of new prompts, at most so many times in a step;
+        then they fill it up. None: do not replace them.
+        decode_budget: tokens that a rollout samples in a step, at most. None: all of it.
+        max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
+        trained in.
+        """
+        self.num_served = 0
+        self._prompts = prompts
+        self._functions = functions
+        self._group_size = group_size
+        self._num_greedy = num_greedy
+        self._temperature = temperature
+        self._max_refills = max_refills
+        self._decode_budget = decode_budget
+        self._max_staleness = max_staleness
+        self._runner = EpisodeRunner(engine, rollout, prompts)
+        # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
+        # and those with rewards.
+        self._paused: list[RunningEpisode] = []
+        self._ended: dict[int, list[Rollout]] = {}
+        self._rewarded = reward_rollouts(functions, prompts, [])
+        # The same on every rank: how many steps were collected, and in which of them each prompt in flight was begun.
+        self._num_steps = 0
+        self._begun_in: dict[int, int] = {}
+
+    def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
+        """The groups of the next step (collective).
+
+        weight_version: of the weights that sample now. Raises RewardError naming function and row.
+        """
+        self._num_steps += 1
+        due = self._prompts_due(num_groups)
+        # As many as the step takes are begun in any case. So what is in flight grows until it fills each step with one
+        # budget; to begin only what is missing takes 1.7 times the decode steps where a few rollouts are much longer.
+        num_missing = num_groups
+        for num_rounds in itertools.count(1):
+            new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
+            self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
+            selection = select_step(
+                self._rewarded,
+                num_groups,
+                self._group_size,
+                self._num_greedy,
+                replaces_equal=self._max_refills is not None,
+            )
+            num_missing = selection.num_missing
+            is_full = selection.num_selected == num_groups
+            if num_missing == 0 or (is_full and num_rounds > (self._max_refills or 0)):
+                break
+        self._rewarded = selection.left
+        for ordinal in selection.ended:
+            del self._begun_in[ordinal]
+        return selection.groups
+
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+        """The rollouts of these requests with their rewards, in order of their ids. Not collective."""
+        episodes = [self._runner.begin(request) for request in requests]
+        return self._run(episodes, (), weight_version=weight_version)
+
+    def take_num_sampled(self) -> int:
+        """How many tokens this rank has sampled since the last call, also for rollouts that no step takes."""
+        return self._runner.take_num_sampled()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the collector beside `records`: JSON values, the same on every rank."""
+        return {
+            "num_steps": self._num_steps,
+            "begun_in": [list(item) for item in self._begun_in.items()],
+        }
+
+    def records(self) -> list[dict[str, Any]]:
+        """What is in flight on this rank, for a checkpoint. Not collective."""
+        records = [episode_record(running) for running in self._paused]
+        for rollout in itertools.chain(*self._ended.values()):
+            records.append(finished_record(FinishedRollout(rollout)))
+        rewards = self._rewarded.rewards.tolist()
+        for i, rollout in enumerate(self._rewarded.rollouts):
+            applicable = [None if math.isnan(reward) else reward for reward in rewards[i]]
+            records.append(
+                finished_record(FinishedRollout(rollout, applicable, bool(self._rewarded.failed[i])))
+            )
+        return records
+
+    def restore(self, state: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what a checkpoint holds; `records` are those that are this rank's now. Not collective.
+
+        Raises InputError where the rollout function does not do again what it did.
+        """
+        self._num_steps = state["num_steps"]
+        self._begun_in = dict(state["begun_in"])
+        for record in records:
+            if record["finish_reason"] is None:
+                self._paused.append(self._restored_episode(record))
+                continue
+            ended = finished_of(record)
+            if ended.rewards is None:
+                self._ended.setdefault(ended.rollout.rollout_id.prompt_ordinal, []).append(ended.rollout)
+            else:
+                self._rewarded += self._restored_rewards(ended)
+
+    def _restored_episode(self, record: Mapping[str, Any]) -> RunningEpisode:
+        rollout_id = id_of(record)
+        is_greedy = rollout_id.sample >= self._group_size
+        temperature = 0.0 if is_greedy else self._temperature
+        request = self._prompts.request(rollout_id, tuple(record["prompt"].tolist()), temperature)
+        turn_ends = [(num_tokens, reason) for num_tokens, reason in record["turn_ends"]]
+        return self._runner.restore(request, sampled_of(record), turn_ends)
+
+    def _restored_rewards(self, ended: FinishedRollout) -> RewardedRollouts:
+        rollout = ended.rollout
+        return RewardedRollouts(
+            rollouts=[rollout],
+            rows=[self._prompts.row(rollout.rollout_id.prompt_ordinal)],
+            texts=[self._prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])],
+            rewards=torch.tensor([ended.rewards], dtype=torch.float64),  # None becomes NaN
+            failed=torch.tensor([ended.failed]),
+        )
+
+    def _prompts_due(self, num_groups: int) -> set[int]:
+        """The prompts in flight that are finished in this step, lest some rollout gets older than `max_staleness`.
+
+        If each further step takes `num_groups` of them, the oldest first, all are taken in time.
+        """
+        ordinals = sorted(self._begun_in)
+        num_due = 0
+        for i, ordinal in enumerate(ordinals):
+            num_later_steps = self._begun_in[ordinal] + self._max_staleness - self._num_steps
+            num_due = max(num_due, i + 1 - num_groups * num_later_steps)
+        return set(ordinals[:num_due])
+
+    def _num_allowed(self, num_groups: int) -> int:
+        """How many prompts may be begun: no more than the steps until they are too old can take."""
+        if self._decode_budget is None:
+            return sys.maxsize
+        return num_groups * (1 + self._max_staleness) - len(self._begun_in)
+
+    def _serve(self, num_prompts: int) -> list[RunningEpisode]:
+        """This rank's share of the episodes of so many new prompts."""
+        requests = self._prompts.requests(
+            self.num_served,
+            num_prompts,
+            group_size=self._group_size,
+            num_greedy=self._num_greedy,
+            temperature=self._temperature,
+        )
+        for ordinal in range(self.num_served, self.num_served + num_prompts):
+            self._begun_in[ordinal] = self._num_steps
+        self.num_served += num_prompts
+        return [self._runner.begin(request) for request in requests]
+
+    def _run(
+        self, episodes: Sequence[RunningEpisode], due: Collection[int], *, weight_version: int
+    ) -> RewardedRollouts:
+        """Run episodes until they end or are paused; returns those that are rewarded, in order of their ids.
+
+        A prompt's rollouts are rewarded when all those of this rank have ended. due: prompts whose rollouts have no
+        budget.
+        """
+        num_open = Counter(ordinal_of(running) for running in episodes)
+        for running in episodes:
+            is_due = ordinal_of(running) in due
+            running.budget = NO_BUDGET if is_due else self._decode_budget or NO_BUDGET
+        self._runner.submit(episodes, weight_version=weight_version)
+        with progress_bar("generate", total=len(episodes), unit="completions") as bar:
+            while self._runner.is_busy:
+                rollouts = self._runner.step()
+                for rollout in rollouts:
+                    ordinal = rollout.rollout_id.prompt_ordinal
+                    self._ended.setdefault(ordinal, []).append(rollout)
+                    num_open[ordinal] -= 1
+                bar.update(len(rollouts))
+        self._paused = self._runner.take_paused()
+        whole = [ordinal for ordinal in self._ended if not num_open[ordinal]]
+        rollouts = list(itertools.chain(*(self._ended.pop(ordinal) for ordinal in whole)))
+        rollouts.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
+        return reward_rollouts(self._functions, self._prompts, rollouts)
+
+
+def ordinal_of(running: RunningEpisode) -> int:
+    """The number of the episode's prompt in the stream."""
+    return running.request.rollout_id.prompt_ordinal

@@ -1,0 +1,94 @@
+"""Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirl.objective.advantages import are_equal, select_groups
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.training.batch import RolloutTable, gather_table
+
+
+@dataclass(frozen=True)
+class Groups:
+    """P groups of G rollouts to train on. All fields but `rewarded` are the same on every rank."""
+
+    # This rank's rollouts of these groups.
+    rewarded: RewardedRollouts
+    # All P * G rollouts, one group after the other.
+    table: RolloutTable
+    # fp64 [P, G, K]
+    rewards: Tensor
+    # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
+    greedy_rewards: Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The groups of a step among those that there are. All fields but `left` are the same on every rank."""
+
+    groups: Groups
+    # This rank's rollouts that later steps may select.
+    left: RewardedRollouts
+    # How many complete groups were selected, P at most.
+    num_selected: int
+    # How many of P groups are missing: not complete, or replaceable.
+    num_missing: int
+    # The prompts whose groups are in use no more: selected, or given up.
+    ended: frozenset[int]
+
+
+def select_step(
+    rewarded: RewardedRollouts,
+    num_groups: int,
+    group_size: int,
+    num_greedy: int = 0,
+    *,
+    replaces_equal: bool = False,
+) -> Selection:
+    """Select `num_groups` of all ranks' complete groups, the first in order of their prompts (collective).
+
+    rewarded: what this rank has. Each prompt has `group_size` rollouts, followed by `num_greedy` greedy ones.
+    replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
+    are given up if they are not selected.
+    """
+    table = gather_table(rewarded.rollouts, rewarded.rewards)
+    # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
+    rollouts_per_prompt = group_size + num_greedy
+    ordinals, counts = table.prompt_ordinal.unique_consecutive(return_counts=True)
+    is_complete = counts == rollouts_per_prompt
+    starts = (counts.cumsum(0) - counts)[is_complete]
+    ordinals = ordinals[is_complete]
+    rows = starts[:, None] + torch.arange(rollouts_per_prompt)
+    rewards = table.rewards[rows]
+
+    given_up = torch.arange(0)
+    if replaces_equal:
+        first_rewards = rewards[:, :group_size, 0]
+        selected, num_equal = select_groups(first_rewards, num_groups)
+        given_up = are_equal(first_rewards).nonzero()[:, 0]
+    else:
+        selected, num_equal = list(range(min(num_groups, len(ordinals)))), 0
+    table_indices = rows[selected, :group_size].flatten().tolist()
+    ended = {*ordinals[selected].tolist(), *ordinals[given_up].tolist()}
+
+    # What this rank has of all that, in order of the ids too.
+    own_index = {index: i for i, index in enumerate(table.indices_of(rewarded.rollouts))}
+    own = [own_index[index] for index in table_indices if index in own_index]
+    left = [
+        i for _, i in sorted(own_index.items()) if rewarded.rollouts[i].rollout_id.prompt_ordinal not in ended
+    ]
+    groups = Groups(
+        rewarded=rewarded.select(own),
+        table=table.select(table_indices),
+        rewards=rewards[selected][:, :group_size],
+        greedy_rewards=rewards[selected][:, group_size:],
+    )
+    return Selection(
+        groups=groups,
+        left=rewarded.select(left),
+        num_selected=len(selected),
+        num_missing=num_groups - len(selected) + num_equal,
+        ended=frozenset(ended),
+    )

@@ -1,0 +1,380 @@
+"""The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minirl.collect.collector import Collector
+from minirl.collect.episode import Episode, one_turn
+from minirl.collect.step_groups import select_step
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.errors import InputError
+from minirl.model.attention import PackedLayout
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.scoring import score
+from support.engines import STOP_IDS, VOCAB, cached_model, make_engine
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"
+MAX_NEW_TOKENS = 60
+
+
+class Alphabet:
+    """A tokenizer of one id per letter, of as many as the model has."""
+
+    stop_ids = STOP_IDS
+
+    def __init__(self):
+        self.backend = self
+
+    def encode(self, row):
+        return [LETTERS.index(letter) for letter in row.prompt]
+
+    def encode_all(self, rows):
+        return [self.encode(row) for row in rows]
+
+    def encode_text(self, text, place):
+        return [LETTERS.index(letter) for letter in text]
+
+    def decode(self, ids, **options):
+        return "".join(LETTERS[int(i)] for i in ids)
+
+
+class Prompts(PromptStream):
+    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
+
+    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS):
+        rng = random.Random(0)
+        texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 9))) for _ in range(num_rows)]
+        rows = [Row(text, {"answer": text[:1]}, f"f:{i}") for i, text in enumerate(texts)]
+        super().__init__(
+            rows,
+            Alphabet(),
+            purpose="train",
+            max_tokens=10 + max_new_tokens,
+            max_new_tokens=max_new_tokens,
+            vocab_size=VOCAB,
+        )
+        self._length_of = length_of
+
+    def request(self, rollout_id, prompt_ids, temperature):
+        request = super().request(rollout_id, prompt_ids, temperature)
+        if self._length_of is None:
+            return request
+        return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())
+
+
+def sums(completion_ids):
+    """A reward that tells any two completions apart."""
+    return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
+
+
+def make_collector(prompts=None, *, engine_options=None, attention="mixed", **options) -> Collector:
+    engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
+    return Collector(engine, prompts or Prompts(), {"sums": sums}, **{"group_size": 3, **options})
+
+
+def calculator(episode: Episode):
+    """Three turns at most, with a reply after each; it depends on what was sampled."""
+    turn = yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
+        turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
+
+
+def facts(rollout: Rollout) -> tuple:
+    """All of a rollout that has to be equal, bit for bit."""
+    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
+    return (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+
+
+def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
+    """The rollouts and rewards of some steps."""
+    steps = []
+    for step in range(num_steps):
+        groups = collector.collect(num_groups, weight_version=step)
+        rewards = groups.rewarded.rewards.tolist()
+        steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
+        assert [r.rollout_id for r in groups.rewarded.rollouts] == [
+            RolloutId(int(o), int(s))
+            for o, s in zip(groups.table.prompt_ordinal, groups.table.sample, strict=True)
+        ]
+    return steps
+
+
+def test_one_turn_is_what_the_engine_samples_with_its_rewards():
+    """The reference: requests run by the engine alone, rewarded afterwards."""
+    collector = make_collector(num_greedy=1)
+    groups = collector.collect(5)
+    requests = Prompts().requests(0, 5, group_size=3, num_greedy=1)
+    expected = make_engine(cached_model("mixed", torch.float32)).generate(requests)
+    rewards = torch.tensor(sums([rollout.completion for rollout in expected])).double().view(5, 4)
+    trained = [rollout for rollout in expected if rollout.rollout_id.sample < 3]
+    assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [facts(rollout) for rollout in trained]
+    assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
+    assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
+    assert collector.num_served == 5
+    assert collector.take_num_sampled() == sum(len(rollout.completion) for rollout in expected)
+
+
+def test_five_lines_of_a_notebook():
+    """Without a process group: prompts in, rewarded rollouts out."""
+    engine = make_engine(cached_model("full", torch.float32))
+    collector = Collector(engine, Prompts(), {"sums": sums}, group_size=2)
+    groups = collector.collect(3)
+    assert groups.rewarded.rewards.shape == (6, 1)
+    assert groups.table.num_tokens.tolist() == [len(r.tokens) for r in groups.rewarded.rollouts]
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_appended_text_is_no_part_of_the_loss_and_training_scores_the_rest_as_it_was_sampled(attention):
+    collector = make_collector(rollout=calculator, attention=attention)
+    rollouts = collector.collect(6).rewarded.rollouts
+    model = cached_model(attention, torch.float32)
+    assert any(False in r.loss_mask[r.num_prompt_tokens :].tolist() for r in rollouts)
+    for rollout in rollouts:
+        layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
+        with torch.no_grad():
+            logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+        assert torch.equal(logprobs, rollout.sample_logprobs)
+        assert not rollout.sample_logprobs[~rollout.loss_mask].any()
+
+
+def test_an_episode_shows_its_tokens_turns_and_room():
+    seen = []
+
+    def watched(episode):
+        assert (episode.tokens, episode.room, episode.turns) == ([], MAX_NEW_TOKENS, [])
+        first = yield episode.generate(max_tokens=4)
+        seen.append((episode, first, episode.room))
+        second = yield episode.generate(after=[1, 2], max_tokens=5)
+        seen.append((episode, second, episode.room))
+
+    prompts = Prompts(lambda rollout_id: MAX_NEW_TOKENS)
+    collector = make_collector(prompts, rollout=watched, group_size=1)
+    (rollout,) = collector.collect(1, weight_version=7).rewarded.rollouts
+    (episode, first, room), (_, second, last_room) = seen
+    assert (room, last_room) == (MAX_NEW_TOKENS - 4, MAX_NEW_TOKENS - 11)
+    assert episode.row is prompts.row(0)
+    assert episode.tokens == rollout.completion == [*first.ids, 1, 2, *second.ids]
+    assert episode.loss_mask == [True] * 4 + [False] * 2 + [True] * 5
+    assert episode.versions == [7] * 4 + [0] * 2 + [7] * 5
+    assert episode.logprobs == [*first.logprobs, 0, 0, *second.logprobs]
+    assert first.text == "".join(LETTERS[i] for i in first.ids)
+    assert episode.turns == [first, second]
+    assert (first.finish_reason, second.finish_reason) == ("length", "length")
+
+
+def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
+    def talkative(episode):
+        yield episode.generate(max_tokens=8)
+        yield episode.generate(after="a" * (MAX_NEW_TOKENS - 8))
+        raise AssertionError("there was no room")
+
+    collector = make_collector(Prompts(lambda rollout_id: MAX_NEW_TOKENS), rollout=talkative)
+    for rollout in collector.collect(2).rewarded.rollouts:
+        assert (len(rollout.completion), rollout.finish_reason) == (8, "length")
+
+
+def no_generator(episode):
+    return episode.generate()
+
+
+def silent(episode):
+    if False:
+        yield
+
+
+def strange(episode):
+    yield "a turn"
+
+
+def returning(episode):
+    yield episode.generate()
+    return 1.0
+
+
+def empty_turn(episode):
+    yield episode.generate(max_tokens=0)
+
+
+def foreign_ids(episode):
+    yield episode.generate(after=[VOCAB])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "error"),
+    [
+        (no_generator, "no_generator.*is no generator; write `turn = yield"),
+        (silent, "silent.*ended without a turn"),
+        (strange, "strange.*yields 'a turn'; expected `yield episode.generate"),
+        (returning, r"returning.*returns 1.0; rewards come from reward functions \(--reward\)"),
+        (empty_turn, r"empty_turn.*max_tokens=0\): must be at least 1"),
+        (foreign_ids, f"foreign_ids.*for the row at f:.*token id {VOCAB}, and the model has {VOCAB}"),
+    ],
+)
+def test_a_function_that_writes_no_rollout_is_refused_with_its_name_and_the_fix(rollout, error):
+    with pytest.raises(InputError, match=error):
+        make_collector(rollout=rollout).collect(1)
+
+
+@pytest.mark.parametrize("rollout", [one_turn, calculator])
+@pytest.mark.parametrize("budget", [1, 7, 40])
+@pytest.mark.parametrize("engine_options", [{}, {"cache_tokens": 512, "max_running_requests": 5}], ids=str)
+def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothing_in_it(
+    rollout, budget, engine_options
+):
+    options = {"rollout": rollout, "engine_options": engine_options}
+    partial = make_collector(decode_budget=budget, max_staleness=3, **options)
+    taken = {row[0]: row for step in collected(partial, 4, 2) for row in step}
+    num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in taken)
+    whole = {row[0]: row for row in collected(make_collector(**options), 1, num_groups)[0]}
+    assert len(taken) == 4 * 2 * 3
+    assert taken == {rollout_id: whole[rollout_id] for rollout_id in taken}
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 5])
+def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
+    """Each step takes the first complete groups in order; a rollout samples no more than its budget until it is due."""
+    lengths = random.Random(max_staleness)
+    length_of = {}
+
+    def length(rollout_id):
+        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
+
+    budget = 5
+    collector = make_collector(
+        Prompts(length), group_size=2, decode_budget=budget, max_staleness=max_staleness
+    )
+    ages = []
+    for step in range(25):
+        groups = collector.collect(3, weight_version=step)
+        ordinals = groups.table.prompt_ordinal.tolist()
+        assert ordinals == sorted(ordinals)
+        assert len(set(ordinals)) == 3
+        left = {running.request.rollout_id.prompt_ordinal for running in collector._paused}
+        left |= set(collector._ended)
+        waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts} - left
+        assert not waiting or min(waiting) > max(ordinals)
+        for rollout in groups.rewarded.rollouts:
+            versions = rollout.weight_version[rollout.loss_mask]
+            assert step - int(versions[0]) <= max_staleness
+            assert versions.diff().ge(0).all()
+            ages.append(step - int(versions[0]))
+    assert max(ages) == max_staleness, "the bound was never reached"
+
+
+def skewed(rollout_id: RolloutId) -> int:
+    """4 of 64 are ten times as long."""
+    is_long = rollout_id.prompt_ordinal % 2 == 0 and rollout_id.sample == 3
+    return 100 if is_long else 10
+
+
+def decode_steps(num_steps: int, **options) -> list[int]:
+    """Of each step that collects 8 groups of 8."""
+    prompts = Prompts(skewed, num_rows=200, max_new_tokens=100)
+    engine_options = {"cache_tokens": 1 << 14, "max_running_requests": 512}
+    collector = make_collector(prompts, group_size=8, engine_options=engine_options, **options)
+    counts = []
+    for step in range(num_steps):
+        collector.collect(8, weight_version=step)
+        counts.append(collector._runner._engine.take_stats().decode_steps)
+    return counts
+
+
+def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload():
+    """Without a budget a step is decoded until its longest completion ends. With one the first steps fill the stock."""
+    assert decode_steps(2) == [99, 99]
+    counts = decode_steps(14, decode_budget=16, max_staleness=8)
+    assert counts[11:] == [15, 15, 15]
+
+
+@pytest.mark.parametrize("rollout", [one_turn, calculator])
+def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout):
+    def make():
+        return make_collector(rollout=rollout, decode_budget=6, max_staleness=3)
+
+    expected = collected(make(), 4, 2)
+    for last_step in (1, 3):
+        first, second = make(), make()
+        before = collected(first, last_step, 2)
+        second.num_served = first.num_served
+        second.restore(first.state(), first.records())
+        assert first.records(), "nothing was in flight"
+        after = [
+            [(*facts(r), x) for r, x in zip(g.rewarded.rollouts, g.rewarded.rewards.tolist(), strict=True)]
+            for g in (second.collect(2, weight_version=step) for step in range(last_step, 4))
+        ]
+        assert before + after == expected
+
+
+def test_a_function_that_does_not_repeat_itself_is_refused_at_a_resume():
+    replies = iter("abcdefghijkl" * 99)
+
+    def moody(episode):
+        yield episode.generate(max_tokens=3)
+        yield episode.generate(after=next(replies))
+
+    first = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
+    first.collect(1)
+    second = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
+    with pytest.raises(InputError, match=r"moody.*row at f:\d+.*appends other tokens than before"):
+        second.restore(first.state(), first.records())
+
+
+def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
+    """By prompt the rewards of its rollouts, each of one token behind a prompt of one."""
+    rollouts, rewards = [], []
+    for ordinal, values in rewards_of.items():
+        for sample, value in enumerate(values):
+            streams = (torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), torch.zeros(2))
+            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
+            rewards.append([value])
+    rows = [Row("a", {}, "f:1")] * len(rollouts)
+    failed = torch.zeros(len(rollouts), dtype=torch.bool)
+    return RewardedRollouts(
+        rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1), failed
+    )
+
+
+def test_the_first_complete_groups_are_selected_whatever_their_rewards():
+    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
+    selection = select_step(pool, 2, 2)
+    assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7]
+    assert selection.groups.rewards[:, :, 0].tolist() == [[1, 1], [0, 1]]
+    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4, 9, 9, 12, 12]
+    assert (selection.num_selected, selection.num_missing) == (2, 0)
+    assert selection.ended == {3, 7}
+
+
+def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():
+    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
+    selection = select_step(pool, 3, 2, replaces_equal=True)
+    assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7, 12, 12]
+    assert (selection.num_selected, selection.num_missing) == (3, 1)
+    assert selection.ended == {3, 7, 9, 12}
+    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4]
+
+
+@pytest.mark.parametrize("replaces_equal", [False, True])
+def test_incomplete_groups_are_missing(replaces_equal):
+    selection = select_step(make_rewarded({4: [0], 5: [1]}), 3, 2, replaces_equal=replaces_equal)
+    assert (selection.num_selected, selection.num_missing) == (0, 3)
+    assert len(selection.left.rollouts) == 2
+    empty = select_step(make_rewarded({}), 3, 2, replaces_equal=replaces_equal)
+    assert (empty.num_selected, empty.num_missing) == (0, 3)
+
+
+def test_refills_come_from_new_prompts_and_end():
+    """Each round asks for as many prompts as groups are missing; equal groups fill up after the last one."""
+    functions = {"equal": lambda completions: [1.0] * len(completions)}
+    engine = make_engine(cached_model("full", torch.float32))
+    collector = Collector(engine, Prompts(), functions, group_size=2, max_refills=3)
+    groups = collector.collect(4)
+    assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
+    assert collector.num_served == 4 * 4
+    assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
