@@ -1,7 +1,8 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,12 +31,29 @@ class Sampled(NamedTuple):
     is_sampled: bool = True
 
 
+class StopTest(Protocol):
+    """Tells whether a turn has ended with the token sampled last, as `data.stop_strings` does for texts."""
+
+    @property
+    def max_tokens(self) -> int:
+        """How many ids it looks at, at least 1."""
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Whether the turn ends with the last of these ids: those sampled in the turn, the last `max_tokens` of them.
+
+        It is asked after each token of the turn until it says so, and must depend on the ids alone.
+        """
+
+
 @dataclass(frozen=True)
 class Request:
     """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`).
 
     holds: when its turn ends, its keys and values stay in the cache for a further turn (`Engine.resume`), until it is
     released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
+    stop_test: ends the turn too, besides stop_ids.
+    turn_start: how many tokens after the prompt came before the present turn, appended ones included. What was sampled
+    since then, be it in an earlier phase, is the turn's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,6 +64,8 @@ class Request:
     stop_ids: frozenset[int]
     sampled: tuple[Sampled, ...] = ()
     holds: bool = False
+    stop_test: StopTest | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ class Rollout:
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" (by a stop id or the stop test) or "length"
 
     @property
     def completion(self) -> list[int]:

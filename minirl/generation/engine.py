@@ -5,15 +5,16 @@ soon as there is a free place in the batch and there are enough free cache block
 prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. When
 the cache is full, the youngest running request is preempted: it gives its blocks back and is recomputed later.
 
-The engine handles token ids only, never text. Nothing in it is collective: each rank decodes on its own. A
-rollout depends only on its request and the weights, not on the other requests in the batch. At the end of a
-generation phase, when no request is left, the cache holds no sequence any more, so new weights never read old keys and
-values. Its memory is given back too, unless the engine keeps it, with the CUDA graphs that read it.
+The engine handles token ids only, never text: a turn that ends by its text has a `StopTest`. Nothing in the engine is
+collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
+requests in the batch. At the end of a generation phase, when no request is left, the cache holds no sequence any more,
+so new weights never read old keys and values. Its memory is given back too, unless the engine keeps it, with the CUDA
+graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
 which stay on the device as the next step's input. So the device never waits for the host. Which requests end
-by their token limit is known in advance. A request that ends with a stop token is decoded one token too far,
-which is thrown away.
+by their token limit is known in advance. A request that ends with a stop token or by its stop test is decoded
+one token too far, which is thrown away.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled
+from minirl.rollouts import Request, Rollout, RolloutId, Sampled, StopTest
 
 
 @dataclass(eq=False)
@@ -130,10 +131,16 @@ class Engine:
         """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
 
         weight_version: recorded with each token that is sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache.
+        Raises InputError for a request that is longer than the model's positions or the whole cache, or whose turn
+        begins behind its tokens.
         """
         for request in requests:
             self._check(request)
+            if not 0 <= request.turn_start <= len(request.sampled):
+                raise InputError(
+                    f"{request.rollout_id}: turn_start {request.turn_start} is not one of 0 to the"
+                    f" {len(request.sampled)} tokens that it has sampled"
+                )
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version
@@ -157,9 +164,17 @@ class Engine:
         """Whether requests are unfinished or wait for a further turn."""
         return bool(self._running or self._waiting or self._resumed or self._held or self._dropped)
 
-    def resume(self, rollout_id: RolloutId, tokens: Sequence[int], *, max_new_tokens: int) -> None:
+    def resume(
+        self,
+        rollout_id: RolloutId,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_test: StopTest | None = None,
+    ) -> None:
         """Begin a further turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
 
+        stop_test: of this turn; that of the turn before is not kept.
         Only the appended tokens are computed, unless the cache had to give up the others. Not collective. Raises
         InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
         """
@@ -171,7 +186,13 @@ class Engine:
             request = self._dropped[rollout_id]
             appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
             sampled = request.sampled + appended
-            request = replace(request, sampled=sampled, max_new_tokens=len(sampled) + max_new_tokens)
+            request = replace(
+                request,
+                sampled=sampled,
+                max_new_tokens=len(sampled) + max_new_tokens,
+                stop_test=stop_test,
+                turn_start=len(sampled),
+            )
             self._check(request)
             del self._dropped[rollout_id]
             self._waiting.appendleft(request)
@@ -181,7 +202,7 @@ class Engine:
             num_tokens = int(self._running.counts[row]) + len(tokens)
             self._check(replace(self._running.requests[row], max_new_tokens=num_tokens + max_new_tokens))
             del self._held[rollout_id]
-            self._running.append(row, tokens, max_new_tokens=max_new_tokens)
+            self._running.append(row, tokens, max_new_tokens=max_new_tokens, stop_test=stop_test)
             self._resumed.append(row)
 
     def release(self, rollout_id: RolloutId) -> None:

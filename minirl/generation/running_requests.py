@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.rollouts import Request, Rollout, Sampled
+from minirl.rollouts import Request, Rollout, Sampled, StopTest
 
 
 class RunningRequests:
@@ -44,6 +44,9 @@ class RunningRequests:
         self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
         # The stop tokens of all requests so far; which of them stop a request is in the request.
         self._stop_ids: frozenset[int] = frozenset()
+        # Whether any request so far had a stop test; and which rows have one.
+        self._has_stop_tests = False
+        self._is_tested = torch.zeros(num_rows, dtype=torch.bool)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,13 +73,19 @@ class RunningRequests:
             self._weight_versions[row, :count] = torch.tensor(weight_versions, dtype=torch.int32)
             self._is_sampled[row, :count] = torch.tensor(is_sampled)
         self._stop_ids |= request.stop_ids
+        self._set_stop_test(row, request.stop_test)
 
-    def append(self, row: int, tokens: Sequence[int], *, max_new_tokens: int) -> None:
-        """Add tokens that were not sampled, after which a turn of up to so many tokens begins."""
+    def append(
+        self, row: int, tokens: Sequence[int], *, max_new_tokens: int, stop_test: StopTest | None
+    ) -> None:
+        """Add tokens that were not sampled, after which a turn of up to so many tokens begins, with this stop test."""
         count = int(self.counts[row])
         end = count + len(tokens)
         self.limits[row] = end + max_new_tokens
-        self.requests[row] = replace(self.requests[row], max_new_tokens=end + max_new_tokens)
+        self.requests[row] = replace(
+            self.requests[row], max_new_tokens=end + max_new_tokens, stop_test=stop_test, turn_start=end
+        )
+        self._set_stop_test(row, stop_test)
         self._make_columns(end + max_new_tokens)
         self._tokens[row, count:end] = torch.tensor(tokens, dtype=torch.int64)
         self._logprobs[row, count:end] = 0
@@ -125,6 +134,8 @@ class RunningRequests:
         self.counts[rows] += 1
         may_end = self.counts[rows] >= self.limits[rows]
         may_end |= torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
+        if self._has_stop_tests:
+            may_end |= self._is_tested[rows]
         return [row for row in rows[may_end].tolist() if self._finish_reason(row)]
 
     def unfinished(self, row: int) -> Request:
@@ -158,7 +169,15 @@ class RunningRequests:
         count = int(self.counts[row])
         if int(self._tokens[row, count - 1]) in request.stop_ids:
             return "stop"
+        if request.stop_test is not None:
+            first = max(request.turn_start, count - request.stop_test.max_tokens)
+            if request.stop_test(self._tokens[row, first:count].tolist()):
+                return "stop"
         return "length" if count >= request.max_new_tokens else None
+
+    def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
+        self._is_tested[row] = stop_test is not None
+        self._has_stop_tests |= stop_test is not None
 
     def _of_row(self, column: Tensor, row: int) -> Tensor:
         return column[row, : self.counts[row]]
