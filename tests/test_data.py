@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from minirl.data.prompts import PromptStream
+from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
-from support.texts import TEMPLATE, Letters, ids, save_tokenizer
+from support.texts import DECODERS, TEMPLATE, Letters, ids, save_decoding_tokenizer, save_tokenizer
 
 BOS, EOS = 0, 1
 
@@ -439,3 +440,82 @@ def test_stop_ids_that_cannot_be_read_are_named(text_folder, tmp_path, content, 
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(InputError, match=message):
         Tokenizer(folder)
+
+
+# Stop strings.
+
+
+def whole_text(tokenizer, sampled):
+    """The text of a turn from its first token, with special tokens; an id that the tokenizer lacks is U+FFFD."""
+    text, part = "", []
+    for token in [*sampled, None]:
+        if token is None or token >= tokenizer.num_ids:
+            text += tokenizer.backend.decode(part, clean_up_tokenization_spaces=False)
+            text += "" if token is None else "\ufffd"
+            part = []
+        else:
+            part.append(token)
+    return text
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path, kind):
+    """From a bounded tail, what the text of the whole turn says: strings of any place in 1,000 random turns."""
+    units, rng = save_decoding_tokenizer(tmp_path, kind), random.Random(kind)
+    tokenizer = Tokenizer(tmp_path)
+    num_stops = num_late = 0
+    for _ in range(1000):
+        chosen = rng.choices([*units, [tokenizer.num_ids + 3]], k=rng.randint(1, 6))
+        turn, other = (list(itertools.chain(*rng.choices(chosen, k=rng.randint(1, 40)))) for _ in range(2))
+        text = whole_text(tokenizer, rng.choice([turn, other]))
+        starts = [rng.randint(0, len(text)) for _ in range(rng.randint(1, 3))]
+        parts = [text[start : start + rng.randint(1, 9)].replace("\ufffd", "") for start in starts]
+        strings = [part for part in [*parts, rng.choice(["", "##"])] if part] or ["a"]
+        stop = StopStrings(tokenizer, strings)
+        for count in range(1, len(turn) + 1):
+            sampled = turn[:count]
+            found = stop.found(sampled[-stop.max_tokens :])
+            contained = [string for string in strings if string in whole_text(tokenizer, sampled)]
+            assert (found in contained) if contained else (found is None), (strings, sampled)
+            if found is not None:
+                num_stops += 1
+                num_late += count > stop.max_tokens
+                break
+    assert num_stops > 100
+    assert num_late > 5
+
+
+def test_a_stop_string_is_found_behind_bytes_that_are_no_character(tmp_path):
+    """A decoder that gives up a whole run of byte tokens for one stray byte does not hide it."""
+    save_decoding_tokenizer(tmp_path, "sentencepiece")
+    stop = StopStrings(Tokenizer(tmp_path), ["\n\n", "é\n"])
+    stray, newline = 0xE3, 10
+    assert not stop([stray, newline])
+    assert stop.found([stray, newline, newline]) == "\n\n"
+    assert stop.found([stray] * 40 + [*"é\n".encode()]) == "é\n"
+    assert not stop([newline, stray, newline])
+
+
+def test_a_special_token_can_be_a_stop_string(tmp_path):
+    for kind in DECODERS:
+        save_decoding_tokenizer(tmp_path / kind, kind)
+        tokenizer = Tokenizer(tmp_path / kind)
+        special = tokenizer.backend.convert_tokens_to_ids("<|im_end|>")
+        assert StopStrings(tokenizer, ["#", "<|im_end|>"]).found([0, special]) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        ([], "expected a list"),
+        ("end", "'end': expected a list"),
+        (["a", ""], "'': it is in every text"),
+        (["a", 7], "7: expected text"),
+        ([None], "None: expected text"),
+        (["a\ufffd"], "stand for no character"),
+        (["\ud83d"], r"'\\ud83d': U\+FFFD and half"),
+    ],
+)
+def test_a_stop_string_that_no_text_or_every_text_has_is_refused(text_folder, strings, message):
+    with pytest.raises(InputError, match=message):
+        StopStrings(Tokenizer(text_folder), strings)

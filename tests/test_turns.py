@@ -1,17 +1,32 @@
 """Requests of several turns: tokens appended between them are computed alone, and nothing sampled depends on it."""
 
+import functools
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from minirl.data.stop_strings import StopStrings
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.engine import Engine, Request
 from minirl.model.attention import PackedLayout
 from minirl.rollouts import Rollout
 from minirl.training.scoring import score
-from support.engines import CPU, cached_model, make_engine, mixed_requests
+from support.engines import (
+    CPU,
+    VOCAB,
+    cached_model,
+    finish,
+    make_engine,
+    make_prompt,
+    make_request,
+    mixed_requests,
+    run,
+)
+from support.texts import TOKENS, save_tokenizer
 
 TURN_TOKENS = 7
 NUM_TURNS = 4
@@ -29,8 +44,29 @@ def requests_with_turns() -> list[Request]:
     return [replace(request, holds=True, max_new_tokens=TURN_TOKENS) for request in requests[:24]]
 
 
-def run_turns(engine: Engine, requests: list[Request], *, abort_every: int = 0) -> dict:
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One whose tokens have one to four letters, of three: the ids of random models say the same strings often."""
+    pieces = ["".join(letters) for n in (1, 2, 3, 4) for letters in itertools.product("ab ", repeat=n)]
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, None, tokens=(*TOKENS[:4], *pieces[: VOCAB - 4]))
+    return Tokenizer(folder)
+
+
+def stop_tests(tokenizer: Tokenizer | None, request: Request) -> list[StopStrings | None]:
+    """Other stop strings for each turn, and none for some; none for all without a tokenizer."""
+    rng = random.Random(f"strings of {request.rollout_id}")
+    texts = ["bab", "a a b", "ab b", " bba", "  a  ", "<turn>", "aa"]
+    chosen = [rng.sample(texts, k=rng.randint(0, 3)) for _ in range(NUM_TURNS)]
+    return [StopStrings(tokenizer, strings) if tokenizer and strings else None for strings in chosen]
+
+
+def run_turns(
+    engine: Engine, requests: list[Request], *, abort_every: int = 0, tokenizer: Tokenizer | None = None
+) -> dict:
     """Run all turns; a reply comes some steps after its turn. Returns the rollouts of the last turns by id."""
+    stops = {request.rollout_id: stop_tests(tokenizer, request) for request in requests}
+    requests = [replace(request, stop_test=stops[request.rollout_id].pop(0)) for request in requests]
     left = {request.rollout_id: replies_to(request) for request in requests}
     rng = random.Random(0)
     waiting, ended = [], {}
@@ -43,7 +79,12 @@ def run_turns(engine: Engine, requests: list[Request], *, abort_every: int = 0) 
         num_answered = rng.randint(0, len(waiting))
         for rollout in waiting[:num_answered]:
             if left[rollout.rollout_id]:
-                engine.resume(rollout.rollout_id, left[rollout.rollout_id].pop(0), max_new_tokens=TURN_TOKENS)
+                engine.resume(
+                    rollout.rollout_id,
+                    left[rollout.rollout_id].pop(0),
+                    max_new_tokens=TURN_TOKENS,
+                    stop_test=stops[rollout.rollout_id].pop(0),
+                )
             else:
                 engine.release(rollout.rollout_id)
                 ended[rollout.rollout_id] = rollout
@@ -53,17 +94,32 @@ def run_turns(engine: Engine, requests: list[Request], *, abort_every: int = 0) 
     raise AssertionError("the turns do not end")
 
 
-def turn_by_turn(model, request: Request) -> Rollout:
-    """The reference: each turn is a request of its own, whose prompt is all that came before."""
+def length_of_turn(tokenizer: Tokenizer, stop: StopStrings, sampled: list[int]) -> int:
+    """How many of the tokens it takes until their text has a stop string."""
+    for count in range(1, len(sampled) + 1):
+        text = tokenizer.backend.decode(sampled[:count])
+        if any(string in text for string in stop.strings):
+            return count
+    return len(sampled)
+
+
+def turn_by_turn(model, request: Request, tokenizer: Tokenizer | None) -> Rollout:
+    """The reference: each turn is a request of its own, whose prompt is all that came before.
+
+    It knows of no stop strings and is cut behind the first.
+    """
     tokens = list(request.prompt_ids)
     mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
-    for reply in [*replies_to(request), []]:
+    for reply, stop in zip([*replies_to(request), []], stop_tests(tokenizer, request), strict=True):
         alone = replace(request, prompt_ids=tuple(tokens), holds=False)
         (rollout,) = make_engine(model).generate([alone])
         sampled = rollout.completion
+        if stop is not None:
+            sampled = sampled[: length_of_turn(tokenizer, stop, sampled)]
         tokens += sampled + reply
         mask += [True] * len(sampled) + [False] * len(reply)
-        logprobs += rollout.sample_logprobs[-len(sampled) :].tolist() + [0.0] * len(reply)
+        begin = rollout.num_prompt_tokens
+        logprobs += rollout.sample_logprobs[begin : begin + len(sampled)].tolist() + [0.0] * len(reply)
     return replace(
         rollout,
         tokens=torch.tensor(tokens),
@@ -72,6 +128,14 @@ def turn_by_turn(model, request: Request) -> Rollout:
     )
 
 
+@functools.cache
+def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
+    """The reference for all requests."""
+    model = cached_model(attention, torch.float32)
+    return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
+
+
+@pytest.mark.parametrize("has_stop_strings", [False, True], ids=["", "strings"])
 @pytest.mark.parametrize("attention", ["full", "windowed", "mixed"])
 @pytest.mark.parametrize(
     "options",
@@ -85,18 +149,27 @@ def turn_by_turn(model, request: Request) -> Rollout:
     ],
     ids=["roomy", "few places", "tight", "tight and late", "graphs", "aborted"],
 )
-def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, options):
-    """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up."""
+def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(
+    attention, options, has_stop_strings, tokenizer
+):
+    """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up.
+
+    With stop strings: what they sample without, cut where the text of the turn alone has the first.
+    """
+    tokenizer = tokenizer if has_stop_strings else None
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
     options = dict(options)
     abort_every = options.pop("abort_every", 0)
     engine = make_engine(model, **options)
-    rollouts = run_turns(engine, requests, abort_every=abort_every)
+    rollouts = run_turns(engine, requests, abort_every=abort_every, tokenizer=tokenizer)
     assert not engine.is_busy
     is_exact = model.config.is_batch_invariant(torch.float32, CPU)
     for request in requests:
-        got, expected = rollouts[request.rollout_id], turn_by_turn(model, request)
+        got, expected = (
+            rollouts[request.rollout_id],
+            expected_turns(attention, tokenizer)[request.rollout_id],
+        )
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert got.loss_mask.tolist() == expected.loss_mask.tolist()
         gap = (got.sample_logprobs - expected.sample_logprobs).abs().max()
@@ -151,3 +224,81 @@ def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():
     engine.release(rollout_id)
     assert not engine.is_busy
     assert engine._cache is None
+
+
+def test_a_thousand_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(tokenizer):
+    """With one of ten strings or none, read late, in a tight cache, aborted over and over. Pitfall 15."""
+    model = cached_model("full", torch.float32)
+    if not model.config.is_batch_invariant(torch.float32, CPU):
+        pytest.skip("products of this machine depend on the number of rows")
+    texts = ["bab", "a a b", "ab b", " bba", "  a  ", "aa", "b b a b", "aab", "   ", "<unk>"]
+    stops = [StopStrings(tokenizer, [text]) for text in texts] + [None]
+    requests = [
+        make_request(make_prompt(118 + i // 100), number=i, max_new_tokens=12, stop_ids=frozenset())
+        for i in range(1000)
+    ]
+    endless = {
+        rollout.rollout_id: rollout for rollout in run(make_engine(model, max_running_requests=200), requests)
+    }
+    waiting = [replace(request, stop_test=stops[i % len(stops)]) for i, request in enumerate(requests)]
+    stop_of = {request.rollout_id: request.stop_test for request in waiting}
+    engine = make_engine(
+        model, max_running_requests=200, cache_tokens=128 * 150, async_decoding=True, cuda_graphs=True
+    )
+    rollouts = []
+    while waiting:
+        engine.submit(waiting)
+        for _ in range(37):
+            rollouts += engine.step()
+        waiting = engine.abort()
+    assert len(rollouts) == 1000
+    assert engine.stats.preemptions > 0
+    num_stopped = 0
+    for rollout in rollouts:
+        whole, stop = endless[rollout.rollout_id], stop_of[rollout.rollout_id]
+        length = length_of_turn(tokenizer, stop, whole.completion) if stop else 12
+        end = whole.num_prompt_tokens + length
+        assert rollout.tokens.tolist() == whole.tokens[:end].tolist()
+        assert rollout.sample_logprobs.tolist() == whole.sample_logprobs[:end].tolist()
+        has_stopped = stop is not None and stop.found(rollout.completion) is not None
+        assert rollout.finish_reason == ("stop" if has_stopped else "length")
+        num_stopped += has_stopped
+    assert 200 < num_stopped < 900
+
+
+class Recorder:
+    """A stop test that never ends a turn, and knows what it was asked."""
+
+    max_tokens = 5
+
+    def __init__(self) -> None:
+        self.asked: dict[tuple[int, ...], None] = {}  # in order; a turn's last token is asked about twice
+
+    def __call__(self, ids: list[int]) -> bool:
+        self.asked[tuple(ids)] = None
+        return False
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["", "aborted"])
+def test_a_stop_test_sees_the_last_tokens_of_its_turn_alone(is_aborted, late):
+    """Each once, in order: none of the prompt, of a reply or of a turn before, also behind an abort within the turn."""
+    engine = make_engine(cached_model("mixed", torch.float32), async_decoding=late)
+    request = make_request(make_prompt(9), max_new_tokens=8, stop_ids=frozenset())
+    turns = [Recorder(), Recorder(), Recorder()]
+    engine.submit([replace(request, holds=True, stop_test=turns[0])])
+    for number in range(3):
+        if number:
+            engine.resume(request.rollout_id, [1, 2, 3], max_new_tokens=8, stop_test=turns[number])
+        for _ in range(4):
+            assert engine.step() == []
+        if is_aborted:
+            engine.submit(engine.abort())
+        (rollout,) = finish(engine, 1)
+        if is_aborted:
+            assert engine.abort() == []  # the cache is gone, the request stays
+    engine.release(request.rollout_id)
+    assert len(rollout.completion) == 30
+    for number, turn in enumerate(turns):
+        sampled = rollout.completion[11 * number : 11 * number + 8]
+        assert list(turn.asked) == [tuple(sampled[: count + 1][-5:]) for count in range(8)]

@@ -43,7 +43,7 @@ class Tokenizer:
         self.folder = folder
         self.chat = chat
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
-        self._num_ids = len(self.backend)
+        self.num_ids = len(self.backend)
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
@@ -149,7 +149,7 @@ class Tokenizer:
         """
         # transformers looks at every id of a list, which takes longer than to decode it; a tensor it takes whole.
         tokens = torch.as_tensor(ids, dtype=torch.int64)
-        is_unknown = tokens >= self._num_ids
+        is_unknown = tokens >= self.num_ids
         if not is_unknown.any():
             return self.backend.decode(tokens, skip_special_tokens=True)
         (unknown,) = is_unknown.nonzero(as_tuple=True)

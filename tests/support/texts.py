@@ -1,4 +1,6 @@
-"""Tokenizers of one token per character."""
+"""Tokenizers of one token per character, and of each way to make text of tokens."""
+
+import itertools
 
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 
@@ -29,6 +31,52 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+
+
+DECODERS = ("byte-level", "sentencepiece", "wordpiece", "suffix")
+
+
+def save_decoding_tokenizer(folder, kind):
+    """A small vocabulary with a decoder of this kind. Returns lists of ids that stand for a token or a character each.
+
+    Byte-level tokens are any parts of characters; sentencepiece has a token for every byte, of which characters are
+    made; in WordPiece and BPE with suffixes it is a mark on the token whether a space is beside it.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text = "ab ba\n\né日本😀 #</s>"
+    characters = []
+    if kind == "byte-level":
+        names = bytes_to_unicode()
+        coded = "".join(names[byte] for byte in text.encode())
+        spans = itertools.combinations(range(len(coded) + 1), 2)
+        tokens = [*names.values(), *(coded[start:end] for start, end in spans if 1 < end - start < 6)]
+        decoder = decoders.ByteLevel()
+    elif kind == "sentencepiece":
+        tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+        characters = [list(character.encode()) for character in "\n\n\né日😀"]
+        tokens += ["▁", "▁▁", "▁a", "a", "b", "ab", "b▁a", "é", "#", "</s>"]
+        strip = decoders.Strip(content=" ", left=1, right=0)
+        decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+        )
+    elif kind == "wordpiece":
+        tokens = ["a", "##a", "b", "##ab", "#", "##é", ".", "'", "n't", "do", "日"]
+        decoder = decoders.WordPiece()
+    else:
+        tokens = ["a", "a</w>", "b</w>", "ab", "ab</w>", "#", "</s></w>"]
+        decoder = decoders.BPEDecoder()
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoder
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, additional_special_tokens=["<|im_end|>"]
+    ).save_pretrained(folder)
+    first = 256 if kind == "sentencepiece" else 0
+    return [*characters, *([i] for i in range(first, len(vocabulary) + 1))]
 
 
 def ids(text, tokens=TOKENS):

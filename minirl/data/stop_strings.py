@@ -1,0 +1,78 @@
+"""Strings that end a turn, looked for in the text of the tokens sampled in it."""
+
+from collections.abc import Sequence
+
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import refuse
+
+# What a decoder makes of bytes that are no character.
+_REPLACEMENT = "\ufffd"
+# Tokens of the tail beyond those that a string can span. The tail's first token may be decoded otherwise than behind
+# others (without its space, or with the mark of a word's continuation), and some text is seen only with the next token.
+_MARGIN = 4
+
+
+class StopStrings:
+    """Whether one of these strings ends with the token sampled last: a `rollouts.StopTest`.
+
+    A string may begin and end inside a token; the token in which it ends is the turn's last and is kept whole. The text
+    is that of the turn's tokens, decoded from the first of them, with special tokens ("<|im_end|>" can be a stop
+    string) and all spaces. Only its tail is decoded: every token adds at least a byte, so a string of n bytes spans at
+    most n tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
+        """Raises InputError for what is no list of strings, and for a string that is in every text or in none."""
+        refuse(
+            isinstance(strings, str) or not strings,
+            f"stop strings {strings!r}: expected a list with one or more",
+        )
+        for string in strings:
+            refuse(not isinstance(string, str), f"stop string {string!r}: expected text")
+            refuse(not string, "stop string '': it is in every text; leave it out")
+            is_text = all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in string)
+            refuse(
+                not is_text,
+                f"stop string {string!a}: U+FFFD and half a surrogate pair stand for no character",
+            )
+        self.strings = tuple(strings)
+        self.max_tokens = max(len(string.encode()) for string in strings) + _MARGIN
+        self._tokenizer = tokenizer
+        # "<0x0A>" and the like, of tokenizers whose decoder joins runs of such tokens to characters.
+        backend = tokenizer.backend
+        byte_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Whether a string ends with the last of these ids: those sampled in the turn, or the last of them."""
+        return self.found(ids) is not None
+
+    def found(self, ids: Sequence[int]) -> str | None:
+        """The first of the strings that ends with the last of these ids (as in `__call__`); None if none does."""
+        tail = ids[-self.max_tokens :]
+        # No string has an id that the tokenizer lacks, and behind one a text begins anew (`Tokenizer.decode`).
+        num_ids = self._tokenizer.num_ids
+        first = max((i + 1 for i, token in enumerate(tail) if token >= num_ids), default=0)
+        # A whole run of byte tokens is U+FFFD where a part of it is no character, as in a tail that begins within one.
+        # A string in the run begins at one of its tokens.
+        byte_starts = [i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids]
+        for start in (first, *byte_starts):
+            text = self._decode(tail[start:])
+            string = self._completed(tail[start:], text)
+            if string is not None or _REPLACEMENT not in text:
+                return string
+        return None
+
+    def _completed(self, ids: Sequence[int], text: str) -> str | None:
+        """The first of the strings in the text of these ids that their last one completes."""
+        contained = [string for string in self.strings if string in text]
+        if not contained:
+            return None
+        # What the tail's first token shows, but does not behind others, is in the text before the last token too.
+        before = self._decode(ids[:-1])
+        return next((string for string in contained if text.count(string) > before.count(string)), None)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.backend.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
