@@ -52,6 +52,7 @@ class EpisodeRunner:
         self._rollout = rollout
         self._name = getattr(rollout, "__name__", "rollout")
         self._prompts = prompts
+        self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._running: dict[RolloutId, RunningEpisode] = {}
         self._paused: list[RunningEpisode] = []
@@ -194,9 +195,15 @@ class EpisodeRunner:
         if room < 1:
             return None
         running.turn_limit = turn_start + min(room, asked.max_tokens or room)
-        stop_test = StopStrings(self._prompts.tokenizer, asked.stop) if asked.stop else None
+        stop_test = self._stop_test(asked.stop) if asked.stop else None
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
         return appended
+
+    def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
+        """The test for these strings, made once for all turns that have them."""
+        if strings not in self._stop_tests:
+            self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
+        return self._stop_tests[strings]
 
     def _pause(self, running: RunningEpisode, appended: Sequence[int] = ()) -> None:
         """Take an episode out of the engine, with tokens to be appended before its next turn."""
