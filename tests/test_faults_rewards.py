@@ -21,7 +21,8 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.rewards import worker
-from minirl.rewards.functions import compute_rewards, reward_rollouts
+from minirl.rewards.functions import compute_rewards
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.worker_process import load_reward
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.load_task import load_task
@@ -423,12 +424,12 @@ def test_row_24_functions_of_this_process_are_checked_alike(value):
 def test_row_25_a_call_that_hangs_is_killed_and_its_row_named(load, name):
     """Also where Python's own signal handlers would not run; the next call has a new worker."""
     function = load(name, timeout_s=0.5)
-    before, start = function._process.pid, time.monotonic()
+    before, start = function.workers[0].pid, time.monotonic()
     said = r"f\.jsonl:2, completion 'bad': took more than 0\.5 s and was killed; see --reward-timeout"
     with pytest.raises(RewardError, match=said):
         rewards_of(function)
     assert time.monotonic() - start < 5
-    assert_gone(before, function._process.pid)
+    assert_gone(before, function.workers[0].pid)
     assert rewards_of(function, ("fine",)) == [1.0]
 
 
@@ -467,11 +468,11 @@ def test_row_25_a_dead_worker_is_said_to_be_dead_and_replaced(load, name, said):
 def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
     """A request of more than a pipe holds has the same deadline; a death while writing is seen."""
     function = load("good", timeout_s=1.0)
-    os.kill(function._process.pid, signal.SIGSTOP)
+    os.kill(function.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(RewardError, match="took more than 1 s"):
         function(completions=["x" * 1_000_000])
     assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
-    pid = function._process.pid
+    pid = function.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(RewardError, match="SIGKILL"):
@@ -509,12 +510,12 @@ def test_row_25_an_interrupted_call_leaves_no_answer_for_the_next(load):
 def test_row_26_what_would_end_the_process_is_an_error_of_the_row(load, name, said):
     """And the worker lives on."""
     function = load(name)
-    pid = function._process.pid
+    pid = function.workers[0].pid
     with pytest.raises(RewardError, match=rf"f\.jsonl:2, completion 'bad': raised\n(.|\n)*{said}") as caught:
         rewards_of(function)
     assert len(str(caught.value)) < 5000
     assert rewards_of(function, ("fine",)) == [1.0]
-    assert function._process.pid == pid
+    assert function.workers[0].pid == pid
 
 
 def test_row_26_prints_are_kept_off_the_run_and_shown_once_in_part(load, capfd):
@@ -698,7 +699,7 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
         ")\n"
         "for function in (pids, starts):\n"
         "    print(*map(int, function(completions=['a', 'b'])), end=' ')\n"
-        "print(hangs._process.pid, flush=True)\n"
+        "print(hangs.workers[0].pid, flush=True)\n"
         "hangs(completions=['bad'])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

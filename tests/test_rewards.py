@@ -16,8 +16,9 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.rewards import reward_model
-from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker_process import load_reward
 from minirl.rollouts import Rollout, RolloutId

@@ -42,8 +42,9 @@ from minirl.ranks.process_group import (
 from minirl.report.logger import Logger
 from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived, without_nan
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
@@ -533,6 +534,7 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
         reward=config.reward,
         reward_timeout=config.reward_timeout,
         on_reward_error=config.on_reward_error,
+        reward_workers=config.reward_workers,
         reward_model=config.reward_model,
     )
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)
