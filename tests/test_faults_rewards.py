@@ -15,18 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.rewards import worker
 from minirl.rewards.functions import compute_rewards
 from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.worker_process import load_reward
-from minirl.rollouts import Rollout, RolloutId
 from minirl.run.load_task import load_task
-from support.texts import ids, save_tokenizer
+from support.processes import is_alive
+from support.rollouts import make_prompts, make_rollout
 
 SOURCE = """
 import os, random, re, subprocess, sys, time
@@ -208,14 +206,6 @@ def rewards_of(function, completions=BATCH, columns=()):
     return compute_rewards(function, rows, completions=completions, completion_ids=[[7]] * len(completions))
 
 
-def is_alive(pid):
-    """Whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def assert_gone(*pids):
     deadline = time.monotonic() + 5
     while any(map(is_alive, pids)):
@@ -304,17 +294,8 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
 
 def make_rollouts(tmp_path, texts):
     """Prompts of one row, and a rollout of each text."""
-    save_tokenizer(tmp_path, None)
-    prompts = PromptStream(
-        [Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20
-    )
-    rollouts = []
-    for sample, text in enumerate(texts):
-        tokens = torch.tensor([*prompts.prompt_ids(0), *ids(text)])
-        n, first = len(tokens), len(prompts.prompt_ids(0))
-        streams = (torch.arange(n) >= first, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
-        rollouts.append(Rollout(tokens, *streams, first, RolloutId(5, sample), "stop"))
-    return prompts, rollouts
+    prompts = make_prompts(tmp_path, [Row("ab", {}, "f:1")])
+    return prompts, [make_rollout(prompts, 5, sample, text) for sample, text in enumerate(texts)]
 
 
 def test_row_23_a_forgiven_completion_has_reward_zero_and_is_marked(load, tmp_path):
@@ -695,17 +676,18 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
     program = (
         "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
         "pids, starts, hangs = (\n"
-        f"    load_reward('{folder}/mine.py:' + name) for name in ('pids', 'starts', 'hangs_in_c')\n"
+        f"    load_reward('{folder}/mine.py:' + name, num_workers=1 + (name == 'hangs_in_c'))\n"
+        "    for name in ('pids', 'starts', 'hangs_in_c')\n"
         ")\n"
         "for function in (pids, starts):\n"
         "    print(*map(int, function(completions=['a', 'b'])), end=' ')\n"
-        "print(hangs.workers[0].pid, flush=True)\n"
+        "print(*(worker.pid for worker in hangs.workers), flush=True)\n"
         "hangs(completions=['bad'])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     processes = [int(pid) for pid in trainer.stdout.readline().split()]
     time.sleep(0.2)
-    assert len(processes) == 5
+    assert len(processes) == 6
     assert all(map(is_alive, processes))
     trainer.kill()
     trainer.wait()

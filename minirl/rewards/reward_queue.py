@@ -57,7 +57,9 @@ class RewardQueue:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
-        (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}  # ValueError unless there is one
+        (ordinal,) = {
+            rollout.rollout_id.prompt_ordinal for rollout in group
+        }  # ValueError unless there is one
         row = self._prompts.row(ordinal)
         rows = [row] * len(group)
         texts = [self._text(rollout) for rollout in group]
