@@ -662,9 +662,10 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
 
 @pytest.mark.parametrize("name", ["pids", "starts"])
 def test_no_process_is_left_after_close(load, name):
-    """Neither the worker nor what it forked or started."""
-    function = load(name)
+    """Neither a worker nor what it forked or started."""
+    function = load(name, num_workers=2)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
+    processes += [worker.pid for worker in function.workers]
     assert all(map(is_alive, processes))
     function.close()
     assert_gone(*processes)

@@ -127,7 +127,7 @@ def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load, mak
     assert not queue.is_busy
 
 
-def test_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load, make_groups):
+def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load, make_groups):
     """Random ones too, and those of a function that looks at the whole call; they come in the order asked for."""
     prompts, groups = make_groups([("a", "b", "c")] * 6)
     few = {"draws": load("draws")}

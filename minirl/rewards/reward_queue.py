@@ -57,9 +57,8 @@ class RewardQueue:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
-        (ordinal,) = {
-            rollout.rollout_id.prompt_ordinal for rollout in group
-        }  # ValueError unless there is one
+        # Raises ValueError if they are of several prompts.
+        (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
         row = self._prompts.row(ordinal)
         rows = [row] * len(group)
         texts = [self._text(rollout) for rollout in group]
@@ -83,8 +82,9 @@ class RewardQueue:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Send, receive, start the next calls, kill what is over its time.
 
-        Waits for something to happen if there are calls, up to `timeout_s` and half a second. Raises RewardError
-        naming function, row and completion for a failure that is not forgiven; the phase is then given up.
+        While there are calls it waits for something to happen, at most `timeout_s` and never more than half a second.
+        Raises RewardError naming function, row and completion for a failure that is not forgiven; the phase is then
+        given up.
         """
         poll(list(self._calls.values()), timeout_s)
 
@@ -101,6 +101,7 @@ class RewardQueue:
             completions = [rollout.completion for rollout in rollouts]
             for name, function in self._functions.items():
                 if name not in self._calls:
+                    self.poll()
                     # A hang report names the user's function while it runs.
                     watchdog.heartbeat(f"reward {name}")
                     answers[name] = compute_rewards(

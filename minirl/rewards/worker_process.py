@@ -273,6 +273,8 @@ class FunctionCalls:
             if not any(reward is not None and math.isnan(reward) for reward in call.rewards):
                 what = f"{count} completions, none of which fails alone"
                 raise RewardError(escaped(f"reward {self.function.__name__} for {what}: {answers}"))
+        # Calls are kept until the phase ends, token ids among their arguments.
+        call.arguments = {}
 
     def _reward(self, call: Call, i: int, answer: float | str | None) -> float | None:
         """Return a completion's reward, NaN for a failure that is forgiven. Raises RewardError for another."""
