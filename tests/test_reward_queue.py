@@ -214,6 +214,16 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
         queue.finish(flat(groups))
 
 
+def test_row_23_a_phase_that_has_failed_returns_no_rewards(load, make_groups):
+    """Also where nothing else was under way, and the error was caught."""
+    prompts, groups = make_groups([("ok",), ("bad",)])
+    queue = add_all({"raises": load("raises")}, prompts, groups)
+    with pytest.raises(RewardError, match="completion 'bad': raised"):
+        queue.finish(flat(groups))
+    with pytest.raises(RuntimeError, match="given up"):
+        queue.finish(flat(groups))
+
+
 def test_row_25_a_phase_that_is_left_leaves_no_answer_for_the_next(load, make_groups):
     """An error elsewhere, and another phase after it, with a call under way and others waiting."""
     prompts, groups = make_groups([("a", "bad"), ("bb", "cc"), ("dd", "ee")])

@@ -221,7 +221,6 @@ class FunctionCalls:
         for busy, requests in list(self._under_way.items()):
             reply = busy.receive()
             if reply is not None:
-                del self._under_way[busy]
                 self.function.show_printed(reply)
                 self._continue(busy, requests, reply)
         self._start_waiting()
@@ -250,13 +249,17 @@ class FunctionCalls:
     def _continue(
         self, free: Worker, requests: Generator[dict[str, Any], Reply, None], reply: Reply | None
     ) -> None:
-        """Give a call the reply to its last request, and a worker its next request, if there is one."""
+        """Give a call the reply to its last request, and a worker its next request, if there is one.
+
+        A call that raises stays under way: its phase cannot be finished.
+        """
+        self._under_way[free] = requests
         try:
             request = next(requests) if reply is None else requests.send(reply)
         except StopIteration:
-            return
-        free.call(request)
-        self._under_way[free] = requests
+            del self._under_way[free]
+        else:
+            free.call(request)
 
     def _requests(self, call: Call) -> Generator[dict[str, Any], Reply, None]:
         """Make the requests of a call one after the other, from the replies to them. Raises as `advance`."""
