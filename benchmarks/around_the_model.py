@@ -33,7 +33,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.ranks import process_group
 from minirl.report.logger import Logger
-from minirl.rewards.functions import reward_rollouts
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import exchange, gather_table

@@ -378,7 +378,7 @@ class TestWhatIsGoneOnFrom:
         save_steps(tmp_path, source, [1])
         with pytest.raises(InputError, match=r"--lr 0.2 \(was 0.1\).*--resume force"):
             open_run_folder("a", FLAGS | {"lr": 0.2})
-        close(open_run_folder("a", FLAGS | {"save_every": 5}))
+        close(open_run_folder("a", FLAGS | {"save_every": 5, "reward_workers": 4}))
         run = open_run_folder("a", FLAGS | {"lr": 0.2}, resume="force")
         assert run.checkpoint.name == "000001"
         assert "--lr 0.2 (was 0.1)" in capsys.readouterr().out

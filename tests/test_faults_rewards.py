@@ -15,17 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.rewards import worker
-from minirl.rewards.functions import compute_rewards, reward_rollouts
+from minirl.rewards.functions import compute_rewards
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.worker_process import load_reward
-from minirl.rollouts import Rollout, RolloutId
 from minirl.run.load_task import load_task
-from support.texts import ids, save_tokenizer
+from support.processes import is_alive
+from support.rollouts import make_prompts, make_rollout
 
 SOURCE = """
 import os, random, re, subprocess, sys, time
@@ -207,14 +206,6 @@ def rewards_of(function, completions=BATCH, columns=()):
     return compute_rewards(function, rows, completions=completions, completion_ids=[[7]] * len(completions))
 
 
-def is_alive(pid):
-    """Whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def assert_gone(*pids):
     deadline = time.monotonic() + 5
     while any(map(is_alive, pids)):
@@ -303,17 +294,8 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
 
 def make_rollouts(tmp_path, texts):
     """Prompts of one row, and a rollout of each text."""
-    save_tokenizer(tmp_path, None)
-    prompts = PromptStream(
-        [Row("ab", {}, "f:1")], Tokenizer(tmp_path), purpose="train", max_tokens=60, max_new_tokens=20
-    )
-    rollouts = []
-    for sample, text in enumerate(texts):
-        tokens = torch.tensor([*prompts.prompt_ids(0), *ids(text)])
-        n, first = len(tokens), len(prompts.prompt_ids(0))
-        streams = (torch.arange(n) >= first, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
-        rollouts.append(Rollout(tokens, *streams, first, RolloutId(5, sample), "stop"))
-    return prompts, rollouts
+    prompts = make_prompts(tmp_path, [Row("ab", {}, "f:1")])
+    return prompts, [make_rollout(prompts, 5, sample, text) for sample, text in enumerate(texts)]
 
 
 def test_row_23_a_forgiven_completion_has_reward_zero_and_is_marked(load, tmp_path):
@@ -423,12 +405,12 @@ def test_row_24_functions_of_this_process_are_checked_alike(value):
 def test_row_25_a_call_that_hangs_is_killed_and_its_row_named(load, name):
     """Also where Python's own signal handlers would not run; the next call has a new worker."""
     function = load(name, timeout_s=0.5)
-    before, start = function._process.pid, time.monotonic()
+    before, start = function.workers[0].pid, time.monotonic()
     said = r"f\.jsonl:2, completion 'bad': took more than 0\.5 s and was killed; see --reward-timeout"
     with pytest.raises(RewardError, match=said):
         rewards_of(function)
     assert time.monotonic() - start < 5
-    assert_gone(before, function._process.pid)
+    assert_gone(before, function.workers[0].pid)
     assert rewards_of(function, ("fine",)) == [1.0]
 
 
@@ -467,11 +449,11 @@ def test_row_25_a_dead_worker_is_said_to_be_dead_and_replaced(load, name, said):
 def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
     """A request of more than a pipe holds has the same deadline; a death while writing is seen."""
     function = load("good", timeout_s=1.0)
-    os.kill(function._process.pid, signal.SIGSTOP)
+    os.kill(function.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(RewardError, match="took more than 1 s"):
         function(completions=["x" * 1_000_000])
     assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
-    pid = function._process.pid
+    pid = function.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(RewardError, match="SIGKILL"):
@@ -509,12 +491,12 @@ def test_row_25_an_interrupted_call_leaves_no_answer_for_the_next(load):
 def test_row_26_what_would_end_the_process_is_an_error_of_the_row(load, name, said):
     """And the worker lives on."""
     function = load(name)
-    pid = function._process.pid
+    pid = function.workers[0].pid
     with pytest.raises(RewardError, match=rf"f\.jsonl:2, completion 'bad': raised\n(.|\n)*{said}") as caught:
         rewards_of(function)
     assert len(str(caught.value)) < 5000
     assert rewards_of(function, ("fine",)) == [1.0]
-    assert function._process.pid == pid
+    assert function.workers[0].pid == pid
 
 
 def test_row_26_prints_are_kept_off_the_run_and_shown_once_in_part(load, capfd):
@@ -680,9 +662,10 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
 
 @pytest.mark.parametrize("name", ["pids", "starts"])
 def test_no_process_is_left_after_close(load, name):
-    """Neither the worker nor what it forked or started."""
-    function = load(name)
+    """Neither a worker nor what it forked or started."""
+    function = load(name, num_workers=2)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
+    processes += [worker.pid for worker in function.workers]
     assert all(map(is_alive, processes))
     function.close()
     assert_gone(*processes)
@@ -694,17 +677,18 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
     program = (
         "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
         "pids, starts, hangs = (\n"
-        f"    load_reward('{folder}/mine.py:' + name) for name in ('pids', 'starts', 'hangs_in_c')\n"
+        f"    load_reward('{folder}/mine.py:' + name, num_workers=1 + (name == 'hangs_in_c'))\n"
+        "    for name in ('pids', 'starts', 'hangs_in_c')\n"
         ")\n"
         "for function in (pids, starts):\n"
         "    print(*map(int, function(completions=['a', 'b'])), end=' ')\n"
-        "print(hangs._process.pid, flush=True)\n"
+        "print(*(worker.pid for worker in hangs.workers), flush=True)\n"
         "hangs(completions=['bad'])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     processes = [int(pid) for pid in trainer.stdout.readline().split()]
     time.sleep(0.2)
-    assert len(processes) == 5
+    assert len(processes) == 6
     assert all(map(is_alive, processes))
     trainer.kill()
     trainer.wait()

@@ -145,6 +145,7 @@ def test_the_fields_with_numbers_are_found():
             lambda: check_shared(RunConfig(gpus="16x80", dry_run=True, shard_over="node")),
             "--gpus 16x80: does not say how many are in a node",
         ),
+        (lambda: check_shared(RunConfig(reward_workers=0)), "--reward-workers 0: must be greater than 0"),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
         (
             lambda: check_shared(RunConfig(reward_weights=(-1e7,))),

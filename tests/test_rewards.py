@@ -11,16 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.rewards import reward_model
-from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty, reward_rollouts
+from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker_process import load_reward
-from minirl.rollouts import Rollout, RolloutId
+from support.rollouts import make_prompts, make_rollout
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROWS = [
@@ -341,21 +340,6 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, c
     got = rewards_of(load(folder, chat=chat), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
     assert got == pytest.approx([oracle(expected.format(text)) for text in completions], rel=1e-5, abs=1e-5)
     assert max(got) - min(got) > 0.1
-
-
-def make_prompts(folder, rows):
-    """The policy's prompts: its own tokenizer numbers the letters as `ids` does."""
-    save_tokenizer(folder, None)
-    return PromptStream(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
-
-
-def make_rollout(prompts, ordinal, sample, completion):
-    """A rollout of the `ordinal`-th prompt whose completion is this text, specials written out, in the policy's ids."""
-    prompt, sampled = prompts.prompt_ids(ordinal), ids(completion)
-    tokens = torch.tensor([*prompt, *sampled])
-    mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
-    streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
 
 
 def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):

@@ -11,22 +11,16 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 """
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.data.prompts import PromptStream
 from minirl.data.task import STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
-from minirl.generation.sampling import request_key
-from minirl.ranks import watchdog
-from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
-from minirl.rollouts import Rollout
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
@@ -103,56 +97,23 @@ def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def reward_rollouts(
-    functions: Mapping[str, RewardFunction], prompts: PromptStream, rollouts: Sequence[Rollout]
-) -> RewardedRollouts:
-    """Compute the rewards [N, K] of this rank's N rollouts of these prompts with K functions. Not collective.
-
-    Functions in worker processes are seeded from the rollout ids, so that a random reward does not depend on
-    earlier calls. Raises as `compute_rewards`.
-    """
-    # A row of a file is read when it is asked for: once for all rollouts of its prompt.
-    ordinals = {rollout.rollout_id.prompt_ordinal for rollout in rollouts}
-    row_of = {ordinal: prompts.row(ordinal) for ordinal in ordinals}
-    rows = []
-    completions = []
-    texts = []
-    seeds = []
-    for rollout in rollouts:
-        rollout_id = rollout.rollout_id
-        seed = request_key(
-            prompts.seed,
-            purpose=prompts.purpose,
-            prompt_ordinal=rollout_id.prompt_ordinal,
-            sample=rollout_id.sample,
-        )
-        rows.append(row_of[rollout_id.prompt_ordinal])
-        completions.append(rollout.completion)
-        texts.append(prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :]))
-        seeds.append(seed)
-
-    columns = []
-    failures = []
-    for name, function in functions.items():
-        # A hang report names the user's function while it runs.
-        watchdog.heartbeat(f"reward {name}")
-        answers = compute_rewards(function, rows, completions=texts, completion_ids=completions, seeds=seeds)
-        watchdog.heartbeat("")
-        is_failed = [answer is not None and math.isnan(answer) for answer in answers]
-        failures.append(is_failed)
-        # A failure that is forgiven counts as 0; NaN stands for a reward that does not apply.
-        column = [math.nan if answer is None else answer for answer in answers]
-        columns.append([0.0 if failed else value for failed, value in zip(is_failed, column, strict=True)])
-    # The view gives [K, 0] its shape on a rank without rollouts.
-    rewards = torch.tensor(columns, dtype=torch.float64).view(len(functions), len(rows)).T
-    failed = torch.tensor(failures, dtype=torch.bool).view(len(functions), len(rows)).T
-    return RewardedRollouts(
-        rollouts=list(rollouts),
-        rows=rows,
-        texts=texts,
-        rewards=rewards,
-        failed=failed.any(dim=1),
-    )
+def all_arguments(
+    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return everything that a reward function may take, by argument name."""
+    shaped_completions: list[Any] = []
+    for row, text in zip(rows, completions, strict=True):
+        is_chat = not isinstance(row.prompt, str)
+        shaped_completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+    arguments: dict[str, Any] = {
+        "prompts": [row.prompt for row in rows],
+        "completions": shaped_completions,
+        "completion_ids": [list(ids) for ids in completion_ids],
+    }
+    column_names = {name for row in rows for name in row.columns}
+    for name in sorted(column_names - arguments.keys()):
+        arguments[name] = [row.columns.get(name) for row in rows]
+    return arguments
 
 
 def compute_rewards(
@@ -171,7 +132,7 @@ def compute_rewards(
     """
     if not completions:
         return []
-    arguments = accepted_arguments(function, _all_arguments(rows, completions, completion_ids))
+    arguments = accepted_arguments(function, all_arguments(rows, completions, completion_ids))
     places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
         return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))
@@ -185,25 +146,6 @@ def compute_rewards(
             raise RewardError(f"reward {name} for the row at {place}, completion {text[:80]!r}: {value}")
         rewards.append(value)
     return rewards
-
-
-def _all_arguments(
-    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Return everything that a reward function may take, by argument name."""
-    shaped_completions: list[Any] = []
-    for row, text in zip(rows, completions, strict=True):
-        is_chat = not isinstance(row.prompt, str)
-        shaped_completions.append([{"role": "assistant", "content": text}] if is_chat else text)
-    arguments: dict[str, Any] = {
-        "prompts": [row.prompt for row in rows],
-        "completions": shaped_completions,
-        "completion_ids": [list(ids) for ids in completion_ids],
-    }
-    column_names = {name for row in rows for name in row.columns}
-    for name in sorted(column_names - arguments.keys()):
-        arguments[name] = [row.columns.get(name) for row in rows]
-    return arguments
 
 
 def _name_of(function: RewardFunction) -> str:

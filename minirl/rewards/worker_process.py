@@ -1,23 +1,15 @@
-"""Run each of the user's reward functions in a process (`worker`) that is killed if a call takes too long.
+"""Run each of the user's reward functions in processes (`worker`) that are killed if a call takes too long.
 
 When a whole call raises, hangs, dies or does not return a list of the right length, its completions are sent
-again, one in a call, to find those that fail. The worker has the user's rights: this limits accidents, not
-attacks. Nothing is pickled, and what the worker sends is checked here again.
+again, one in a call, to find those that fail. What the workers send is checked here again.
 """
 
 import contextlib
 import inspect
-import json
 import math
-import os
-import secrets
-import select
-import signal
-import subprocess
-import sys
-import time
-import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +17,20 @@ from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
 from minirl.rewards import worker
+from minirl.rewards.exchange import NO_ANSWER, POLL_S, Worker, escaped, wait_for_any
 
-# For the imports of the user's file, in addition to the time limit of a call.
-LOAD_TIMEOUT_S = 60.0
-# With on_error "zero", up to this share of the completions of a call (at least one) may fail and is forgiven.
+# With on_error "zero", up to this share of the completions of a phase (at least one) may fail and is forgiven.
 MAX_FORGIVEN_FRAC = 0.05
-# A rank waiting for its worker sends a heartbeat at least this often.
-POLL_S = 0.5
-# Bytes of an answer.
-MAX_ANSWER = 1 << 26
-NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
+
+# What a worker sends for a request, and rewards or error strings made of it; a single string: the whole call failed.
+Reply = dict[str, Any] | str
+Answers = list[float | str | None] | str
 
 
-def load_reward(spec: str, *, timeout_s: float = 60.0, on_error: str = "stop") -> "RewardProcess":
-    """Start a worker for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
+def load_reward(
+    spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
+) -> "RewardProcess":
+    """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
     source, _, name = spec.rpartition(":")
     is_file = source.endswith(".py")
     is_module = all(part.isidentifier() for part in source.split("."))
@@ -46,30 +38,38 @@ def load_reward(spec: str, *, timeout_s: float = 60.0, on_error: str = "stop") -
         raise InputError(f"--reward {spec}: expected file.py:function or module:function")
     if is_file and not Path(source).is_file():
         raise InputError(f"--reward {spec}: there is no file {source}")
-    return RewardProcess(source, name, timeout_s=timeout_s, on_error=on_error)
+    return RewardProcess(source, name, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
 
 
 class RewardProcess:
-    """A reward function whose calls run in a worker process.
+    """A reward function whose calls run in worker processes.
 
-    Global state of the user's file is lost when the worker is killed.
+    Each worker runs the user's file for itself: what the file remembers between calls is that worker's own, and is
+    lost when the worker is killed.
     """
 
-    def __init__(self, source: str, name: str, *, timeout_s: float, on_error: str):
-        """Start the worker. source: a Python file, or a module's name.
+    def __init__(self, source: str, name: str, *, timeout_s: float, on_error: str, num_workers: int = 1):
+        """Start the workers. source: a Python file, or a module's name.
 
         timeout_s: limit of one call. on_error: "zero" forgives a few failed completions, "stop" none.
         Raises InputError if it cannot be run or has no such function.
         """
         self.__name__ = name
-        self._source = source
-        self._timeout_s = timeout_s
-        self._on_error = on_error
+        self.on_error = on_error
+        # Of `FunctionCalls`: only the newest may use the workers.
+        self.phase = 0
         # The kinds of notes that were printed: each is printed once.
         self._printed_notes: set[str] = set()
-        error = self._start()
-        if error is not None:
-            raise InputError(f"--reward {source}:{name}: {error}")
+        self.workers: list[Worker] = []
+        try:
+            # All load the file at the same time.
+            for _ in range(num_workers):
+                self.workers.append(Worker(source, name, timeout_s=timeout_s))
+            for started in self.workers:
+                self.__signature__ = self._await_start(started)
+        except RewardError as error:
+            self.close()
+            raise InputError(f"--reward {source}:{name}: {error}") from None
 
     def __call__(self, **arguments: list[Any]) -> list[float | None]:
         """Compute rewards; error messages do not name the rows. Raises as `compute`."""
@@ -87,172 +87,257 @@ class RewardProcess:
     ) -> list[float | None]:
         """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        Not collective.
-
-        `arguments` has a list [N] per argument of the function; `places` are the origins of the rows and
-        `texts` the completions, both for error messages. The worker is seeded with seeds[0], or with a
-        completion's own seed when that is sent alone. Raises RewardError naming function, row, completion and
-        what the user's code did.
+        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`.
         """
-        max_forgiven = 0
-        if self._on_error == "zero":
-            max_forgiven = max(1, int(MAX_FORGIVEN_FRAC * len(texts)))
-        answers = self._call(arguments, len(texts), seeds[0])
-        if isinstance(answers, str):
-            answers = self._call_one_at_a_time(arguments, seeds, error=answers, max_forgiven=max_forgiven)
+        calls = FunctionCalls(self, num_completions=len(texts))
+        call = calls.add(arguments, places=places, texts=texts, seeds=seeds)
+        complete([calls])
+        return call.rewards
 
-        failures = []
-        # There are fewer answers than completions if a failure was not forgiven.
-        for answer, place, text in zip(answers, places, texts, strict=False):
-            if isinstance(answer, str):
-                where = f"reward {self.__name__} for the row at {place}, completion {text[:80]!r}"
-                failures.append(_escaped(f"{where}: {answer}"))
-        if len(failures) > max_forgiven:
-            summary = ""
-            if max_forgiven > 0:
-                counts = f"{len(failures)} of {len(answers)} completions"
-                summary = f"{counts}, --on-reward-error zero forgives {max_forgiven}; "
-            raise RewardError(summary + failures[0])
-        if failures:
-            self._print_once("forgiven", f"{failures[0]}\nThe reward is 0, see reward/errors.")
-        return [math.nan if isinstance(answer, str) else answer for answer in answers]
+    def begin_phase(self) -> int:
+        """Return the number of a new phase. Kills the workers that an earlier one, given up, has left in a call.
 
-    def _call_one_at_a_time(
-        self, arguments: dict[str, list[Any]], seeds: Sequence[int], *, error: str, max_forgiven: int
-    ) -> list[float | str | None]:
-        """Call the function for each completion alone, after the call of all of them failed with `error`.
-
-        Returns rewards, with an error string in place of each failure, up to the first failure that is not
-        forgiven. Raises RewardError if no completion fails alone.
+        Their answers would come late, and must not be taken for those of later calls.
         """
-        if len(seeds) == 1:
-            return [error]
-        answers: list[float | str | None] = []
-        num_failed = 0
-        for i, seed in enumerate(seeds):
-            single = {name: values[i : i + 1] for name, values in arguments.items()}
-            answer = self._call(single, 1, seed)
-            answers.extend([answer] if isinstance(answer, str) else answer)
-            if isinstance(answers[-1], str):
-                num_failed += 1
-            if num_failed > max_forgiven:
-                break
-        if num_failed == 0:
-            what = f"{len(seeds)} completions, none of which fails alone"
-            raise RewardError(_escaped(f"reward {self.__name__} for {what}: {error}"))
-        return answers
+        for busy in self.workers:
+            if busy.is_busy:
+                busy.kill()
+        self.phase += 1
+        return self.phase
 
     def close(self) -> None:
-        """Kill the worker and the other processes of its session; the next call starts a new worker."""
-        self._kill()
+        """Kill the workers and the other processes of their sessions; later calls start new ones."""
+        for open_worker in self.workers:
+            open_worker.kill()
 
-    def _start(self) -> str | None:
-        """Start a worker and ask which arguments the function takes. Returns an error string, or None."""
-        self._process = subprocess.Popen(
-            # -P: modules beside worker.py must not hide those of the user.
-            [sys.executable, "-P", worker.__file__, self._source, self.__name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            # With a fixed hash seed, sets are in the same order again after a resume.
-            env={"PYTHONHASHSEED": "0", **os.environ},
-        )
-        # Kills once: when called, when this object is deleted, or at the latest when this process exits.
-        self._kill = weakref.finalize(self, _kill_session, self._process)
-        answer = self._ask({"path": sys.path}, self._timeout_s + LOAD_TIMEOUT_S)
-        if isinstance(answer, str):
-            return answer
-        if isinstance(answer.get("error"), str):
-            self._kill()
-            return _escaped(answer["error"])
-        try:
-            self.__signature__ = _signature(answer)
-        except (KeyError, TypeError, ValueError):
-            self._kill()
-            return NO_ANSWER
-        return None
+    def show_printed(self, reply: Reply) -> None:
+        """Print once what the user's code has printed, on rank 0: it is much the same on all."""
+        if isinstance(reply, dict) and reply["printed"] and rank() == 0:
+            text = escaped(reply["printed"])
+            self.print_once("printed", f"reward {self.__name__} printed (said once):\n{text}")
 
-    def _call(self, arguments: dict[str, list[Any]], count: int, seed: int) -> list[float | str | None] | str:
-        """Call the function for `count` completions; starts a new worker if there is none.
-
-        Returns as `worker.validate_rewards`; also a single error string if the function raised or the worker
-        failed.
-        """
-        if not self._kill.alive or self._process.poll() is not None:
-            self.close()
-            error = self._start()
-            if error is not None:
-                return error
-        answer = self._ask({"seed": seed, "arguments": arguments, "count": count}, self._timeout_s)
-        if isinstance(answer, str):
-            return answer
-        error, rewards = answer.get("error"), answer.get("rewards")
-        if error is None and isinstance(rewards, list) and len(rewards) == count:
-            return [value if isinstance(value, str) else worker.validate_number(value) for value in rewards]
-        text = rewards if error is None else error
-        return text if isinstance(text, str) else NO_ANSWER
-
-    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
-        """Send a request and return the worker's answer, or an error string if it took too long or died."""
-        request_id = secrets.token_hex(8)
-        answer = None
-        try:
-            message = json.dumps({"id": request_id, **request}).encode() + b"\n"
-            line = _exchange(self._process, message, deadline=time.monotonic() + timeout_s)
-            failure = self._failure(line, timeout_s)
-            if line is not None and failure is None:
-                answer = _parsed(line, request_id)
-        except BaseException:
-            # An answer that comes late must not be taken for that of the next call.
-            self._kill()
-            raise
-        if answer is None:
-            self._kill()
-            return failure or NO_ANSWER
-        printed = answer.pop("printed")
-        if printed and rank() == 0:
-            self._print_once("printed", f"reward {self.__name__} printed (said once):\n{_escaped(printed)}")
-        return answer
-
-    def _failure(self, line: bytes | None, timeout_s: float) -> str | None:
-        """Return why `_exchange` returned no whole line, or None if it did."""
-        if line is None:
-            return f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
-        if line.endswith(b"\n"):
-            return None
-        if len(line) > MAX_ANSWER:
-            return NO_ANSWER
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        code = self._process.returncode
-        if code is None:
-            return "closed the pipes of its process"
-        if code < 0:
-            return f"ended its process, {_signal_name(-code)}"
-        return f"ended its process, exit code {code}"
-
-    def _print_once(self, kind: str, text: str) -> None:
+    def print_once(self, kind: str, text: str) -> None:
         """Print a note on this rank unless one of this kind was printed before."""
         if kind not in self._printed_notes:
             self._printed_notes.add(kind)
             print_here(f"note: {text}")
 
+    def _await_start(self, started: Worker) -> inspect.Signature:
+        """Return the signature of the function that a new worker has loaded. Raises RewardError."""
+        reply = None
+        while reply is None:
+            wait_for_any([started], POLL_S)
+            reply = started.receive()
+        if isinstance(reply, str):
+            raise RewardError(reply)
+        self.show_printed(reply)
+        if isinstance(reply.get("error"), str):
+            raise RewardError(escaped(reply["error"]))
+        try:
+            return _signature(reply)
+        except (KeyError, TypeError, ValueError):
+            raise RewardError(NO_ANSWER) from None
 
-def _parsed(line: bytes, request_id: str) -> dict[str, Any] | None:
-    """The answer in a line; None if the worker's own code has not sent it in answer to this request."""
+
+@dataclass
+class Call:
+    """N completions that are sent to a function together, and their rewards.
+
+    The worker is seeded with seeds[0], or with a completion's own seed when that is sent alone.
+    """
+
+    arguments: dict[str, list[Any]]  # a list [N] per argument of the function
+    places: Sequence[str]  # the origins of the rows, for error messages
+    texts: Sequence[str]  # the completions, for error messages
+    seeds: Sequence[int]
+    # Once they are known: NaN where a failure is forgiven, None where the reward does not apply.
+    rewards: list[float | None] = field(default_factory=list)
+
+    def request(self) -> dict[str, Any]:
+        """What a worker gets for all completions."""
+        return {"seed": self.seeds[0], "arguments": self.arguments, "count": len(self.texts)}
+
+    def request_alone(self, i: int) -> dict[str, Any]:
+        """What a worker gets for one completion."""
+        single = {name: values[i : i + 1] for name, values in self.arguments.items()}
+        return {"seed": self.seeds[i], "arguments": single, "count": 1}
+
+
+class FunctionCalls:
+    """The calls of one function in a phase, begun in the order in which they are added. Nothing here waits.
+
+    As many are under way as there are workers. A call that fails as a whole is repeated completion by completion on
+    its worker, so that a function which hangs delays no other call while there is another worker. Not collective.
+    """
+
+    def __init__(self, function: RewardProcess, *, num_completions: int):
+        """num_completions: of all calls together; the limit of forgiven failures is a share of them.
+
+        The calls of an earlier phase of this function are given up.
+        """
+        self.function = function
+        self._phase = function.begin_phase()
+        self._num_completions = num_completions
+        self._max_forgiven = 0
+        if function.on_error == "zero":
+            self._max_forgiven = max(1, int(MAX_FORGIVEN_FRAC * num_completions))
+        self._failures: list[str] = []
+        # Each call is the requests that it has yet to make.
+        self._waiting: deque[Generator[dict[str, Any], Reply, None]] = deque()
+        self._under_way: dict[Worker, Generator[dict[str, Any], Reply, None]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are under way or wait for a worker."""
+        return bool(self._under_way or self._waiting)
+
+    @property
+    def busy_workers(self) -> list[Worker]:
+        """The workers with a call."""
+        return list(self._under_way)
+
+    def add(
+        self,
+        arguments: dict[str, list[Any]],
+        *,
+        places: Sequence[str],
+        texts: Sequence[str],
+        seeds: Sequence[int],
+    ) -> Call:
+        """Add a call; it begins at once if a worker is free. The arguments are those of `Call`."""
+        self._check_is_newest()
+        call = Call(arguments, places, texts, seeds)
+        self._waiting.append(self._requests(call))
+        self._start_waiting()
+        return call
+
+    def advance(self) -> None:
+        """Send, receive, kill what is over its time, and begin the next calls.
+
+        Raises RewardError naming function, row, completion and what the user's code did, as soon as a failure that
+        is not forgiven is known.
+        """
+        self._check_is_newest()
+        for busy, requests in list(self._under_way.items()):
+            reply = busy.receive()
+            if reply is not None:
+                self.function.show_printed(reply)
+                self._continue(busy, requests, reply)
+        self._start_waiting()
+
+    def give_up(self) -> None:
+        """Kill the workers that are in a call. Nothing can be added any more."""
+        if self._phase == self.function.phase:
+            self.function.begin_phase()
+
+    def say_forgiven(self) -> None:
+        """Print once per run that failures were forgiven."""
+        if self._failures:
+            text = f"{self._failures[0]}\nThe reward is 0, see reward/errors."
+            self.function.print_once("forgiven", text)
+
+    def _check_is_newest(self) -> None:
+        """Raise RuntimeError if the calls were given up."""
+        if self._phase != self.function.phase:
+            raise RuntimeError(f"reward {self.function.__name__}: this phase was given up")
+
+    def _start_waiting(self) -> None:
+        for free in self.function.workers:
+            if self._waiting and free not in self._under_way:
+                self._continue(free, self._waiting.popleft(), None)
+
+    def _continue(
+        self, free: Worker, requests: Generator[dict[str, Any], Reply, None], reply: Reply | None
+    ) -> None:
+        """Give a call the reply to its last request, and a worker its next request, if there is one.
+
+        A call that raises stays under way: its phase cannot be finished.
+        """
+        self._under_way[free] = requests
+        try:
+            request = next(requests) if reply is None else requests.send(reply)
+        except StopIteration:
+            del self._under_way[free]
+        else:
+            free.call(request)
+
+    def _requests(self, call: Call) -> Generator[dict[str, Any], Reply, None]:
+        """Make the requests of a call one after the other, from the replies to them. Raises as `advance`."""
+        count = len(call.texts)
+        answers = _answers((yield call.request()), count)
+        if not isinstance(answers, str):
+            call.rewards = [self._reward(call, i, answer) for i, answer in enumerate(answers)]
+        elif count == 1:
+            call.rewards = [self._reward(call, 0, answers)]
+        else:
+            for i in range(count):
+                alone = _answers((yield call.request_alone(i)), 1)
+                call.rewards.append(self._reward(call, i, alone if isinstance(alone, str) else alone[0]))
+            if not any(reward is not None and math.isnan(reward) for reward in call.rewards):
+                what = f"{count} completions, none of which fails alone"
+                raise RewardError(escaped(f"reward {self.function.__name__} for {what}: {answers}"))
+        # Calls are kept until the phase ends, token ids among their arguments.
+        call.arguments = {}
+
+    def _reward(self, call: Call, i: int, answer: float | str | None) -> float | None:
+        """Return a completion's reward, NaN for a failure that is forgiven. Raises RewardError for another."""
+        if not isinstance(answer, str):
+            return answer
+        where = f"reward {self.function.__name__} for the row at {call.places[i]}, completion {call.texts[i][:80]!r}"
+        self._failures.append(escaped(f"{where}: {answer}"))
+        if len(self._failures) <= self._max_forgiven:
+            return math.nan
+        summary = ""
+        if self._max_forgiven > 0:
+            counts = f"{len(self._failures)} of this phase's {self._num_completions} completions"
+            summary = f"{counts}, --on-reward-error zero forgives {self._max_forgiven}; "
+        raise RewardError(summary + self._failures[0])
+
+
+@contextlib.contextmanager
+def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
+    """Give up the calls if the block raises, whatever it is."""
     try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_answer = isinstance(answer, dict) and answer.get("id") == request_id
-    return answer if is_answer and isinstance(answer.get("printed"), str) else None
+        yield
+    except BaseException:
+        for calls in all_calls:
+            calls.give_up()
+        raise
 
 
-def _signal_name(number: int) -> str:
-    """SIGKILL, for example; most real-time signals have no name."""
-    names = {known.value: known.name for known in signal.Signals}
-    return names.get(number, f"signal {number}")
+def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
+    """Advance the calls of several functions. With a timeout, wait for something to happen, as `wait_for_any`.
+
+    Raises as `FunctionCalls.advance`; all calls are then given up, as at any other exception.
+    """
+    with given_up_on_error(all_calls):
+        busy_workers = [busy for calls in all_calls for busy in calls.busy_workers]
+        if timeout_s > 0 and busy_workers:
+            wait_for_any(busy_workers, timeout_s)
+        for calls in all_calls:
+            calls.advance()
+
+
+def complete(all_calls: Sequence[FunctionCalls]) -> None:
+    """Wait for all calls of several functions. Raises as `poll`."""
+    for calls in all_calls:
+        # What other ranks' hang reports say of this one.
+        watchdog.heartbeat(f"reward {calls.function.__name__}")
+        while calls.is_busy:
+            poll(all_calls, POLL_S)
+        watchdog.heartbeat("")
+        calls.say_forgiven()
+
+
+def _answers(reply: Reply, count: int) -> Answers:
+    """Check a reply to a request for `count` completions. Returns as `worker.validate_rewards`."""
+    if isinstance(reply, str):
+        return reply
+    error, rewards = reply.get("error"), reply.get("rewards")
+    if error is None and isinstance(rewards, list) and len(rewards) == count:
+        return [value if isinstance(value, str) else worker.validate_number(value) for value in rewards]
+    text = rewards if error is None else error
+    return text if isinstance(text, str) else NO_ANSWER
 
 
 def _signature(description: dict[str, Any]) -> inspect.Signature:
@@ -265,62 +350,3 @@ def _signature(description: dict[str, Any]) -> inspect.Signature:
     if description["takes_all"]:
         parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
-
-
-def _exchange(process: subprocess.Popen[bytes], message: bytes, *, deadline: float) -> bytes | None:
-    """Send a message and read one line.
-
-    Returns less than a line if the process died, closed its pipes or sent more than MAX_ANSWER bytes, and None
-    after the deadline. Both pipes are served in one loop that never blocks for longer than POLL_S: a message may
-    be larger than a pipe holds, and the worker may neither read nor answer.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    request_fd = process.stdin.fileno()
-    answer_fd = process.stdout.fileno()
-    os.set_blocking(request_fd, False)
-    poll = select.poll()
-    poll.register(answer_fd, select.POLLIN)
-    poll.register(request_fd, select.POLLOUT)
-    unsent = memoryview(message)
-    answer = bytearray()
-    while not answer.endswith(b"\n") and len(answer) <= MAX_ANSWER:
-        seconds_left = deadline - time.monotonic()
-        if seconds_left <= 0:
-            return None
-        # This wait is limited by the deadline, not by --hang-timeout.
-        watchdog.heartbeat()
-        # Looked up before the poll: what the worker wrote before its death is then read below.
-        has_exited = process.poll() is not None
-        ready = dict(poll.poll(1000 * min(seconds_left, POLL_S)))
-        if request_fd in ready:
-            try:
-                num_sent = os.write(request_fd, unsent)
-            except BrokenPipeError:
-                # The worker will not read the rest, but may have written an answer.
-                num_sent = len(unsent)
-            unsent = unsent[num_sent:]
-            if not unsent:
-                poll.unregister(request_fd)
-        received = b""
-        is_closed = False
-        if answer_fd in ready:
-            received = os.read(answer_fd, 65536)
-            is_closed = not received
-        answer += received
-        # When the worker dies its pipe is closed, unless a process that it forked holds it open.
-        if is_closed or (has_exited and not received):
-            break
-    return bytes(answer)
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all those that it started, unless they have left its session."""
-    # Leaving the block closes the pipes and reaps the process.
-    with process, contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _escaped(text: str) -> str:
-    """Return the text with control characters (a terminal's escape codes, for example) spelt out."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -62,7 +62,8 @@ class Reward:
     """file.py:function ... instead of the task's: f(prompts, completions, **columns)"""
     reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
     on_reward_error: Literal["stop", "zero"] = "stop"
-    """zero: it counts as 0 for up to 5 % of a call's completions"""
+    """zero: it counts as 0 for up to 5 % of a step's completions on a rank"""
+    reward_workers: int = 1  # processes of each --reward on a rank: as many prompts are judged at a time
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
@@ -158,6 +159,7 @@ POSITIVE = (
     "max_tokens_per_microbatch",
     "threads",
     "reward_timeout",
+    "reward_workers",
 )
 
 

@@ -27,12 +27,13 @@ def load_task(
     reward: Sequence[str] = (),
     reward_timeout: float = 60.0,
     on_reward_error: str = "stop",
+    reward_workers: int = 1,
     reward_model: str | None = None,
 ) -> Task:
     """Load a task, with its reward functions. Not collective.
 
     name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
-    reward: "file.py:function" each; the function runs in a worker process (`minirl.rewards.worker_process`).
+    reward: "file.py:function" each; the function runs in `reward_workers` processes (`minirl.rewards.worker_process`).
     reward_model: only says whether there is one; the caller adds it.
 
     With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are
@@ -46,7 +47,9 @@ def load_task(
         raise InputError(f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name")
     if name == "auto":
         name = "jsonl" if data else "sorting"
-    functions = _load_functions(reward, timeout_s=reward_timeout, on_error=on_reward_error)
+    functions = _load_functions(
+        reward, timeout_s=reward_timeout, on_error=on_reward_error, num_workers=reward_workers
+    )
     if name == "sorting":
         if data or eval_data:
             raise InputError("--task sorting makes its own prompts; leave out --data and --eval-data")
@@ -74,7 +77,9 @@ def load_task(
     return task
 
 
-def _load_functions(specs: Sequence[str], *, timeout_s: float, on_error: str) -> dict[str, RewardFunction]:
+def _load_functions(
+    specs: Sequence[str], *, timeout_s: float, on_error: str, num_workers: int
+) -> dict[str, RewardFunction]:
     """The functions of --reward by name. Raises InputError if two have one name or a name is a metric's."""
     flag = f"--reward {' '.join(specs)}"
     names = {spec.rpartition(":")[2] for spec in specs}
@@ -83,5 +88,7 @@ def _load_functions(specs: Sequence[str], *, timeout_s: float, on_error: str) ->
     taken = sorted(names & RESERVED)
     if taken:
         raise InputError(f"{flag}: the name {taken[0]} is taken by a metric; rename the function")
-    functions = [load_reward(spec, timeout_s=timeout_s, on_error=on_error) for spec in specs]
+    functions = [
+        load_reward(spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers) for spec in specs
+    ]
     return {function.__name__: function for function in functions}

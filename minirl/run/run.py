@@ -46,6 +46,7 @@ from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derive
 from minirl.report.progress import progress_bar
 from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig
@@ -566,6 +567,7 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
         reward=config.reward,
         reward_timeout=config.reward_timeout,
         on_reward_error=config.on_reward_error,
+        reward_workers=config.reward_workers,
         reward_model=config.reward_model,
     )
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)

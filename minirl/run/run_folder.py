@@ -47,6 +47,7 @@ FREE_FLAGS = {
     "eval_every",
     "hang_timeout",
     "reward_timeout",
+    "reward_workers",
     "park_frozen",
     "dry_run",
     "gpus",

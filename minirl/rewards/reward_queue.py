@@ -1,0 +1,158 @@
+"""Rewards of rollouts while others are decoded: user functions run in worker processes, one call for each prompt."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from minirl.data.prompts import PromptStream
+from minirl.data.task import RewardFunction, Row
+from minirl.generation.sampling import request_key
+from minirl.ranks import watchdog
+from minirl.rewards.functions import accepted_arguments, all_arguments, compute_rewards
+from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.worker_process import (
+    Call,
+    FunctionCalls,
+    RewardProcess,
+    complete,
+    given_up_on_error,
+    poll,
+)
+from minirl.rollouts import Rollout, RolloutId
+
+
+@dataclass(frozen=True)
+class _Added:
+    """A rollout that was added: its row and text, and its place among the completions of its group's calls."""
+
+    row: Row
+    text: str
+    calls: Mapping[str, Call]  # by function, of those with workers
+    index: int
+
+
+class RewardQueue:
+    """Rewards of a phase's rollouts, computed in worker processes while others are decoded. Not collective.
+
+    What a function gets depends on the prompts alone, never on the clock: the completions of one prompt on this rank,
+    in the order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
+    model, the overlong penalty) run in this process, once, in `finish`.
+    """
+
+    def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
+        """Begin a phase. Rewards of an earlier one that was left before its end are given up.
+
+        num_rollouts: that this rank will add in all; the limit of forgiven failures counts over them.
+        """
+        self._functions = functions
+        self._prompts = prompts
+        self._calls: dict[str, FunctionCalls] = {}
+        for name, function in functions.items():
+            if isinstance(function, RewardProcess):
+                self._calls[name] = FunctionCalls(function, num_completions=num_rollouts)
+        self._added: dict[RolloutId, _Added] = {}
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
+        group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
+        # Raises ValueError if they are of several prompts.
+        (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
+        row = self._prompts.row(ordinal)
+        rows = [row] * len(group)
+        texts = [self._text(rollout) for rollout in group]
+        arguments = all_arguments(rows, texts, [rollout.completion for rollout in group])
+        calls = {}
+        for name, function_calls in self._calls.items():
+            calls[name] = function_calls.add(
+                accepted_arguments(self._functions[name], arguments),
+                places=[row.place] * len(group),
+                texts=texts,
+                seeds=[self._seed(rollout.rollout_id) for rollout in group],
+            )
+        for i, rollout in enumerate(group):
+            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are under way or wait for a free worker."""
+        return any(calls.is_busy for calls in self._calls.values())
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Send, receive, start the next calls, kill what is over its time.
+
+        While there are calls it waits for something to happen, at most `timeout_s` and never more than half a second.
+        Raises RewardError naming function, row and completion for a failure that is not forgiven; the phase is then
+        given up.
+        """
+        poll(list(self._calls.values()), timeout_s)
+
+    def finish(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
+        """Wait for what is left and return the rewards [N, K] of N rollouts, all of which were added, in their order.
+
+        Raises RewardError as `poll` and `compute_rewards`.
+        """
+        added = [self._added[rollout.rollout_id] for rollout in rollouts]
+        rows = [one.row for one in added]
+        texts = [one.text for one in added]
+        answers: dict[str, list[float | None]] = {}
+        with given_up_on_error(list(self._calls.values())):
+            completions = [rollout.completion for rollout in rollouts]
+            for name, function in self._functions.items():
+                if name not in self._calls:
+                    self.poll()
+                    # A hang report names the user's function while it runs.
+                    watchdog.heartbeat(f"reward {name}")
+                    answers[name] = compute_rewards(
+                        function, rows, completions=texts, completion_ids=completions
+                    )
+                    watchdog.heartbeat("")
+            complete(list(self._calls.values()))
+        for name in self._calls:
+            answers[name] = [one.calls[name].rewards[one.index] for one in added]
+
+        columns = []
+        failures = []
+        for name in self._functions:
+            is_failed = [answer is not None and math.isnan(answer) for answer in answers[name]]
+            failures.append(is_failed)
+            # A failure that is forgiven counts as 0; NaN stands for a reward that does not apply.
+            column = [math.nan if answer is None else answer for answer in answers[name]]
+            columns.append([0.0 if fails else value for fails, value in zip(is_failed, column, strict=True)])
+        # The view gives [K, 0] its shape on a rank without rollouts.
+        rewards = torch.tensor(columns, dtype=torch.float64).view(len(self._functions), len(added)).T
+        failed = torch.tensor(failures, dtype=torch.bool).view(len(self._functions), len(added)).T
+        return RewardedRollouts(
+            rollouts=list(rollouts), rows=rows, texts=texts, rewards=rewards, failed=failed.any(dim=1)
+        )
+
+    def _text(self, rollout: Rollout) -> str:
+        """A completion without special tokens."""
+        return self._prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
+
+    def _seed(self, rollout_id: RolloutId) -> int:
+        """The seed of a rollout's random rewards."""
+        return request_key(
+            self._prompts.seed,
+            purpose=self._prompts.purpose,
+            prompt_ordinal=rollout_id.prompt_ordinal,
+            sample=rollout_id.sample,
+        )
+
+
+def reward_rollouts(
+    functions: Mapping[str, RewardFunction], prompts: PromptStream, rollouts: Sequence[Rollout]
+) -> RewardedRollouts:
+    """Compute the rewards [N, K] of this rank's N rollouts of these prompts with K functions. Not collective.
+
+    As `RewardQueue`, whose errors it raises.
+    """
+    queue = RewardQueue(functions, prompts, num_rollouts=len(rollouts))
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)
+    for group in groups.values():
+        queue.add(group)
+        queue.poll()
+    return queue.finish(rollouts)

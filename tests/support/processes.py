@@ -1,0 +1,11 @@
+"""Processes that a test has started."""
+
+from pathlib import Path
+
+
+def is_alive(pid):
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
