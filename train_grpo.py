@@ -288,7 +288,7 @@ def main(config: Config) -> int:
             batch = run.with_old_logprobs(batch, policy, list(itertools.chain(*minibatches)))
 
         metrics.begin("update")
-        is_on_policy = True
+        sampled_version: int | None = progress.update
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
@@ -297,7 +297,7 @@ def main(config: Config) -> int:
                 objective = (micro.loss_weights * loss).sum()
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
-                add_tokens(metrics, micro, new, ratio, entropy, is_on_policy=is_on_policy)
+                add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
                 add_clip(
                     metrics,
                     micro,
@@ -312,7 +312,8 @@ def main(config: Config) -> int:
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
-            is_on_policy = is_on_policy and grad_norm == 0  # without a gradient no step was made
+            if grad_norm != 0:  # without a gradient no step was made
+                sampled_version = None
 
         metrics.begin("report")
         run.finish_step(step, metrics, groups.rewarded, scores)

@@ -255,7 +255,7 @@ def main(config: Config) -> int:
 
         metrics.begin("update")
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
-            is_on_policy = progress.update % config.updates_per_step == 0
+            sampled_version = progress.update if progress.update % config.updates_per_step == 0 else None
             for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
@@ -271,7 +271,7 @@ def main(config: Config) -> int:
                     objective = (micro.loss_weights * loss).sum()
                     policy.backward(objective, is_last=is_last)
                     metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
-                    add_tokens(metrics, micro, new, ratio, entropy, is_on_policy=is_on_policy)
+                    add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
             metrics.refuse_nonfinite(update=progress.update)
             lr = run.learning_rate(config.value_peak_lr)

@@ -324,7 +324,7 @@ def microbatch_counts(model: Transformer) -> Counts:
         objective = (micro.loss_weights * loss).sum()
         objective.backward()
         metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
-        add_tokens(metrics, micro, new, ratio, entropy, is_on_policy=True)
+        add_tokens(metrics, micro, new, ratio, entropy, sampled_version=0)
         add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
     return counts
 
@@ -339,6 +339,7 @@ def _make_batch() -> Batch:
         stream.long(),
         stream.bool(),
         stream,
+        weight_version=stream.int(),
         advantages=stream,
         loss_weights=stream,
         table_index=torch.empty(num_rollouts, dtype=torch.int64, device=META),

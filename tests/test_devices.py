@@ -81,7 +81,7 @@ def make_batch():
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
-    batch = Batch(lengths, tokens, mask, streams[0], table_index=torch.arange(3))
+    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
     return batch.replace(**dict(zip(names, streams[1:], strict=True)))
 
 
@@ -108,7 +108,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, len
         objective.backward()
         metrics = StepMetrics()
         metrics.add_total("policy/loss", objective.detach())
-        add_tokens(metrics, micro, new, ratio, entropy, is_on_policy=True)
+        add_tokens(metrics, micro, new, ratio, entropy, sampled_version=1)
         add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
         metrics.refuse_nonfinite(update=0)
         gradients.append([parameter.grad.cpu() for parameter in model.parameters()])

@@ -25,6 +25,7 @@ from minirl.report.metrics import (
     add_rewards,
     add_rollouts,
     add_skipped,
+    add_staleness,
     add_tokens,
     derived,
 )
@@ -293,7 +294,7 @@ def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
     metrics = StepMetrics()
     for part in (batch, batch.select([])):
         count = len(part.tokens)
-        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], is_on_policy=False)
+        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], sampled_version=None)
         add_clip(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
     (reduced,) = reduce_over_ranks(metrics)
     log_ratios = [0.0, 1.0, -0.5, 2.0]
@@ -310,7 +311,7 @@ def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(re
     mask, zeros = torch.tensor([False, True, True]), torch.zeros(3)
     batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, ref_logprobs=-d)
     metrics = StepMetrics()
-    add_tokens(metrics, batch, zeros, zeros + 1, zeros, is_on_policy=False)
+    add_tokens(metrics, batch, zeros, zeros + 1, zeros, sampled_version=None)
     (reduced,) = reduce_over_ranks(metrics)
     assert reduced["policy/kl_ref_k1"] == 0.125
     k3 = (math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1) / 2
@@ -324,9 +325,9 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
     for old, sampled in zip(with_prompt[:2], with_prompt[2:], strict=True):
         mask = torch.arange(len(old)) > 0
         ranks.append(StepMetrics())
-        micro = Batch((len(old),), mask.long(), mask, torch.where(mask, sampled, -5.0))
+        micro = Batch((len(old),), mask.long(), mask, torch.where(mask, sampled, -5.0), mask.int())
         for part in (micro, micro.select([])):
-            add_gap(ranks[-1], part, old[: len(part.tokens)])
+            add_gap(ranks[-1], part, old[: len(part.tokens)], version=1)
     reduced, _ = reduce_over_ranks(*ranks)
     out = derived(
         {
@@ -350,6 +351,68 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
     assert {k: v for k, v in out.items() if k.startswith(("policy/", "importance/"))} == pytest.approx(
         expected, abs=6e-7
     )
+
+
+def test_the_gap_is_that_of_the_tokens_which_the_present_weights_sampled(reduce_over_ranks):
+    """Whatever the logprobs of the others, not finite ones too; a rank without such tokens adds nothing."""
+    generator = torch.Generator().manual_seed(0)
+    sampled, training = -torch.randint(1, 9, (2, 12), generator=generator) / 8
+    is_prompt = torch.arange(12) < 3
+    versions = torch.tensor([0, 0, 0, 7, 7, 5, 7, 6, 7, 5, 7, 7], dtype=torch.int32)
+    of_others = training.clone()
+    of_others[versions != 7] = torch.tensor([math.nan, math.inf, -99.0, 99.0, 0.0, -math.inf])
+    chosen, whole, other, none = StepMetrics(), StepMetrics(), StepMetrics(), StepMetrics()
+    micro = Batch((12,), torch.arange(12), ~is_prompt, sampled, versions)
+    add_gap(chosen, micro, training, version=7)
+    add_gap(other, micro, of_others, version=7)
+    for version in (0, 8):
+        add_gap(none, micro, training, version=version)
+    is_present = versions == 7
+    of_one = Batch((6,), torch.arange(6), torch.ones(6).bool(), sampled[is_present], versions[is_present])
+    add_gap(whole, of_one, training[is_present], version=7)
+    none.refuse_nonfinite(update=0)
+    other.refuse_nonfinite(update=0)
+    assert reduce_over_ranks(none)[0] == {}
+    (expected,) = reduce_over_ranks(whole)
+    assert len(expected) == 8
+    assert reduce_over_ranks(chosen, none)[0] == pytest.approx(expected, rel=1e-12)
+    assert reduce_over_ranks(other)[0] == reduce_over_ranks(chosen)[0]
+
+
+def test_the_gap_of_tokens_of_one_version_has_the_bits_of_all_sampled_tokens(reduce_over_ranks):
+    """A mean is the sum in double precision of as many addends, in order, and nothing else."""
+    generator = torch.Generator().manual_seed(1)
+    sampled, training = -torch.rand(2, 5000, generator=generator)
+    mask = torch.rand(5000, generator=generator) < 0.7
+    metrics = StepMetrics()
+    micro = Batch((5000,), torch.arange(5000), mask, sampled, 3 * mask.int())
+    add_gap(metrics, micro, training, version=3)
+    log_rho = (training - sampled)[mask]
+    (reduced,) = reduce_over_ranks(metrics)
+    assert reduced["policy/logp_gap_mean"] == float(log_rho.abs().double().sum()) / len(log_rho)
+    assert reduced["policy/logp_gap_max"] == float(log_rho.abs().max())
+    assert reduced["importance/mean"] == float(log_rho.exp().double().sum()) / len(log_rho)
+    assert reduced["importance/max"] == float(log_rho.exp().max())
+    assert reduced["policy/logp_equal_frac"] == 0
+
+
+def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
+    """Share, mean and greatest age over the ranks, prompts and appended tokens left out; of no rollouts: nothing."""
+
+    def rollout(versions: list[int]) -> Rollout:
+        version = torch.tensor(versions, dtype=torch.int32)
+        tokens = torch.arange(len(versions))
+        return Rollout(tokens, version > 0, -tokens.float(), version, 1, RolloutId(0, 0), "stop")
+
+    first, second, third = StepMetrics(), StepMetrics(), StepMetrics()
+    add_staleness(first, [rollout([0, 8, 8, 0, 12]), rollout([0, 12])], 12, updates_per_step=4)
+    add_staleness(second, [rollout([0, 2, 12, 12, 12])], 12, updates_per_step=4)
+    add_staleness(third, [], 12, updates_per_step=4)
+    reduced = reduce_over_ranks(first, second, third)[0]
+    assert reduced == {"stale/frac": 3 / 8, "stale/age_mean": (1 + 1 + 2.5) / 8, "stale/age_max": 2.5}
+    fresh = StepMetrics()
+    add_staleness(fresh, [rollout([0, 12, 12])], 12, updates_per_step=4)
+    assert set(reduce_over_ranks(fresh)[0].values()) == {0.0}
 
 
 def said(capsys: pytest.CaptureFixture) -> str:

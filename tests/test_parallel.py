@@ -72,7 +72,7 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
             tokens = torch.tensor([*opening, *(rng.randrange(33) for _ in range(length - num_prompt))])
             mask = torch.arange(length) >= num_prompt
             logprobs = torch.where(mask, torch.tensor([-rng.random() for _ in range(length)]), 0.0)
-            versions = torch.zeros(length, dtype=torch.int32)
+            versions = (torch.arange(length, dtype=torch.int32) % 3 + sample) * mask
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
             rollouts.append(
                 Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), end)
@@ -872,15 +872,16 @@ def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
         assert name == "rank 0"
 
 
-def exchanged(rank: int) -> list[tuple[int, list[int], list[float]]]:
+EXCHANGED = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
+
+
+def exchanged(rank: int) -> list[tuple[int, list[Tensor]]]:
     rollouts = make_rollouts(5, 2)
     mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
     table = gather_table(mine, torch.zeros(len(mine), 1))
     batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
-    return [
-        (row, (part := batch.select([i])).tokens.tolist(), part.sample_logprobs.tolist())
-        for i, row in enumerate(batch.table_index.tolist())
-    ]
+    parts = [batch.select([i]) for i in range(len(batch.lengths))]
+    return [(int(part.table_index), [getattr(part, name) for name in EXCHANGED]) for part in parts]
 
 
 def redistributed(rank: int) -> tuple[list[int], Batch, Batch]:
@@ -902,14 +903,17 @@ def test_a_batch_is_redistributed_with_all_its_streams_without_those_of_no_rank(
     for own, left, expected in two_ranks.run(redistributed):
         indices.append(own)
         assert (left.lengths, left.prefixes) == (expected.lengths, expected.prefixes)
-        for name in ("tokens", "loss_mask", "sample_logprobs", "advantages", "table_index"):
+        for name in (*EXCHANGED, "advantages", "table_index"):
             assert torch.equal(getattr(left, name), getattr(expected, name))
     assert indices == [[3, 4, 5, 9], [1, 7]]
 
 
 def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):
     """Whoever made a rollout and in whatever order, its rank gets it with all its streams. Pitfall 53."""
-    expected = [(i, r.tokens.tolist(), r.sample_logprobs.tolist()) for i, r in enumerate(make_rollouts(5, 2))]
+    rollouts = make_rollouts(5, 2)
     first, second = two_ranks.run(exchanged)
-    assert first == [expected[i] for i in (0, 3, 4, 5, 6, 7, 9)]
-    assert second == [expected[i] for i in (1, 2, 8)]
+    assert [i for i, _ in first] == [0, 3, 4, 5, 6, 7, 9]
+    assert [i for i, _ in second] == [1, 2, 8]
+    for i, streams in (*first, *second):
+        expected = [getattr(rollouts[i], name) for name in EXCHANGED]
+        torch.testing.assert_close(streams, expected, rtol=0, atol=0)  # and the same dtypes

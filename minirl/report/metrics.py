@@ -36,16 +36,24 @@ class StepMetrics:
         self._phase = ""
         self._began = 0.0
 
-    def add(self, name: str, total: float | Tensor, weight: float = 1.0) -> None:
+    def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
-        self._keep(total, lambda number: self._add_to_mean(name, number, weight))
+        self._keep(total, lambda number: self._add_to_mean(name, number, 0.0))
+        self._keep(weight, lambda number: self._add_to_mean(name, 0.0, number))
 
-    def add_values(self, name: str, values: Tensor) -> None:
-        """Add every element of `values` to a mean."""
-        self.add(name, values.double().sum(), values.numel())
+    def add_values(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
+        """Add every element of `values` to a mean, or the `chosen` ones: bool, of the same shape."""
+        values = values.double()
+        if chosen is None:
+            self.add(name, values.sum(), values.numel())
+        else:
+            # Not with a mask as an index, for which the host would wait.
+            self.add(name, torch.where(chosen, values, 0.0).sum(), chosen.sum())
 
-    def add_max(self, name: str, values: Tensor) -> None:
-        """Raise a maximum to the greatest element of `values`, if there are any."""
+    def add_max(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
+        """Raise a maximum to the greatest element of `values`, or of the `chosen` ones, if there are any."""
+        if chosen is not None:
+            values = torch.where(chosen, values, -math.inf)
         if values.numel():
             self._keep(values.max(), lambda number: self._raise_maximum(name, number))
 
@@ -129,6 +137,8 @@ class StepMetrics:
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def _raise_maximum(self, name: str, value: float) -> None:
+        if value == -math.inf:  # none was chosen
+            return
         before = self._maxima.get(name, -math.inf)
         # max() keeps or drops a NaN depending on the order of its arguments.
         is_nan = math.isnan(before) or math.isnan(value)
@@ -180,6 +190,20 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
 
 
+def add_staleness(
+    metrics: StepMetrics, rollouts: Sequence[Rollout], version: int, *, updates_per_step: int
+) -> None:
+    """Add how old the weights are that sampled the tokens of this rank's rollouts, in steps.
+
+    version: of the present weights, which grows by `updates_per_step` in a step.
+    """
+    sampled = [rollout.weight_version[rollout.loss_mask] for rollout in rollouts]
+    ages = (version - torch.cat([torch.arange(0), *sampled])).double() / updates_per_step
+    metrics.add_values("stale/frac", ages > 0)
+    metrics.add_values("stale/age_mean", ages)
+    metrics.add_max("stale/age_max", ages)
+
+
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, is_trained: Tensor) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
@@ -213,12 +237,12 @@ def add_tokens(
     ratio: Tensor,
     entropy: Tensor,
     *,
-    is_on_policy: bool,
+    sampled_version: int | None,
 ) -> None:
     """Add the results of a microbatch's forward pass: logprobs, importance ratio and entropy, all [T].
 
-    is_on_policy: the weights are still those that sampled the tokens, so that the gap between the logprobs of
-    sampling and of training can be measured (`add_gap`).
+    sampled_version: the version of the weights of this pass, if they are those that sampled in this step. Of the tokens
+    that they sampled, the gap between the logprobs of sampling and of training is measured (`add_gap`). Else None.
     """
     index = micro.loss_index
     old = logprobs if micro.old_logprobs is None else micro.old_logprobs
@@ -230,8 +254,8 @@ def add_tokens(
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
             metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
-    if is_on_policy:
-        add_gap(metrics, micro, logprobs)
+    if sampled_version is not None:
+        add_gap(metrics, micro, logprobs, version=sampled_version)
 
 
 @torch.no_grad()
@@ -263,26 +287,27 @@ def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: 
 
 
 @torch.no_grad()
-def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor) -> None:
+def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: int) -> None:
     """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
 
     Also add statistics of the importance weights rho = exp(training - sampling): moments, the maximum, and
-    KL(sampling || training).
+    KL(sampling || training). version: of these weights; tokens that others sampled are left out.
     """
     log_rho = (logprobs - micro.sample_logprobs)[micro.loss_index]
+    chosen = micro.weight_version[micro.loss_index] == version
     gap = log_rho.abs()
     rho = log_rho.exp()
     rho_squared = log_rho.double().exp().square()
     # kl_penalty takes the difference of its arguments: sampling - training = 0 - log_rho.
     kl_k3 = kl_penalty(torch.zeros_like(log_rho), log_rho, "k3")
-    metrics.add_values("policy/logp_gap_mean", gap)
-    metrics.add_max("policy/logp_gap_max", gap)
-    metrics.add_values("policy/logp_equal_frac", log_rho == 0)
-    metrics.add_values("importance/mean", rho)
-    metrics.add_values("importance/square", rho_squared)
-    metrics.add_values("importance/kl_k1", -log_rho)
-    metrics.add_values("importance/kl_k3", kl_k3)
-    metrics.add_max("importance/max", rho)
+    metrics.add_values("policy/logp_gap_mean", gap, chosen=chosen)
+    metrics.add_max("policy/logp_gap_max", gap, chosen=chosen)
+    metrics.add_values("policy/logp_equal_frac", log_rho == 0, chosen=chosen)
+    metrics.add_values("importance/mean", rho, chosen=chosen)
+    metrics.add_values("importance/square", rho_squared, chosen=chosen)
+    metrics.add_values("importance/kl_k1", -log_rho, chosen=chosen)
+    metrics.add_values("importance/kl_k3", kl_k3, chosen=chosen)
+    metrics.add_max("importance/max", rho, chosen=chosen)
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -76,7 +76,8 @@ class Batch:
     lengths: tuple[int, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor  # fp32, as are the streams below
+    sample_logprobs: Tensor  # fp32, as are the streams below, but for the next
+    weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
@@ -226,6 +227,7 @@ def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence
         tokens=_join(rollouts, "tokens", torch.int64),
         loss_mask=_join(rollouts, "loss_mask", torch.bool),
         sample_logprobs=_join(rollouts, "sample_logprobs", torch.float32),
+        weight_version=_join(rollouts, "weight_version", torch.int32),
         table_index=torch.tensor(indices, dtype=torch.int64),
     )
     batch = redistribute(own, table, rank_of)
@@ -239,9 +241,17 @@ def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None
     parts = []
     for receiver in range(world_size()):
         parts.append(batch.select([i for i, rank in enumerate(ranks) if rank == receiver]))
+    # How many indices, and how many elements of each stream, every rank sends this one.
+    counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts)
+    num_indices, num_tokens = received_counts.T.tolist()
     # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
     streams = [part._tensors() for part in parts]
-    received = {name: _all_to_all([tensors[name] for tensors in streams]) for name in streams[0]}
+    received = {}
+    for name in streams[0]:
+        sent = [tensors[name] for tensors in streams]
+        received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
     indices = received["table_index"].tolist()
     arrived = dataclasses.replace(
         batch,
@@ -267,12 +277,11 @@ def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
     return torch.cat([empty, *(getattr(rollout, name) for rollout in rollouts)])
 
 
-def _all_to_all(parts: list[Tensor]) -> Tensor:
-    """Send parts[r] to rank r; returns what was received, end to end in rank order (collective)."""
-    counts = torch.tensor([len(part) for part in parts])
-    received_counts = torch.empty_like(counts)
-    dist.all_to_all_single(received_counts, counts)
-    received = parts[0].new_empty(int(received_counts.sum()))
-    sent = torch.cat(parts)
-    dist.all_to_all_single(received, sent, received_counts.tolist(), counts.tolist())
+def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
+    """Send parts[r] to rank r; returns what was received, end to end in rank order (collective).
+
+    received_counts: how many elements each rank sends this one.
+    """
+    received = parts[0].new_empty(sum(received_counts))
+    dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
     return received
