@@ -33,7 +33,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.generation.engine import Engine
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import reward_rollouts
+from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 
@@ -223,6 +223,20 @@ class Collector:
         for running in episodes:
             is_due = ordinal_of(running) in due
             running.budget = NO_BUDGET if is_due else self._decode_budget or NO_BUDGET
+        # At most: those that are paused get none in this phase.
+        num_rollouts = len(episodes) + sum(map(len, self._ended.values()))
+        queue = RewardQueue(self._functions, self._prompts, num_rollouts=num_rollouts)
+        whole: list[Rollout] = []
+
+        def reward_if_whole(ordinal: int) -> None:
+            if num_open[ordinal] == 0:
+                rollouts = self._ended.pop(ordinal)
+                whole.extend(rollouts)
+                queue.add(rollouts)
+
+        # Resumed on another number of ranks, the rest of a prompt's rollouts may be on other ranks.
+        for ordinal in list(self._ended):
+            reward_if_whole(ordinal)
         self._runner.submit(episodes, weight_version=weight_version)
         with progress_bar("generate", total=len(episodes), unit="completions") as bar:
             while self._runner.is_busy:
@@ -231,12 +245,12 @@ class Collector:
                     ordinal = rollout.rollout_id.prompt_ordinal
                     self._ended.setdefault(ordinal, []).append(rollout)
                     num_open[ordinal] -= 1
+                    reward_if_whole(ordinal)
+                queue.poll()
                 bar.update(len(rollouts))
         self._paused = self._runner.take_paused()
-        whole = [ordinal for ordinal in self._ended if not num_open[ordinal]]
-        rollouts = list(itertools.chain(*(self._ended.pop(ordinal) for ordinal in whole)))
-        rollouts.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
-        return reward_rollouts(self._functions, self._prompts, rollouts)
+        whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
+        return queue.finish(whole)
 
 
 def ordinal_of(running: RunningEpisode) -> int:

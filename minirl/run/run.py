@@ -42,11 +42,17 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.logger import Logger
-from minirl.report.metrics import StepMetrics, add_rewards, add_rollouts, derived, without_nan
+from minirl.report.metrics import (
+    StepMetrics,
+    add_rewards,
+    add_rollouts,
+    add_staleness,
+    derived,
+    without_nan,
+)
 from minirl.report.progress import progress_bar
 from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig
@@ -417,6 +423,10 @@ class Run:
         """
         is_last = step == self.config.num_steps
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
+        if self.config.decode_budget is not None:
+            updates_per_step = self.config.updates_per_step
+            sampled_version = self.progress.update - updates_per_step  # that of this step
+            add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         self.progress.num_served = self._collector.num_served
