@@ -23,6 +23,7 @@ from minirl.data.task import STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
 from minirl.generation.sampling import request_key
 from minirl.ranks import watchdog
+from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
@@ -155,6 +156,7 @@ def reward_rollouts(
     )
 
 
+@spent_on("wait_rewards")
 def compute_rewards(
     function: RewardFunction,
     rows: Sequence[Row],

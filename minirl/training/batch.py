@@ -20,6 +20,7 @@ from torch import Tensor
 from minirl.model.attention import PackedLayout, upload
 from minirl.objective.losses import over_tokens
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
+from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout
 from minirl.training.assignment import PromptPrefix
 
@@ -267,6 +268,7 @@ def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
     return torch.cat([empty, *(getattr(rollout, name) for rollout in rollouts)])
 
 
+@spent_on("wait_ranks")
 def _all_to_all(parts: list[Tensor]) -> Tensor:
     """Send parts[r] to rank r; returns what was received, end to end in rank order (collective)."""
     counts = torch.tensor([len(part) for part in parts])
