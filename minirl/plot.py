@@ -106,12 +106,15 @@ def stack_of_causes(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def draw_time(axes: Any, name: str, lines: list[dict[str, Any]]) -> None:
     """The seconds of a run's steps by cause, one upon the other."""
+    axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
+    axes.set_xlabel("step")
     stack = stack_of_causes(lines)
+    if not stack:
+        axes.text(0.5, 0.5, "no time", ha="center", transform=axes.transAxes)
+        return
     colors = [CAUSES.get(cause, OWN_CAUSE) for cause in stack]
     steps = [line["step"] for line in lines]
     axes.stackplot(steps, *stack.values(), labels=list(stack), colors=colors, linewidth=0)
-    axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
-    axes.set_xlabel("step")
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minirl.errors import InputError
-from minirl.plot import main, read_run, running_mean, series, stack_of_causes
+from minirl.plot import draw, main, read_run, running_mean, series, stack_of_causes
 
 LINES = [
     {
@@ -84,6 +84,13 @@ def test_the_command_draws_a_picture(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_with_hardly_any_metrics_are_drawn(tmp_path):
+    """One step, without times or anything else."""
+    pytest.importorskip("matplotlib")
+    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_command_says_how_to_get_it(run, tmp_path):

@@ -50,7 +50,7 @@ class TimeAccount:
     def spent_on(self, cause: str) -> Iterator[None]:
         """For the block, or the calls of a decorated function, the time is spent on another cause.
 
-        It costs about a microsecond and never waits for the device. Without effect in another thread and inside of a
+        It costs a few microseconds and never waits for the device. Without effect in another thread and inside of a
         cause that is counted whole.
         """
         if self._cause in WHOLE or threading.get_ident() != self._thread:

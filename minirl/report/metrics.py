@@ -17,10 +17,8 @@ from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
 from minirl.training.batch import Batch
 
-PARTED_PHASES = (
-    "generate",
-    "reward",
-)  # their causes are told apart within them, and the rest of them is "host"
+# Of these phases the causes are told apart by what happens within them, and the rest is the host's.
+PARTED_PHASES = ("generate", "reward")
 IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 
 
