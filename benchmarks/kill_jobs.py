@@ -98,7 +98,9 @@ def result(folder: Path) -> dict[str, str]:
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         # All but seconds, and tokens per second.
-        numbers.append({k: v for k, v in metrics.items() if not k.startswith(("time/", "perf/tok_s_"))})
+        numbers.append(
+            {k: v for k, v in metrics.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}
+        )
     digests["metrics"] = digest(json.dumps(numbers).encode())
     return digests
 

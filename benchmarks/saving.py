@@ -33,7 +33,7 @@ def main() -> None:
     print_result(
         what=f"save every {args.save_every}",
         step_s=sum(step["time/step"] for step in steps),
-        blocked_s=sum(step["time/save"] for step in steps),
+        blocked_s=sum(step.get("time/save", 0.0) for step in steps),
     )
 
 

@@ -6,6 +6,7 @@ pip install -e '.[plot]'.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,22 @@ from minirl.errors import InputError
 from minirl.report.logger import read_metrics
 from minirl.run.run_folder import runs_root
 
-PHASES = ("generate", "reward", "score", "update", "report")
+CAUSES = {  # of the account of time, from the ground up
+    "prefill": "#1f4e8c",
+    "decode": "#7fa8dc",
+    "score": "#3f9b6b",
+    "update": "#d9822b",
+    "update_comm": "#efb376",
+    "refresh": "#f7ddbd",
+    "wait_ranks": "#e59aa5",
+    "wait_replies": "#c9586b",
+    "wait_rewards": "#8c2338",
+    "eval": "#7b5ea7",
+    "save": "#b39ad6",
+    "report": "#5f6b76",
+    "host": "#b4bcc4",
+}
+OWN_CAUSE = "#111111"  # of a fork
 COLORS = ("#3b6fb6", "#d9822b", "#3f9b6b", "#b5485d", "#7b5ea7", "#5f6b76")
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 
@@ -77,20 +93,30 @@ def draw_held_out(axes: Any, runs: list[tuple[str, list[dict[str, Any]]]]) -> No
         axes.plot(steps, values, "o", color=color, markersize=5, markeredgecolor="white", label=label)
 
 
-def draw_time(axes: Any, runs: list[tuple[str, list[dict[str, Any]]]]) -> None:
-    """A bar per run: the mean seconds of a step by phase."""
-    left = [0.0] * len(runs)
-    for i, phase in enumerate(PHASES):
-        widths = []
-        for _, lines in runs:
-            _, seconds = series(lines, f"time/{phase}")
-            widths.append(sum(seconds) / len(lines))
-        axes.barh(range(len(runs)), widths, left=left, color=COLORS[i], label=phase, height=0.5)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(runs)), [name for name, _ in runs])
-    axes.set_ylim(-0.6, len(runs) + 0.2)
-    axes.invert_yaxis()
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower right")
+def stack_of_causes(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
+    found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
+    own = sorted(found - CAUSES.keys() - {"step"})
+    stack = {}
+    for cause in [*(cause for cause in CAUSES if cause in found), *own]:
+        seconds = [line.get(f"time/{cause}") or 0.0 for line in lines]  # none in the steps without it
+        stack[cause] = running_mean(seconds, SMOOTHED_STEPS)
+    return stack
+
+
+def draw_time(axes: Any, name: str, lines: list[dict[str, Any]]) -> None:
+    """The seconds of a run's steps by cause, one upon the other."""
+    axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    stack = stack_of_causes(lines)
+    if not stack:
+        axes.text(0.5, 0.5, "no time", ha="center", transform=axes.transAxes)
+        return
+    colors = [CAUSES.get(cause, OWN_CAUSE) for cause in stack]
+    steps = [line["step"] for line in lines]
+    axes.stackplot(steps, *stack.values(), labels=list(stack), colors=colors, linewidth=0)
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 
 
 def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
@@ -100,7 +126,8 @@ def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, grid = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    num_rows = math.ceil((5 + len(runs)) / 3)
+    figure, grid = pyplot.subplots(num_rows, 3, figsize=(13, 3.5 * num_rows), layout="constrained")
     panels = [
         ("reward", "reward/mean", True),
         ("entropy (nats per token)", "policy/entropy", True),
@@ -117,9 +144,11 @@ def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
         axes.set_xlabel("step")
     draw_held_out(grid.flat[0], runs)
     grid.flat[0].legend(fontsize=8, frameon=False, loc="lower right")
-    draw_time(grid.flat[5], runs)
-    grid.flat[5].set_title("where the time went (seconds a step)", loc="left", fontsize=11)
-    for axes in grid.flat:
+    for axes, (name, lines) in zip(grid.flat[5:], runs, strict=False):
+        draw_time(axes, name, lines)
+    for axes in grid.flat[5 + len(runs) :]:
+        axes.remove()
+    for axes in grid.flat[: 5 + len(runs)]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     figure.savefig(output, dpi=80)

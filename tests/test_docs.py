@@ -45,6 +45,7 @@ def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
     documented = {
         metric for row in table("metrics.md") for metric in re.findall(r"`([a-z]+/[\w<>/]+)`", row[0])
     }
+    documented |= {name.replace("time/", "time_max/") for name in documented}
     own = {f"{prefix}/{function}" for prefix in ("reward", "eval") for function in ("some", "few", "exact")}
     for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines()):
         assert None not in line.values()

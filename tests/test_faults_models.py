@@ -20,9 +20,9 @@ from minirl.files import durable, redaction
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.ranks import time_account
 from minirl.report import logger
 from minirl.report.logger import Logger
-from minirl.report.metrics import StepMetrics
 from minirl.run import embedded_model
 from support.models import RAW_CONFIG, make_folder
 
@@ -279,13 +279,12 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
     """Durations come from the monotonic clock, whatever the wall clock does."""
     wall = iter([1e9, -1e9, 5e9, 0.0] * 100)
     monkeypatch.setattr(time, "time", lambda: next(wall))
-    metrics = StepMetrics()
+    time_account.this_process.begin()
     for _ in range(3):
-        metrics.begin("generate")
-        time.sleep(0.001)
-        metrics.end()
-    (total, _) = metrics._sums["time/generate"]
-    assert 0.003 <= total < 1
+        with time_account.this_process.spent_on("decode"):
+            time.sleep(0.001)
+    elapsed, seconds = time_account.this_process.take()
+    assert 0.003 <= seconds["decode"] <= elapsed < 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import sys
-import time
+import threading
 import types
 from pathlib import Path
 
@@ -17,11 +17,15 @@ import minirl.report.logger
 import minirl.report.metrics
 from minirl.data.task import Row
 from minirl.errors import SaveError
+from minirl.generation.engine_stats import EngineStats
+from minirl.ranks import time_account
+from minirl.ranks.time_account import WHOLE, spent_on
 from minirl.report.logger import Logger, console_line, duration, troubles
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
     add_gap,
+    add_generation,
     add_rewards,
     add_rollouts,
     add_skipped,
@@ -49,8 +53,9 @@ ORDINARY = {
     "len/mean": 312.4,
     "len/truncated": 0.05,
     "optim/grad_norm": 0.45,
-    "time/generate": 12.34,
+    "time/decode": 12.34,
     "time/update": 10.23,
+    "perf/idle_frac": 0.07,
     "perf/tok_s_gen": 12345.6,
     "eval/reward": 0.456,
 }
@@ -65,8 +70,9 @@ LARGE = {
     "len/mean": 131072.0,
     "len/truncated": 1.0,
     "optim/grad_norm": 123456.789,
-    "time/generate": 12345.678,
+    "time/decode": 12345.678,
     "time/update": 12345.678,
+    "perf/idle_frac": 1.0,
     "perf/tok_s_gen": 1234567.8,
     "eval/reward": -1234.567,
 }
@@ -211,28 +217,145 @@ def test_tensors_are_read_together_and_exactly(reduce_over_ranks, monkeypatch):
     assert [count for count in downloads if count] == [60, 1]
 
 
-def test_a_phase_that_is_begun_several_times_is_timed_whole(reduce_over_ranks):
-    """What a phase took each time adds up on a rank, and the metric is the mean over ranks; phases are kept apart."""
+@pytest.fixture
+def clock(monkeypatch):
+    """The account of time with a clock that only the test moves: call it with seconds that pass."""
+    now = [0.0]
+    monkeypatch.setattr(time_account.this_process, "_clock", lambda: now[0])
+    time_account.this_process.begin()
+
+    def pass_by(seconds):
+        now[0] += seconds
+
+    yield pass_by
+    monkeypatch.undo()
+    time_account.this_process.begin()
+
+
+def test_time_is_counted_once_under_the_innermost_cause(clock):
+    """A block within a block takes its time out of the outer one, and what is under no cause is the host's."""
+    clock(1)
+    with spent_on("decode"):
+        clock(2)
+        with spent_on("wait_ranks"):
+            clock(4)
+        clock(8)
+    clock(16)
+    expected = {"host": 17, "decode": 10, "wait_ranks": 4}
+    assert time_account.this_process.take() == (31, expected)
+    clock(32)
+    assert time_account.this_process.take() == (32, {"host": 32})
+
+
+@pytest.mark.parametrize("cause", WHOLE)
+def test_an_evaluation_a_save_and_a_refresh_are_counted_whole(clock, cause):
+    """What they do inside is theirs: an evaluation generates and waits, and none of it is the step's."""
+
+    @spent_on("prefill")
+    def generate():
+        clock(2)
+
+    with spent_on(cause):
+        generate()
+        clock(1)
+    generate()
+    assert time_account.this_process.take() == (5, {"host": 0, cause: 3, "prefill": 2})
+
+
+def test_an_error_gives_the_time_back_to_the_cause_around_it(clock):
+    """A reward that fails and is forgiven leaves no cause behind."""
+
+    @spent_on("wait_rewards")
+    def fail():
+        clock(2)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
+    clock(1)
+    assert time_account.this_process.take() == (3, {"host": 1, "wait_rewards": 2})
+
+
+def test_other_threads_have_no_part_in_the_account(clock):
+    """A checkpoint's thread, or that of CUDA's backward, does not say what the main thread does."""
+
+    def other():
+        with spent_on("save"):
+            clock(2)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert time_account.this_process.take() == (2, {"host": 2})
+
+
+def test_a_step_is_all_of_its_causes_and_lasts_from_the_step_before(clock, reduce_over_ranks):
+    """Phases that come several times add up; what follows a step's end is in the next one. Means and the largest."""
     first, second = StepMetrics(), StepMetrics()
     for metrics, num_blocks in ((first, 3), (second, 1)):
         for _ in range(num_blocks):
             metrics.begin("generate")
-            time.sleep(0.02)
-            metrics.begin("reward")
+            clock(1)
+            with spent_on("decode"):
+                clock(2)
+            metrics.begin("update")
+            clock(4)
+        if metrics is first:
+            metrics.begin("own")
+            clock(6)
+        metrics.begin("report")
         metrics.end()
-    (measured, _) = reduce_over_ranks(first, second)
-    assert 0.04 <= measured["time/generate"] < 1
-    assert measured["time/reward"] < 0.01
+        clock(8)
+    (reduced, _) = reduce_over_ranks(first, second)
+    # Both are made in this process, as if it were one rank.
+    assert reduced["time/step"] == sum(
+        reduced[f"time/{cause}"] for cause in ("host", "decode", "update", "own", "report")
+    )
+    largest = {"step": 27, "host": 3, "decode": 6, "update": 12, "own": 6, "report": 8}
+    assert {name: reduced[f"time_max/{name}"] for name in largest} == largest
 
 
-def test_rates_are_per_second_and_a_step_is_as_long_as_its_phases():
-    """The sum of all phases, tokens per second of two of them, and nothing else is changed."""
-    reduced = {"time/generate": 2.0, "time/update": 4.0, "time/report": 1.0, "other": 5.0}
-    reduced |= {"count/tokens": 100.0, "count/sampled_tokens": 120.0}
-    rates = {"time/step": 7.0, "perf/tok_s_gen": 60.0, "perf/tok_s_train": 25.0}
+def test_the_seconds_of_a_cause_are_means_over_all_ranks(clock, reduce_over_ranks, monkeypatch):
+    """Also over those that have spent nothing on it."""
+    monkeypatch.setattr(minirl.report.metrics, "world_size", lambda: 2)
+    waits, computes = StepMetrics(), StepMetrics()
+    with spent_on("wait_ranks"):
+        clock(3)
+    waits.end()
+    clock(3)
+    computes.end()
+    reduced, _ = reduce_over_ranks(waits, computes)
+    assert reduced["time/wait_ranks"] == 1.5
+    assert reduced["time_max/wait_ranks"] == 3
+    assert reduced["time/step"] == 3
+
+
+def test_rates_are_per_second_of_what_makes_the_tokens():
+    """Of generation and of the update, without what was waited for; the share of waiting; nothing else is changed."""
+    reduced = {"time/prefill": 0.5, "time/decode": 1.5, "time/update": 3.0, "time/update_comm": 1.0}
+    reduced |= {"time/wait_ranks": 1.0, "time/wait_rewards": 0.5, "time/host": 0.5, "time/step": 8.0}
+    reduced |= {"other": 5.0, "count/tokens": 100.0, "count/sampled_tokens": 120.0}
+    rates = {"perf/idle_frac": 1.5 / 8, "perf/tok_s_gen": 60.0, "perf/tok_s_train": 25.0}
     assert derived(reduced) == {**reduced, **rates}
     reduced["perf/skipped_tokens"] = 0.25
     assert derived(reduced)["perf/tok_s_train"] == 0.75 * 25
+
+
+def test_a_step_of_a_fork_that_generates_or_trains_nothing_has_no_rate():
+    """One that replays rollouts, or only collects them."""
+    counts = {"time/step": 1.0, "count/tokens": 100.0, "count/sampled_tokens": 0.0}
+    assert derived(counts) == {**counts, "perf/idle_frac": 0}
+
+
+def test_occupancy_is_of_the_largest_decode_step(reduce_over_ranks):
+    """8 requests, of which 2 run on alone for as many steps again: 5 of 8. A rank without decode steps has none."""
+    metrics = StepMetrics()
+    stats = EngineStats(decode_tokens=47, discarded_tokens=3, decode_steps=10, most_running=8)
+    add_generation(metrics, [make_rollout(9, 50)], stats)
+    idle = StepMetrics()
+    add_generation(idle, [], EngineStats())
+    reduced, _ = reduce_over_ranks(metrics, idle)
+    assert reduced["perf/decode_occupancy"] == 5 / 8
 
 
 def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce_over_ranks):
@@ -332,8 +455,7 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
     out = derived(
         {
             **reduced,
-            "time/generate": 1.0,
-            "time/update": 1.0,
+            "time/step": 1.0,
             "count/tokens": 14.0,
             "count/sampled_tokens": 14.0,
         }
@@ -494,16 +616,24 @@ def test_console_lines_say_what_was_measured():
     for part in (
         "step   7/150 0:09 (3:36 left) reward 0.512",
         "kl 0.012",
-        "ev 0.61",
-        "clip 12%",
-        "gap 1e-07",
         "eval 0.456",
+        "gen 12.3s upd 10.2s idle 7%",
     ):
         assert part in line
     optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
     few = {k: v for k, v in ORDINARY.items() if k not in optional}
     without = console_line(7, 150, few, elapsed_s=0, left_s=0)
     assert not any(part in without for part in ("kl ", "eval ", "ev "))
+    for part in ("clip 12%", "gnorm 0.45", "gen 12.3s upd 10.2s idle 7%"):
+        assert part in without
+    assert "gap 1e-07" in console_line(7, 150, {"policy/logp_gap_max": 1.2e-7}, elapsed_s=0, left_s=0)
+
+
+def test_a_console_line_that_is_too_long_keeps_score_and_time():
+    """What gives way is in metrics.jsonl; where the time went is seen on the way."""
+    assert "ev 0.61" not in console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
+    short = {"reward/mean": 0.5, "value/explained_var": 0.61, "perf/tok_s_gen": 12345.6}
+    assert console_line(7, 150, short, elapsed_s=9.2, left_s=216.0).endswith("idle 0% 12.3k tok/s")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from minirl.generation.sampling import request_key
 from minirl.model.families import read_config, scalar_config
 from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import sequence_sums, value_loss
+from minirl.ranks import time_account
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
@@ -728,6 +730,40 @@ def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(tw
         assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
         assert counts["_foreach_copy_"] == 2
         assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
+
+
+def waiting_for_a_late_rank(rank: int, folder: Path, shard_gradients: bool) -> tuple[dict[str, float], float]:
+    """What a rank spends a training step on; rank 1 comes late to the sum of gradients and to an exchange."""
+    model = ShardedModel(
+        read_config(folder), folder, dtype=torch.float32, device=CPU, shard_gradients=shard_gradients
+    )
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model.backward(loss_of_one_sequence(model), is_last=True)  # what a first time takes
+    account = time_account.this_process
+    account.begin()
+    account.switch("update")
+    loss = loss_of_one_sequence(model)
+    time.sleep(0.5 * rank)
+    model.backward(loss, is_last=True)
+    model.step(optimizer, lr=1e-3, max_grad_norm=1.0)
+    account.switch("report")
+    time.sleep(0.5 * rank)
+    all_gather_rows(torch.zeros(rank, 2))
+    elapsed, seconds = account.take()
+    return seconds, elapsed
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_waiting_for_a_late_rank_is_told_from_computing(two_ranks, folder, shard_gradients):
+    """In the sum of gradients it is the update's communication, elsewhere waiting for ranks; it all adds up."""
+    (early, early_s), (late, late_s) = two_ranks.run(waiting_for_a_late_rank, folder, shard_gradients)
+    for seconds, elapsed in ((early, early_s), (late, late_s)):
+        assert sum(seconds.values()) == pytest.approx(elapsed)
+        assert seconds["refresh"] > 0
+    assert early["update_comm"] > 0.2
+    assert early["wait_ranks"] > 0.2
+    assert late["update"] >= 0.5
+    assert late["report"] >= 0.5
 
 
 def warnings_of_a_step(rank: int, folder: Path) -> list[str]:

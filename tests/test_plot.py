@@ -7,15 +7,16 @@ import sys
 import pytest
 
 from minirl.errors import InputError
-from minirl.plot import main, read_run, running_mean, series
+from minirl.plot import draw, main, read_run, running_mean, series, stack_of_causes
 
 LINES = [
     {
         "step": step,
         "reward/mean": step / 20,
         "policy/entropy": 1 / step,
-        "time/generate": 0.1,
+        "time/decode": 0.1,
         "time/update": 0.2,
+        "time/step": 0.3,
     }
     for step in range(1, 16)
 ]
@@ -57,6 +58,16 @@ def test_a_running_mean_looks_back_only():
     assert running_mean([1.0, 2.0, 6.0, 10.0], 2) == [1.0, 1.5, 4.0, 8.0]
 
 
+def test_the_stack_of_causes_is_the_step_and_counts_steps_without_a_cause_as_none():
+    """From the ground up in one order, running means; a cause of a fork comes last, and the sum is no cause."""
+    lines = [*LINES[:2], LINES[2] | {"time/prefill": 0.3, "time/mine": 0.6}]
+    stack = stack_of_causes(lines)
+    assert list(stack) == ["prefill", "decode", "update", "mine"]
+    assert stack["prefill"] == pytest.approx([0, 0, 0.1])
+    assert stack["decode"] == pytest.approx([0.1] * 3)
+    assert stack["mine"] == pytest.approx([0, 0, 0.2])
+
+
 def test_runs_without_steps_are_refused_by_name(run, tmp_path):
     """A folder that is none, a name that is none, a run that has not made a step."""
     with pytest.raises(InputError, match=r"nowhere: no metrics\.jsonl"):
@@ -73,6 +84,13 @@ def test_the_command_draws_a_picture(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_with_hardly_any_metrics_are_drawn(tmp_path):
+    """One step, without times or anything else."""
+    pytest.importorskip("matplotlib")
+    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_command_says_how_to_get_it(run, tmp_path):

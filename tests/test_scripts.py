@@ -29,6 +29,7 @@ from support.scripts import (
     ROOT,
     SCRIPTS,
     read_metrics,
+    run_beside_a_clock,
     run_in_pool,
     run_padded_as_on_cuda,
     run_script,
@@ -200,6 +201,53 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     assert first["reward/kl_coef"] == 0.1 > third["reward/kl_coef"]  # under the target: the coefficient sinks
     assert third["policy/logp_gap_max"] <= 1e-5
     assert third["importance/ess"] == pytest.approx(1, abs=1e-6)
+
+
+def assert_all_time_has_a_cause(line: dict) -> None:
+    causes = {name: value for name, value in line.items() if name.startswith("time/") and name != "time/step"}
+    assert sum(causes.values()) == pytest.approx(line["time/step"], rel=0.01)
+    for name, seconds in causes.items():
+        largest = line[name.replace("time/", "time_max/")]
+        assert 0 <= seconds <= largest * 1.001 <= line["time_max/step"] * 1.01
+    assert 0 <= line["perf/idle_frac"] <= 1
+
+
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, script, pool):
+    """Every second of a rank is under one cause, between two clock readings of the test; also saves and evaluations."""
+    flags = ("--num-steps", "3", "--prompts-per-step", "8", "--eval-rows", "8", "--eval-every", "2")
+    flags += ("--save-every", "1", "--run-name", f"account-{script}-{pool}")
+    moments = run_beside_a_clock(request.getfixturevalue(pool), script, *flags, runs=runs)
+    lines = read_metrics(runs / f"account-{script}-{pool}")
+    assert [len(of_rank) for of_rank in moments] == [len(lines) + 1] * len(moments)
+    for i, line in enumerate(lines):
+        assert_all_time_has_a_cause(line)
+        at_least = [of_rank[i + 1][0] - of_rank[i][1] for of_rank in moments]
+        at_most = [of_rank[i + 1][1] - of_rank[i][0] for of_rank in moments]
+        assert sum(at_least) - 1e-3 <= line["time/step"] * len(moments) <= sum(at_most) + 1e-3
+        always = {"prefill", "decode", "wait_rewards", "wait_ranks", "score", "update", "update_comm"}
+        assert {f"time/{cause}" for cause in always | {"report", "host"}} <= line.keys()
+        assert ("time/eval" in line) == (
+            i >= 1
+        )  # before training it is in no step; after the second and the last
+        assert ("time/save" in line) == (i >= 1)  # it keeps the next step waiting
+
+
+def test_a_slow_reward_and_a_resume_are_seen_in_the_account_of_time(one_rank, runs, tmp_path):
+    """A run that goes on begins its account anew, after what it loads."""
+    slow = "import time\ndef slow(completions):\n    time.sleep(0.5)\n    return [float(len(c)) for c in completions]\n"
+    (tmp_path / "mine.py").write_text(slow)
+    flags = ("--reward", f"{tmp_path}/mine.py:slow", "--run-name", "slow", "--eval-rows", "4")
+    flags += ("--prompts-per-step", "4", "--save-every", "1")
+    for num_steps in ("1", "2"):
+        run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", num_steps, runs=runs)
+    lines = read_metrics(runs / "slow")
+    assert len(lines) == 2
+    for line in lines:
+        assert_all_time_has_a_cause(line)
+        assert line["time/wait_rewards"] >= 0.5
+        assert line["perf/idle_frac"] >= 0.5 / line["time/step"]
 
 
 FAST_PRESETS = ("dapo", "rloo", "reinforce++", "remax")  # between them they take every path

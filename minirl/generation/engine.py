@@ -37,6 +37,7 @@ from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
+from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, Sampled, StopTest
 
 
@@ -245,9 +246,10 @@ class Engine:
         if self._has_gaps and not self._waiting:
             self._live_cache.compact()
             self._has_gaps = False
-        with torch.no_grad():
+        with torch.no_grad(), spent_on("prefill"):
             self._compute_appended()
             self._prefill(self._admit())
+        with torch.no_grad(), spent_on("decode"):
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
@@ -608,6 +610,7 @@ class Engine:
         running.token_index[rows] = torch.arange(num_requests)
         self._start_reading(rows, sampled)
         self.stats.decode_tokens += num_requests
+        self.stats.most_running = max(self.stats.most_running, num_requests)
         num_computed = padding.num_padded(len(padded), self.device)
         self.stats.padding_tokens += num_computed - num_requests
         self.stats.decode_steps += 1

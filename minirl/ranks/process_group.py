@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minirl.errors import InputError, refuse
 from minirl.ranks import watchdog
+from minirl.ranks.time_account import spent_on
 
 JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
 # Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
@@ -131,6 +132,7 @@ def stop() -> NoReturn:
     watchdog.leave_now(0)
 
 
+@spent_on("wait_ranks")
 def stop_requested() -> int:
     """The number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
 
@@ -190,6 +192,7 @@ def print_here(*parts: Any) -> None:
         pass
 
 
+@spent_on("wait_ranks")
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank (collective)."""
     values = [value]
@@ -197,6 +200,7 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
+@spent_on("wait_ranks")
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value in rank order, on every rank (collective)."""
     values: list[Any] = [None] * world_size()
@@ -204,11 +208,13 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+@spent_on("wait_ranks")
 def barrier() -> None:
     """Wait for all ranks (collective)."""
     dist.barrier()
 
 
+@spent_on("wait_ranks")
 def all_gather_rows(rows: Tensor) -> Tensor:
     """Concatenate the ranks' host tensors [n_r, ...] along dimension 0, in rank order (collective).
 
@@ -229,6 +235,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(gathered, counts.tolist(), strict=True)])
 
 
+@spent_on("wait_ranks")
 def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum a host tensor over the ranks, in place (collective)."""
     dist.all_reduce(values)

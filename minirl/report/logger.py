@@ -24,7 +24,10 @@ from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
+from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
+
+GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
 
 
 def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -> Iterator[str]:
@@ -153,7 +156,8 @@ class Logger:
             line["finish_reason"] = rollout.finish_reason
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
-        dist.gather_object(lines, gathered if rank() == 0 else None)
+        with spent_on("wait_ranks"):
+            dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
             all_lines = [line for rank_lines in gathered for line in rank_lines]
             all_lines.sort()
@@ -228,36 +232,39 @@ def console_line(
 ) -> str:
     """One line about a step. Metrics that were not measured are 0 or left out.
 
-    At most 120 characters: the last parts are left out if it would be longer.
+    At most 120 characters: if it would be longer, the parts of GIVE_WAY are left out one by one, then the last ones.
     """
     m = defaultdict(float, metrics)
     width = len(str(num_steps))
-    parts = [
-        f"step {step:>{width}}/{num_steps}",
-        f"{duration(elapsed_s)} ({duration(left_s)} left)",
-        f"reward {m['reward/mean']:.3f}",
-    ]
+    parts = {
+        "step": f"step {step:>{width}}/{num_steps}",
+        "elapsed": f"{duration(elapsed_s)} ({duration(left_s)} left)",
+        "reward": f"reward {m['reward/mean']:.3f}",
+    }
     if "eval/reward" in metrics:
-        parts.append(f"eval {m['eval/reward']:.3f}")
+        parts["eval"] = f"eval {m['eval/reward']:.3f}"
     if "policy/kl_ref_k3" in metrics:
-        parts.append(f"kl {m['policy/kl_ref_k3']:.3f}")
+        parts["kl"] = f"kl {m['policy/kl_ref_k3']:.3f}"
     if "policy/entropy" in metrics:
-        parts.append(f"ent {m['policy/entropy']:.2f}")
+        parts["ent"] = f"ent {m['policy/entropy']:.2f}"
     if "value/explained_var" in metrics:
-        parts.append(f"ev {m['value/explained_var']:.2f}")
+        parts["ev"] = f"ev {m['value/explained_var']:.2f}"
     if "policy/clip_frac_low" in metrics:
         clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
-        parts.append(f"clip {clip_frac:.0%}")
+        parts["clip"] = f"clip {clip_frac:.0%}"
     if "policy/logp_gap_max" in metrics:
-        parts.append(f"gap {m['policy/logp_gap_max']:.0e}")
-    parts.append(f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}")
+        parts["gap"] = f"gap {m['policy/logp_gap_max']:.0e}"
+    parts["len"] = f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}"
     if "optim/grad_norm" in metrics:
-        parts.append(f"gnorm {m['optim/grad_norm']:.2f}")
-    parts.append(f"gen {m['time/generate']:.1f}s upd {m['time/update']:.1f}s")
-    parts.append(f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s")
-    while len(" ".join(parts)) > 120:
-        parts.pop()
-    return " ".join(parts)
+        parts["gnorm"] = f"gnorm {m['optim/grad_norm']:.2f}"
+    generation_s = m["time/prefill"] + m["time/decode"]
+    update_s = m["time/update"] + m["time/update_comm"] + m["time/refresh"]
+    parts["time"] = f"gen {generation_s:.1f}s upd {update_s:.1f}s idle {m['perf/idle_frac']:.0%}"
+    parts["speed"] = f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s"
+    for name in (*GIVE_WAY, *reversed(parts)):
+        if len(" ".join(parts.values())) > 120:
+            parts.pop(name, None)
+    return " ".join(parts.values())
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:

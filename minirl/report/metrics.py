@@ -1,7 +1,7 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
 import math
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -12,10 +12,14 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
-from minirl.ranks import watchdog
-from minirl.ranks.process_group import gather_objects
+from minirl.ranks import time_account, watchdog
+from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
 from minirl.training.batch import Batch
+
+# Of these phases the causes are told apart by what happens within them, and the rest is the host's.
+PARTED_PHASES = ("generate", "reward")
+IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 
 
 class StepMetrics:
@@ -33,8 +37,6 @@ class StepMetrics:
         self._totals: dict[str, float] = {}
         # What was added as tensors, each with the function that merges its number.
         self._unread: list[tuple[Tensor, Callable[[float], None]]] = []
-        self._phase = ""
-        self._began = 0.0
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
@@ -77,25 +79,26 @@ class StepMetrics:
                 )
 
     def begin(self, phase: str) -> None:
-        """End the present phase, if any, and begin another.
+        """Begin a phase; the one before ends when the device has finished it.
 
-        Its wall-clock seconds are added to `time/<phase>`, which is a mean over ranks. The watchdog reports
-        the phase if the rank hangs.
+        What follows is spent on the cause of this name, but for what says another one (`time_account.spent_on`).
+        The watchdog reports the phase if the rank hangs.
         """
-        self.end()
+        time_account.wait_for_device()
+        time_account.this_process.switch("host" if phase in PARTED_PHASES else phase)
         watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
-        self._phase = phase
-        self._began = _now()
 
     def end(self) -> None:
-        """End the present phase, if any."""
-        if not self._phase:
-            return
-        name = f"time/{self._phase}"
-        seconds_before, _ = self._sums.get(name, (0.0, 1.0))
-        seconds = seconds_before + _now() - self._began
-        self._sums[name] = (seconds, 1.0)
-        self._phase = ""
+        """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.
+
+        A step lasts from the `end` of the one before. What comes after its own `end` is in the next step.
+        """
+        time_account.wait_for_device()
+        elapsed, seconds = time_account.this_process.take()
+        for name, spent in {"step": elapsed, **seconds}.items():
+            # Not a mean of `add`: a rank that has spent nothing on a cause does not name it.
+            self._add_to_total(f"time/{name}", spent / world_size())
+            self._raise_maximum(f"time_max/{name}", spent)
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks; the same on every rank (collective).
@@ -185,9 +188,11 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
-    """Add how many tokens this rank's engine sampled in a step, and the share that it computed to no effect."""
+    """Add how many tokens this rank sampled in a step, the share computed to no effect, and how full batches were."""
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
+    num_decoded = stats.decode_tokens + stats.discarded_tokens
+    metrics.add("perf/decode_occupancy", num_decoded, stats.decode_steps * stats.most_running)
 
 
 def add_staleness(
@@ -313,26 +318,25 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: in
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
-    Adds the seconds of the step (the sum of its phases) and completion tokens per second. Replaces the
-    moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS
-    = E[rho]^2 / E[rho^2].
+    Adds the share of the step in which ranks were idle, and completion tokens per second of generation and of the
+    update, where there were such. Replaces the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the
+    effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
-    phase_seconds = [value for name, value in metrics.items() if name.startswith("time/")]
-    all_metrics["time/step"] = sum(phase_seconds)
-    all_metrics["perf/tok_s_gen"] = metrics["count/sampled_tokens"] / metrics["time/generate"]
+    seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
+    idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
+    all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
-    all_metrics["perf/tok_s_train"] = num_trained / metrics["time/update"]
+    rates = {
+        "perf/tok_s_gen": (metrics["count/sampled_tokens"], seconds["time/prefill"] + seconds["time/decode"]),
+        "perf/tok_s_train": (num_trained, seconds["time/update"] + seconds["time/update_comm"]),
+    }
+    for name, (num_tokens, spent) in rates.items():
+        if spent > 0:
+            all_metrics[name] = num_tokens / spent
     if "importance/square" in all_metrics:
         mean = all_metrics.pop("importance/mean")
         square = all_metrics.pop("importance/square")
         all_metrics["importance/chi2"] = square - 1
         all_metrics["importance/ess"] = mean**2 / square
     return all_metrics
-
-
-def _now() -> float:
-    """Seconds on a monotonic clock, read after all CUDA kernels launched so far have finished."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()

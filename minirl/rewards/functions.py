@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minirl.data.task import STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
+from minirl.ranks.time_account import spent_on
 from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
 
@@ -116,6 +117,7 @@ def all_arguments(
     return arguments
 
 
+@spent_on("wait_rewards")
 def compute_rewards(
     function: RewardFunction,
     rows: Sequence[Row],

@@ -11,6 +11,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.model.attention import PackedLayout
 from minirl.model.weights import load_replica
+from minirl.ranks.time_account import spent_on
 from minirl.training.assignment import plan_microbatches
 from minirl.training.frozen_models import unparked
 from minirl.training.scoring import scalar_outputs
@@ -49,7 +50,7 @@ def load_reward_model(
         scores = torch.zeros(len(sequences))
         # Each rank scores its own completions: one rank in the assignment.
         microbatches = plan_microbatches(lengths, num_ranks=1, max_tokens=max_tokens)[0]
-        with unparked(model, device, park=park):
+        with spent_on("score"), unparked(model, device, park=park):
             for members in microbatches:
                 packed_ids: list[int] = []
                 for i in members:

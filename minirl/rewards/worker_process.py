@@ -16,6 +16,7 @@ from typing import Any
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
+from minirl.ranks.time_account import spent_on
 from minirl.rewards import worker
 from minirl.rewards.exchange import NO_ANSWER, POLL_S, Worker, escaped, wait_for_any
 
@@ -318,6 +319,7 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
             calls.advance()
 
 
+@spent_on("wait_rewards")
 def complete(all_calls: Sequence[FunctionCalls]) -> None:
     """Wait for all calls of several functions. Raises as `poll`."""
     for calls in all_calls:

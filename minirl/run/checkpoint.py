@@ -52,6 +52,7 @@ from minirl.model.families import scalar_config
 from minirl.model.weights import read_tokenizer_files, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
+from minirl.ranks.time_account import spent_on
 from minirl.run.run_folder import (
     EXTRA_FILE,
     FORMAT,
@@ -93,7 +94,6 @@ class Checkpoints:
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
-        self._blocked_s = 0.0
 
     def restore(self, num_steps: int) -> dict[str, Any]:
         """Load models and optimizers from the run's checkpoint, saved by any number of ranks (collective).
@@ -120,6 +120,7 @@ class Checkpoints:
         records = [read_values(checkpoint / stem) for stem in _record_files(num_saved_ranks)]
         return state | {"extra": extra, "records": own_records(records)}
 
+    @spent_on("save")
     def save(
         self,
         state: Mapping[str, Any],
@@ -134,7 +135,6 @@ class Checkpoints:
         state: JSON values, among them `step`. extra, records: see `Run.begin`. score: the held-out score at this
         step, if it was evaluated. Raises InputError naming a value that cannot be saved.
         """
-        began = time.perf_counter()
         self._wait()
         writers = Remembered.copied(extra or {}, records or {}).writers()
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
@@ -145,7 +145,6 @@ class Checkpoints:
                 writers.append(_model_writer(prefix, model, self._origins[name]))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
-        self._blocked_s += time.perf_counter() - began
 
     def finish(self) -> Path | None:
         """Wait for the last save; returns the newest checkpoint (collective).
@@ -156,12 +155,6 @@ class Checkpoints:
         if error is not None:
             raise SaveError(f"the last checkpoint was not saved: {error}")
         return self._newest
-
-    def take_blocked_s(self) -> float:
-        """Seconds for which saves have kept this rank from training since the last call. Not collective."""
-        seconds = self._blocked_s
-        self._blocked_s = 0.0
-        return seconds
 
     def _wait(self) -> str | None:
         """Wait until the current save has ended on every rank; returns its error, or None (collective).

@@ -30,7 +30,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
-from minirl.ranks import process_group
+from minirl.ranks import process_group, time_account
 from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
@@ -41,6 +41,7 @@ from minirl.ranks.process_group import (
     stop_requested,
     world_size,
 )
+from minirl.ranks.time_account import spent_on
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
@@ -325,6 +326,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop."""
+        time_account.this_process.begin()
         for step in range(self.progress.step + 1, self.config.num_steps + 1):
             yield step
             if self._stop_signal:
@@ -382,6 +384,7 @@ class Run:
             schedule=self.config.lr_schedule,
         )
 
+    @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, self.held_out.num_prompts, group_size=0, num_greedy=1)
@@ -433,7 +436,6 @@ class Run:
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
-        metrics.add("time/save", self._checkpoints.take_blocked_s())
         metrics.end()
         numbers = derived(metrics.reduce()) | self.progress.evaluated
         self._logger.log(step, numbers, num_steps=self.config.num_steps)

@@ -20,6 +20,7 @@ from torch import Tensor
 from minirl.model.attention import PackedLayout, upload
 from minirl.objective.losses import over_tokens
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
+from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout
 from minirl.training.assignment import PromptPrefix
 
@@ -244,7 +245,8 @@ def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None
     # How many indices, and how many elements of each stream, every rank sends this one.
     counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
     received_counts = torch.empty_like(counts)
-    dist.all_to_all_single(received_counts, counts)
+    with spent_on("wait_ranks"):
+        dist.all_to_all_single(received_counts, counts)
     num_indices, num_tokens = received_counts.T.tolist()
     # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
     streams = [part._tensors() for part in parts]
@@ -277,6 +279,7 @@ def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
     return torch.cat([empty, *(getattr(rollout, name) for rollout in rollouts)])
 
 
+@spent_on("wait_ranks")
 def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
     """Send parts[r] to rank r; returns what was received, end to end in rank order (collective).
 

@@ -7,7 +7,7 @@ other file uses FSDP.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import gather_objects, rank, world_size
+from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,6 +87,8 @@ class ShardedModel:
             unit.set_reshard_after_backward(False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            if device.type == "cpu":
+                unit.set_custom_reduce_scatter(_CountedReduceScatter())
         self.module.to_empty(device=device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
@@ -94,7 +97,9 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
+        self._gathers: list[list[_Rows]] = []
+        if self._num_shards > 1:
+            self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
         # load_state_dict asks for both names of a tied parameter.
@@ -213,6 +218,7 @@ class ShardedModel:
         self.refresh()
 
     @torch.no_grad()
+    @spent_on("refresh")
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
@@ -221,7 +227,6 @@ class ShardedModel:
         shards = {name: _local(master) for name, master in self.masters.items()}
         if self._num_shards == 1:
             torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
-            return
         for parts in self._gathers:
             weights = [self.compute_weights[part.name] for part in parts]
             sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
@@ -243,6 +248,7 @@ class ShardedModel:
                     targets.append(target)
                     sources.append(received[: target.numel()].view_as(target))
             torch._foreach_copy_(targets, sources)
+        wait_for_device()
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
         """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
@@ -258,10 +264,12 @@ class ShardedModel:
 
     def _total_norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm of sharded tensors, each shard counted once; NaN or infinite if one of them is (collective)."""
-        total = torch.nn.utils.get_total_norm(tensors).full_tensor()  # type: ignore[attr-defined]
-        if self._num_shards < world_size():
-            # Groups may add up their shards in another order, and have to clip by the same bits.
-            torch.distributed.broadcast(total, 0)
+        norm = torch.nn.utils.get_total_norm(tensors)
+        with spent_on("update_comm"):
+            total = norm.full_tensor()  # type: ignore[attr-defined]
+            if self._num_shards < world_size():
+                # Groups may add up their shards in another order, and have to clip by the same bits.
+                torch.distributed.broadcast(total, 0)
         return float(total)
 
     def _gradients(self) -> list[Tensor]:
@@ -291,6 +299,33 @@ def _all_gather(gathered: Tensor, own: Tensor, group: torch.distributed.ProcessG
     old_name = torch.distributed.all_gather_into_tensor
     gather = getattr(torch.distributed, "all_gather_single", old_name)
     gather(gathered, own, group)
+
+
+class _CountedReduceScatter:
+    """What FSDP does by default on the CPU, in the account of time apart from the rest of `backward`.
+
+    There the thread that calls `backward` waits for the other ranks. On CUDA gradients are summed while others are
+    computed, and no time of the host is that of the sum.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What FSDP puts the gradients of a unit into."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    @spent_on("update_comm")
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: torch.distributed.ProcessGroup,
+        op: torch.distributed.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Any:
+        """Sum the ranks' inputs, of which each rank gets its part (collective in the group)."""
+        # As in `_all_gather`.
+        old_name = torch.distributed.reduce_scatter_tensor
+        reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 @dataclass(frozen=True)

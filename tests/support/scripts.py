@@ -11,7 +11,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+from minirl.ranks.time_account import TimeAccount
 from minirl.run.flags import chosen_preset, parse
 from support.cuda_rules import pad_as_on_cuda
 from support.rank_pool import RankPool
@@ -94,6 +97,35 @@ def _run_main_padded_as_on_cuda(rank: int, script: str, runs: str, flags: tuple[
         return _run_main(rank, script, runs, flags)
 
 
+def run_beside_a_clock(
+    pool: RankPool, script: str, *flags: str, runs: Path
+) -> list[list[tuple[float, float]]]:
+    """As `run_in_pool`; for each rank the moments before and after it began its account of time, and took it."""
+    return pool.run(_run_main_beside_a_clock, script, str(runs), flags)
+
+
+def _run_main_beside_a_clock(
+    rank: int, script: str, runs: str, flags: tuple[str, ...]
+) -> list[tuple[float, float]]:
+    moments = []
+
+    def watched(method: Callable[[TimeAccount], Any]) -> Callable[[TimeAccount], Any]:
+        def call(account: TimeAccount) -> Any:
+            before = time.monotonic()
+            result = method(account)
+            moments.append((before, time.monotonic()))
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(TimeAccount, "begin", watched(TimeAccount.begin)),
+        mock.patch.object(TimeAccount, "take", watched(TimeAccount.take)),
+    ):
+        _run_main(rank, script, runs, flags)
+    return moments
+
+
 def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
     os.environ["MINIRL_RUNS"] = runs
     path = ROOT / script
@@ -122,5 +154,5 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must give again: all but seconds, and tokens per second."""
-    return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/tok_s_"))}
+    """The numbers of a step that a second run must give again: all but seconds, and what follows from them."""
+    return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}

@@ -1,0 +1,74 @@
+"""The account of time: at every moment this rank's main thread spends its time on exactly one cause.
+
+So the seconds of all causes add up to the wall clock, whatever was forgotten: that is under "host". docs/metrics.md
+has the causes. A phase of the step sets the cause of what follows (`StepMetrics.begin`), and `spent_on` another one
+for a block. The module's only state is `this_process`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Counted whole, whatever happens inside: they answer what an evaluation, a save or a refresh costs.
+WHOLE = ("eval", "save", "refresh")
+
+
+class TimeAccount:
+    """Seconds by cause, of the thread that began the account. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, under "host". To be called before the first step, so that what was before is in none."""
+        self._thread = threading.get_ident()
+        self._cause = "host"
+        self._since = self._clock()
+        self._began = self._since
+        self._seconds: dict[str, float] = {}
+
+    def switch(self, cause: str) -> None:
+        """From now on the time is spent on another cause."""
+        now = self._clock()
+        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
+        self._since = now
+        self._cause = cause
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """The wall clock in seconds since the last `take` or `begin`, and what was spent on each cause."""
+        self.switch(self._cause)
+        elapsed, seconds = self._since - self._began, self._seconds
+        self._began = self._since
+        self._seconds = {}
+        return elapsed, seconds
+
+    @contextmanager
+    def spent_on(self, cause: str) -> Iterator[None]:
+        """For the block, or the calls of a decorated function, the time is spent on another cause.
+
+        It costs a few microseconds and never waits for the device. Without effect in another thread and inside of a
+        cause that is counted whole.
+        """
+        if self._cause in WHOLE or threading.get_ident() != self._thread:
+            yield
+            return
+        outer = self._cause
+        self.switch(cause)
+        try:
+            yield
+        finally:
+            self.switch(outer)
+
+
+this_process = TimeAccount()
+spent_on = this_process.spent_on
+
+
+def wait_for_device() -> None:
+    """Wait until all CUDA kernels launched so far have finished, so that their time is not another cause's."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
