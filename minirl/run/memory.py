@@ -371,10 +371,9 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
     # head at the end, when no activations are left.
     layer = layer_parameters(config)
     others = num_parameters(config) - config.num_hidden_layers * layer
-    if work.num_shards == 1:
-        # FSDP has them three times in fp32: as they come, divided by 1, and as they go to the host.
-        return max(activations + 12 * layer, 12 * others)
-    return max(activations + 4 * layer, (work.dtype.itemsize + 4) * others)
+    # One rank has a unit's gradients three times in fp32: as they come, divided by 1, and as they go to the host.
+    sums = 12 * max(layer, others) if work.num_shards == 1 else (work.dtype.itemsize + 4) * others
+    return max(activations + 4 * layer, sums)
 
 
 def _generate_bytes(work: Workload, max_running_requests: int) -> float:
