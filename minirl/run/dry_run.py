@@ -158,8 +158,7 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
         needed = host_bytes(work, num_ranks=machine.host_ranks)
         there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"
         ranks = "a rank" if machine.host_ranks == 1 else f"{machine.host_ranks} ranks"
-        total = gb(sum(needed.values()))
-        print0(f"  and of the host {total}{there} for {ranks}: {listed(needed)}")
+        print0(f"  and of the host {gb(sum(needed.values()))}{there} for {ranks}: {listed(needed)}")
     room = room_bytes(work, free)
     endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
     without, recomputed = (
