@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def can_shard_gradients(self) -> bool:
-        """Whether there is another place for gradients that are summed in each microbatch: other ranks, or the host."""
+        """Whether gradients that are summed in each microbatch have another place: on other ranks, or the host."""
         return self.num_shards > 1 or self.offloads_optimizer
 
 
@@ -494,8 +494,8 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
 def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
     """Whether to recompute layers, and whether to shard gradients.
 
-    Sums over the ranks in each microbatch hide behind its backward, recomputation cannot. But no sum hides that the
-    host has to add up.
+    Sums over the ranks in each microbatch hide behind its backward, recomputation cannot. But backward waits for sums
+    on the host.
     """
     if work.offloads_optimizer:
         return [(False, False), (True, False), (False, True), (True, True)]
@@ -558,9 +558,10 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     """Why a run with these sizes does not fit into a rank's free memory, with the flags to change; None if it does."""
     usable = USABLE * free
     always = sum(always_bytes(work).values())
+    can_offload = work.is_cuda and not work.offloads_optimizer
     if always > usable:
         over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
-        on_host = "" if work.offloads_optimizer or not work.is_cuda else "--offload-optimizer, "
+        on_host = "--offload-optimizer, " if can_offload else ""
         return (
             f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
             f"(--nproc-per-node), {over_all}{on_host}a smaller --model or --dtype bfloat16"
@@ -568,7 +569,7 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     for phase, parts in phase_bytes(work, sizes).items():
         needed = always + sum(parts.values())
         if needed > usable:
-            advice = _ADVICE[phase.split()[0]]
+            advice = _ADVICE[phase.split()[0]] + (", or set --offload-optimizer" if can_offload else "")
             return f"phase {phase} needs {gb(needed)} of the {gb(usable)} that a rank can use: {advice}"
     return None
 
