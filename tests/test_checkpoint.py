@@ -248,10 +248,17 @@ def test_row_02_a_kill_before_each_file_operation_loses_nothing(one_process, tmp
 
 
 def rank_state(
-    rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int, num_shards: int | None = None
+    rank: int,
+    folder: Path,
+    run: Path,
+    checkpoint: Path | None,
+    steps: int,
+    num_shards: int | None = None,
+    offload_optimizer: bool = False,
 ) -> dict[str, list[float]]:
     """Restore, train a few steps, save; the whole tensors of the model and its optimizer, gathered."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, num_shards=num_shards)
+    options = {"num_shards": num_shards, "offload_optimizer": offload_optimizer}
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     handle = RunFolder(run, checkpoint, "token", None)
@@ -294,6 +301,20 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(
     uninterrupted, *_ = first.run(rank_state, model_folder, tmp_path / "whole", None, 5, num_shards)
     resumed, *_ = first.run(rank_state, model_folder, tmp_path / "resumed", checkpoint, 2, num_shards)
     assert resumed == uninterrupted
+
+
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+def test_a_checkpoint_does_not_tell_where_the_optimizer_was(request, tmp_path, model_folder, pool):
+    """The same files with its state in host memory; from there each goes on as the other would have. Pitfall 47."""
+    ranks = request.getfixturevalue(pool)
+    digests, states = [], []
+    for name, offloads in (("device", (False, True)), ("host", (True, False))):
+        ranks.run(rank_state, model_folder, tmp_path / name, None, 3, None, offloads[0])
+        checkpoint = tmp_path / name / "checkpoints" / "000003"
+        digests.append(json.loads((checkpoint / "manifest.json").read_text())["files"])
+        states.append(ranks.run(rank_state, model_folder, tmp_path / name, checkpoint, 2, None, offloads[1]))
+    assert digests[0] == digests[1]
+    assert states[0] == states[1] == ranks.run(rank_state, model_folder, tmp_path / "whole", None, 5)
 
 
 @pytest.mark.usefixtures("one_process")

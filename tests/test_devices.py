@@ -1,21 +1,27 @@
 """No tensor of the host meets one of the device, in sampling, scoring and training; on a device that is pretended."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
 from minirl.model import paged_attention, triton_kernels
+from minirl.model.families import read_config
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer, rope_table
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
+from minirl.training import sharded_model
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
 from minirl.training.scoring import score_batch, value_batch
+from minirl.training.sharded_model import ShardedModel
 from support.engines import make_engine, make_model, mixed_requests, run
+from support.models import RAW_CONFIG, make_folder
 from support.pretended_cuda import CPU, CUDA, PretendedCuda
 
 
@@ -151,3 +157,40 @@ def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
         assert next(model.parameters()).device == CPU
         results.append(scored.cpu())
     assert_close([results[0]], [results[1]])
+
+
+def updated_on_a_device(
+    rank: int, folder: Path, dtype: torch.dtype, gather_bytes: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights on the device after an update of masters in host memory, and the masters that they are copied from."""
+    options = {"dtype": dtype, "device": CPU, "offload_optimizer": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_model, "GATHER_BYTES", gather_bytes)
+        model = ShardedModel(read_config(folder), folder, **options)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    with PretendedCuda():
+        weights = {
+            name: torch.zeros_like(weight, device=CUDA) for name, weight in model.compute_weights.items()
+        }
+        model.compute_weights = weights
+        for master in model.masters.values():
+            master.grad = torch.ones_like(master)
+        model.step(optimizer, lr=0.1, max_grad_norm=1.0)
+        assert {weight.device for weight in weights.values()} == {CUDA}
+        copied = [weight.cpu() for weight in weights.values()]
+    assert {value.device for state in optimizer.state.values() for value in state.values()} == {CPU}
+    return copied, [master.full_tensor().detach().to(dtype) for master in model.masters.values()]
+
+
+@pytest.mark.parametrize("gather_bytes", [32 * 2**20, 2000], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
+    request, tmp_path, pool, dtype, gather_bytes
+):
+    """The norm, clipping and AdamW meet nothing of the device; the shards of all ranks come together there."""
+    folder = make_folder(tmp_path / "model", RAW_CONFIG)
+    for copied, masters in request.getfixturevalue(pool).run(
+        updated_on_a_device, folder, dtype, gather_bytes
+    ):
+        assert all(torch.equal(weight, master) for weight, master in zip(copied, masters, strict=True))

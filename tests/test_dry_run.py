@@ -119,8 +119,24 @@ def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
     # prompts.
     assert number(printed, "--cache-tokens") == 144 * (812 + 256)
     assert gigabytes(printed, "cache") == pytest.approx(144 * 1068 * 57_344 / 1e9, rel=0.01)
-    # Each rank parks a reference, and rank 0 copies 2 P + 12 P / 8 for a checkpoint.
-    assert gigabytes(printed, "of the host") == pytest.approx(15.23 + 15.23 + 11.42, rel=0.01)
+    # Each rank parks a reference, whose tensors torch rounds up to powers of two, and rank 0 copies 2 P + 12 P / 8
+    # for a checkpoint.
+    assert gigabytes(printed, "parked models") == 29.0
+    assert gigabytes(printed, "of the host") == pytest.approx(28.96 + 15.23 + 11.42, rel=0.01)
+
+
+def test_seven_billion_parameters_on_one_gpu_of_80_gb_with_the_optimizer_on_the_host(flags):
+    """By hand, P = 7.6156e9: 2 P and 4 P on the GPU; 4 P and 4 P, pinned, 8 P and 14 P on the host."""
+    model = flags(QWEN_7B)
+    printed, code = dry_run(train_grpo, **model, gpus="1x80", offload_optimizer=True)
+    assert code == 0
+    assert "masters" not in printed
+    assert gigabytes(printed, "weights") == 15.2
+    assert gigabytes(printed, "gradients") == 30.5
+    assert gigabytes(printed, "optimizer state and gradients") == pytest.approx(4 * 28.96 + 60.92, rel=0.01)
+    assert gigabytes(printed, "copies for a checkpoint") == pytest.approx(14 * 7.6156, rel=0.01)
+    with pytest.raises(InputError, match=r"the models need 107 GB of the 72 GB .* --offload-optimizer"):
+        dry_run(train_grpo, **model, gpus="1x80")
 
 
 def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):

@@ -193,7 +193,11 @@ def test_a_parked_model_comes_and_goes_with_the_same_pinned_tensors():
     assert addresses[0] == addresses[1]
 
 
-def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):
+OFFLOADED = ("--offload-optimizer", "--shard-gradients", "on", "--max-tokens-per-microbatch", "256")
+
+
+@pytest.mark.parametrize("flags", [(), OFFLOADED], ids=["plain", "optimizer on the host"])
+def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path, flags):
     """bf16 sampling and training differ by rounding only, and the reward rises."""
     run_script(
         ROOT / "train_grpo.py",
@@ -202,6 +206,7 @@ def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path):
         "--device",
         "cuda",
         *FAST_LEARNING,
+        *flags,
         runs=tmp_path,
         ranks=1,
     )

@@ -271,6 +271,7 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
         num_ranks=1,
         num_shards=changes.get("num_ranks", 1),
         parks_frozen=True,
+        offloads_optimizer=False,
         longest_prompt=300,
         longest=812,
         requests=128,
@@ -402,9 +403,12 @@ def one_of_eight() -> Iterator[RankPool]:
     pool.stop()
 
 
-def bytes_of_backward(rank: int, folder: Path, num_tokens: int, recompute: bool) -> tuple[int, int]:
+def bytes_of_backward(
+    rank: int, folder: Path, num_tokens: int, recompute: bool, offload: bool = False
+) -> tuple[int, int]:
     """With sharded gradients: what the first of two microbatches leaves, and the peak of both."""
     options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
+    options["offload_optimizer"] = offload
     model = ShardedModel(read_config(folder), folder, **options, shard_gradients=True)
     batch = make_batch(num_tokens)
 
@@ -425,11 +429,14 @@ def bytes_of_backward(rank: int, folder: Path, num_tokens: int, recompute: bool)
     return left, peak
 
 
-@pytest.mark.parametrize(
-    ("shape", "vocab", "recompute"),
-    [(SHAPES[0], 64, False), (SHAPES[1], 20_000, False), (SHAPES[2], 64, True)],
-    ids=["activations", "a vocabulary", "recomputing"],
-)
+SHARDED = {
+    "activations": (SHAPES[0], 64, False),
+    "a vocabulary": (SHAPES[1], 20_000, False),
+    "recomputing": (SHAPES[2], 64, True),
+}
+
+
+@pytest.mark.parametrize(("shape", "vocab", "recompute"), SHARDED.values(), ids=SHARDED)
 def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape, vocab, recompute):
     """On eight ranks: each never holds more than its share and one unit's, within 10 %."""
     folder = folder_of_shape(tmp_path / "model", shape, vocab)
@@ -442,6 +449,22 @@ def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape
     assert left == pytest.approx(update["gradients"], rel=0.02)
     assert update["gradients"] == pytest.approx(4 * memory.num_parameters(config) / 8)
     assert peak == pytest.approx(sum(update.values()), rel=0.1)
+
+
+@pytest.mark.parametrize("part", ["activations", "a vocabulary"])
+def test_one_rank_with_gradients_on_the_host_takes_what_the_code_says(one_rank, tmp_path, part):
+    """Of the device, within 10 %: here that is the peak without the sums, which are in the same memory."""
+    shape, vocab, recompute = SHARDED[part]
+    folder = folder_of_shape(tmp_path / "model", shape, vocab)
+    config = read_config(folder)
+    num_tokens = shape[-1]
+    ((left, peak),) = one_rank.run(bytes_of_backward, folder, num_tokens, recompute, True)
+    work = make_workload(config, longest=num_tokens, update_tokens=num_tokens, offloads_optimizer=True)
+    sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
+    update = memory.phase_bytes(work, sizes)["update"]
+    assert update["gradients"] == 0
+    assert left == pytest.approx(4 * memory.num_parameters(config), rel=0.02)
+    assert peak - left == pytest.approx(sum(update.values()), rel=0.1)
 
 
 def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
@@ -540,21 +563,88 @@ def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alo
     assert memory.host_bytes(of_four, num_ranks=8) == memory.host_bytes(alone, num_ranks=8)
     saved = memory.peak_bytes(of_four, sizes) - memory.peak_bytes(over_all, sizes)
     assert saved == pytest.approx((12 + 4) * (1 / 8 - 1 / 32) * memory.num_parameters(QWEN_7B))
+    offloaded = [dataclasses.replace(work, offloads_optimizer=True) for work in (of_four, over_all)]
+    gradients = [memory.phase_bytes(work, sizes)["update"]["gradients"] for work in offloaded]
+    assert gradients == [pytest.approx(4 * memory.num_parameters(QWEN_7B) / 8), 0]
     assert "--shard-over world" in memory.too_large(of_four, sizes, 1e9)
     assert "--shard-over" not in memory.too_large(over_all, sizes, 1e9)
 
 
+QWEN_14B = dataclasses.replace(
+    QWEN_7B,
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    layer_windows=(None,) * 48,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "free"),
+    [(QWEN_7B, 1, 80e9), (QWEN_14B, 2, 80e9), (QWEN_1_5B, 1, 24e9)],
+    ids=["7B on one of 80 GB", "14B on two of 80 GB", "1.5B on one of 24 GB"],
+)
+def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config, num_ranks, free):
+    """By hand for P = 7.6156e9 on one: 2 P = 15.2 GB and gradients of 4 P = 30.5 GB remain of 18 P = 137 GB."""
+    num_parameters = memory.num_parameters(config)
+    work = make_workload(config, num_ranks=num_ranks, **GPUS_OF_80_GB)
+    refusal = memory.too_large(work, memory.choose_sizes(work, free, AUTO), free)
+    assert refusal.startswith("the models need")
+    assert "--offload-optimizer" in refusal
+    offloaded = dataclasses.replace(work, offloads_optimizer=True)
+    sizes = memory.choose_sizes(offloaded, free, AUTO)
+    assert memory.too_large(offloaded, sizes, free) is None
+    always = memory.always_bytes(offloaded)
+    assert always == {"weights": 2 * num_parameters, "rope tables": 8 * 32768 * 128}
+    gradients = memory.phase_bytes(offloaded, sizes)["update"]["gradients"]
+    assert gradients == (0 if sizes.shard_gradients else 4 * num_parameters)
+    assert sizes.max_tokens_per_microbatch >= 8192
+
+
+def test_layers_are_recomputed_before_the_host_adds_up_gradients():
+    """With less and less memory: each microbatch would wait for the host."""
+    work = make_workload(QWEN_7B, **GPUS_OF_80_GB, offloads_optimizer=True)
+    found = []
+    for free in (200e9, 80e9, 50e9):
+        sizes = memory.choose_sizes(work, free, AUTO)
+        assert memory.too_large(work, sizes, free) is None
+        found.append((sizes.recompute_layers, sizes.shard_gradients))
+    assert found == [(False, False), (True, False), (True, True)]
+
+
+def test_pinned_memory_is_counted_as_torch_rounds_it():
+    """By hand: each tensor, or a rank's shard of it, takes the next power of two; vectors are next to nothing."""
+    in_bf16 = 28 * (2 * 2**25 + 2 * 2**22 + 3 * 2**28) + 2 * 2**31
+    assert memory.pinned_bytes(QWEN_7B, 2) == pytest.approx(in_bf16, rel=1e-4)
+    eighths_in_fp32 = 28 * (2 * 2**23 + 2 * 2**20 + 3 * 2**26) + 2 * 2**29
+    assert memory.pinned_bytes(QWEN_7B, 4, num_shards=8) == pytest.approx(eighths_in_fp32, rel=1e-4)
+    work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB, offloads_optimizer=True)
+    needed = memory.host_bytes(work, num_ranks=8)
+    assert needed["parked models"] == pytest.approx(8 * in_bf16, rel=1e-4)
+    # Masters and gradients are pinned, moments are not.
+    state = 8 * 2 * eighths_in_fp32 + 8 * 7.6156e9
+    assert needed["optimizer state and gradients"] == pytest.approx(state, rel=1e-3)
+    assert "leave out --offload-optimizer" in memory.host_too_small(work, num_ranks=8, free=1e9)
+
+
 def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
-    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P and copies 12 P / 8; the first copies 2 P more."""
+    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more."""
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
-    needed = 8 * (2 + 12 / 8) * 7.6156e9 + 2 * 7.6156e9
-    assert memory.host_bytes(work, num_ranks=8) == pytest.approx(needed, rel=1e-3)
+    parked = 8 * memory.pinned_bytes(QWEN_7B, 2)
+    needed = parked + (8 * 12 / 8 + 2) * 7.6156e9
+    assert sum(memory.host_bytes(work, num_ranks=8).values()) == pytest.approx(needed, rel=1e-3)
     assert memory.host_too_small(work, num_ranks=8, free=1.01 * needed / memory.USABLE) is None
     reason = memory.host_too_small(work, num_ranks=8, free=0.99 * needed / memory.USABLE)
-    assert "8 ranks need 228 GB of the 226 GB of host memory" in reason
-    assert "--no-park-frozen" in reason
+    assert (
+        "8 ranks need 338 GB: parked models 232 GB, copies for a checkpoint 107 GB, of the 335 GB" in reason
+    )
+    assert "set --no-park-frozen, or take more nodes" in reason
     unparked = dataclasses.replace(work, parks_frozen=False)
-    assert memory.host_bytes(unparked, num_ranks=8) == pytest.approx(needed - 8 * 2 * 7.6156e9, rel=1e-3)
+    assert memory.host_bytes(unparked, num_ranks=8) == {
+        "copies for a checkpoint": pytest.approx(needed - parked, rel=1e-3)
+    }
     assert memory.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
 
 

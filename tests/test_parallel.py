@@ -478,6 +478,52 @@ def test_sharded_gradients_are_never_held_whole(two_ranks, folder):
     assert two_ranks.run(held_after_one_of_two, folder, False) == [(0, num_parameters)] * 2
 
 
+def two_updates(
+    rank: int, folder: Path, dtype: torch.dtype, offload: bool, shard_gradients: bool, num_shards: int | None
+) -> dict[str, Tensor]:
+    """Of two microbatches each, on texts that differ between ranks: norms, weights and all that is saved."""
+    options = {"shard_gradients": shard_gradients, "num_shards": num_shards, "offload_optimizer": offload}
+    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU, **options)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    layout = batching.PackedLayout((20,), CPU)
+    norms = []
+    for update in range(2):
+        for is_last in (False, True):
+            tokens = (torch.arange(20) * (2 + is_last) + 5 * update + rank) % 33
+            new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
+            model.backward(-new.sum(), is_last=is_last)
+        norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
+    weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    return {"norms": torch.tensor(norms), **weights, **model.state_tensors(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("pool", "num_shards"),
+    [
+        ("one_rank", None),
+        ("two_ranks", None),
+        ("two_ranks", 1),
+        pytest.param("four_ranks", None, marks=pytest.mark.slow),
+        pytest.param("four_ranks", 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("shard_gradients", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_optimizer_in_host_memory_changes_no_bit(
+    request, folder, pool, num_shards, shard_gradients, dtype
+):
+    """Of weights, moments, step counts and norms, on one rank and several, and on nodes. Pitfall 47."""
+    ranks = request.getfixturevalue(pool)
+    results = [
+        ranks.run(two_updates, folder, dtype, offload, shard_gradients, num_shards)
+        for offload in (False, True)
+    ]
+    for expected, found in zip(*results, strict=True):
+        assert expected.keys() == found.keys()
+        assert expected["norms"].min() > 0
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
     """The policy's weights after an update of both models, and both gradient norms."""
     models = ppo_backward(rank, *args)

@@ -130,6 +130,8 @@ class Machine:
     threads: int = 1
     """CPU threads per rank; with more, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
+    offload_optimizer: bool = False
+    """keep fp32 masters, AdamW's moments and summed gradients in host memory; AdamW runs there, on --threads"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """recompute activations in backward: less memory, a third more time; auto: where microbatches would be small"""
     shard_gradients: Literal["auto", "on", "off"] = "auto"

@@ -32,9 +32,11 @@ from minirl.run.memory import (
     host_too_small,
     largest_cache,
     largest_microbatch,
+    listed,
     num_parameters,
     phase_bytes,
     room_bytes,
+    sum_of,
     too_large,
     workload,
 )
@@ -148,15 +150,15 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     always = always_bytes(work)
     print0(f"sizes    {sizes.flags()}")
     print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} can be used")
-    print0(f"  always {_sum_of(always)}")
+    print0(f"  always {sum_of(always)}")
     for phase, parts in phase_bytes(work, sizes).items():
         total = sum(always.values()) + sum(parts.values())
-        print0(f"  {phase} {gb(total)}: always + {_parts(parts)}")
+        print0(f"  {phase} {gb(total)}: always + {listed(parts)}")
     if work.is_cuda:
         needed = host_bytes(work, num_ranks=machine.host_ranks)
         there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"
         ranks = "a rank" if machine.host_ranks == 1 else f"{machine.host_ranks} ranks"
-        print0(f"  and of the host {gb(needed)}{there} for {ranks}: parked models, copies for a checkpoint")
+        print0(f"  and of the host {gb(sum(needed.values()))}{there} for {ranks}: {listed(needed)}")
     room = room_bytes(work, free)
     endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
     without, recomputed = (
@@ -169,14 +171,6 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     print0(
         f"largest  microbatch {without:,} tokens, {recomputed:,} with --recompute-layers on; cache {cache:,} tokens"
     )
-
-
-def _sum_of(parts: Mapping[str, float]) -> str:
-    return f"{gb(sum(parts.values()))}: {_parts(parts)}"
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {gb(num_bytes)}" for name, num_bytes in parts.items())
 
 
 def _print_prompts(task: Task, prompts: PromptStream) -> None:

@@ -24,6 +24,7 @@ from minirl.model.attention import FLASH_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.logprobs import VOCAB_CHUNK
+from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, resolve_folder
@@ -70,6 +71,8 @@ class Workload:
     trained: policy, and value model if any; frozen: reference and reward model, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
+    parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
+    memory beside a GPU. On the CPU there is nothing to offload.
     requests: completions that a rank decodes in one phase. update_tokens: tokens that it trains on in one update.
     enough_tokens: see the function of that name.
     """
@@ -81,6 +84,7 @@ class Workload:
     num_ranks: int
     num_shards: int
     parks_frozen: bool
+    offloads_optimizer: bool
     longest_prompt: int
     longest: int
     requests: int
@@ -96,6 +100,11 @@ class Workload:
     def is_cuda(self) -> bool:
         """Whether the models are computed on a GPU, which frozen ones leave between their uses."""
         return self.device_type == "cuda"
+
+    @property
+    def can_shard_gradients(self) -> bool:
+        """Whether gradients that are summed in each microbatch have another place: on other ranks, or the host."""
+        return self.num_shards > 1 or self.offloads_optimizer
 
 
 def workload(
@@ -143,6 +152,7 @@ def workload(
         num_ranks=num_ranks,
         num_shards=num_shards,
         parks_frozen=config.park_frozen,
+        offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
         requests=math.ceil(num_requests / num_ranks),
@@ -157,6 +167,15 @@ def num_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         model = Transformer(config)
     return sum(parameter.numel() for parameter in named_parameters(model).values())
+
+
+@functools.cache
+def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1) -> int:
+    """A rank's shards of a model's parameters in pinned memory: torch rounds each up to a power of two."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    shards = [math.ceil(len(p) / num_shards) * p[0].numel() for p in named_parameters(model).values()]
+    return sum(next_power_of_two(itemsize * num_values) for num_values in shards)
 
 
 @functools.cache
@@ -274,17 +293,21 @@ def _logits_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
 
 def always_bytes(work: Workload) -> dict[str, float]:
     """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
-    held = {"weights": 0.0, "masters and moments": 0.0, "rope tables": 0.0}
-    for config in work.trained:
-        held["weights"] += work.dtype.itemsize * num_parameters(config)
-        held["masters and moments"] += 12 * num_parameters(config) / work.num_shards
-    for config in {dataclasses.replace(config, scalar_head=False) for config in work.trained}:
-        held["rope tables"] += 8 * config.max_position_embeddings * config.head_dim
+    held = {"weights": float(work.dtype.itemsize * num_trained(work))}
+    if not work.offloads_optimizer:
+        held["masters and moments"] = 12 * num_trained(work) / work.num_shards
+    shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
+    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * shape.head_dim for shape in shapes)
     if not work.is_cuda or not work.parks_frozen:
         held |= _frozen_bytes(work)
     if not work.is_cuda:
         held["checkpoint copies"] = save_bytes(work)
     return held
+
+
+def num_trained(work: Workload) -> int:
+    """Parameters of all models that are trained."""
+    return sum(map(num_parameters, work.trained))
 
 
 def _frozen_bytes(work: Workload) -> dict[str, float]:
@@ -309,9 +332,8 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
         phases[f"score ({name})"] = phase
     if len(work.trained) > 1:
         phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
-    num_shards = _gradient_shards(work, sizes)
     phases["update"] = {
-        "gradients": sum(4.0 * num_parameters(config) / num_shards for config in work.trained),
+        "gradients": _gradient_bytes(work, sizes),
         "activations and logits": max(
             _backward_bytes(work, sizes, config, tokens) for config in work.trained
         ),
@@ -319,9 +341,18 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
     return phases
 
 
-def _gradient_shards(work: Workload, sizes: Sizes) -> int:
-    """How many ranks share the gradients while they are summed over microbatches."""
-    return work.num_shards if sizes.shard_gradients else 1
+def _gradient_bytes(work: Workload, sizes: Sizes) -> float:
+    """Gradients while they are summed over microbatches, all or this rank's share."""
+    if not _sums_every_microbatch(work, sizes):
+        return 4.0 * num_trained(work)
+    if work.offloads_optimizer and work.num_shards == work.num_ranks:
+        return 0.0
+    # Of several nodes each keeps its sums on the device, until they are added up in the last microbatch.
+    return 4.0 * num_trained(work) / work.num_shards
+
+
+def _sums_every_microbatch(work: Workload, sizes: Sizes) -> bool:
+    return sizes.shard_gradients and work.can_shard_gradients
 
 
 def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: int) -> float:
@@ -334,13 +365,15 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
         length=work.longest,
         recompute_layers=sizes.recompute_layers,
     )
-    if _gradient_shards(work, sizes) == 1:
+    if not _sums_every_microbatch(work, sizes):
         return activations
     # A layer's gradients are summed over the ranks while the layer before it is in backward; those of embedding and
     # head at the end, when no activations are left.
     layer = layer_parameters(config)
     others = num_parameters(config) - config.num_hidden_layers * layer
-    return max(activations + 4 * layer, (work.dtype.itemsize + 4) * others)
+    # One rank has a unit's gradients three times in fp32: as they come, divided by 1, and as they go to the host.
+    sums = 12 * max(layer, others) if work.num_shards == 1 else (work.dtype.itemsize + 4) * others
+    return max(activations + 4 * layer, sums)
 
 
 def _generate_bytes(work: Workload, max_running_requests: int) -> float:
@@ -361,24 +394,33 @@ def save_bytes(work: Workload) -> float:
     return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
 
 
-def host_bytes(work: Workload, *, num_ranks: int = 1) -> float:
-    """What so many ranks, the first among them, need of their host's memory beside GPUs.
-
-    It is for parked models on each rank, and for a checkpoint's copies.
-    """
-    parked = sum(_frozen_bytes(work).values()) if work.parks_frozen else 0.0
-    shards = sum(12 * num_parameters(config) / work.num_shards for config in work.trained)
-    return save_bytes(work) + parked + (num_ranks - 1) * (parked + shards)
+def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
+    """What so many ranks, the first among them, need of their host's memory beside GPUs, by name."""
+    needed = {}
+    if work.parks_frozen and work.frozen:
+        parked = sum(pinned_bytes(config, work.dtype.itemsize) for config in work.frozen.values())
+        needed["parked models"] = float(num_ranks * parked)
+    if work.offloads_optimizer:
+        # Masters and gradients are pinned, moments are not.
+        pinned = sum(2 * pinned_bytes(config, 4, num_shards=work.num_shards) for config in work.trained)
+        needed["optimizer state and gradients"] = num_ranks * (
+            pinned + 8 * num_trained(work) / work.num_shards
+        )
+    shards = 12 * num_trained(work) / work.num_shards
+    needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
+    return needed
 
 
 def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None:
     """Why so many ranks on one host do not fit into its free memory beside their GPUs; None if they do."""
     needed = host_bytes(work, num_ranks=num_ranks)
-    if not work.is_cuda or needed <= USABLE * free:
+    if not work.is_cuda or sum(needed.values()) <= USABLE * free:
         return None
+    advice = ["set --no-park-frozen"] if "parked models" in needed else []
+    advice += ["leave out --offload-optimizer"] if work.offloads_optimizer else []
     return (
-        f"beside the GPUs {num_ranks} ranks need {gb(needed)} of the {gb(USABLE * free)} of host memory that can be "
-        "used, for parked models and copies for a checkpoint: set --no-park-frozen, or take more nodes"
+        f"beside the GPUs {num_ranks} ranks need {sum_of(needed)}, of the {gb(USABLE * free)} of host memory that can "
+        f"be used: {', or '.join([*advice, 'take more nodes'])}"
     )
 
 
@@ -423,8 +465,7 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     tokens = work.enough_tokens
     if given["max_tokens_per_microbatch"] != "auto":
         tokens = sizes.max_tokens_per_microbatch
-    for recompute, shard in itertools.product((False, True), (False, work.num_shards > 1)):
-        # From the cheapest: sums over the ranks in each microbatch hide behind its backward, recomputation cannot.
+    for recompute, shard in _switches_from_the_cheapest(work):
         open_switches = {"recompute_layers": recompute, "shard_gradients": shard}
         switches = {name: value for name, value in open_switches.items() if given[name] == "auto"}
         sizes = dataclasses.replace(sizes, **switches)
@@ -448,6 +489,17 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
         tokens = largest_cache(work, sizes, room, most=most_tokens)
         sizes = dataclasses.replace(sizes, cache_tokens=max(tokens, work.longest))
     return sizes
+
+
+def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
+    """Whether to recompute layers, and whether to shard gradients.
+
+    Sums over the ranks in each microbatch hide behind its backward, recomputation cannot. But backward waits for sums
+    on the host.
+    """
+    if work.offloads_optimizer:
+        return [(False, False), (True, False), (False, True), (True, True)]
+    return list(itertools.product((False, True), (False, work.can_shard_gradients)))
 
 
 def room_bytes(work: Workload, free: float) -> float:
@@ -506,16 +558,18 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     """Why a run with these sizes does not fit into a rank's free memory, with the flags to change; None if it does."""
     usable = USABLE * free
     always = sum(always_bytes(work).values())
+    can_offload = work.is_cuda and not work.offloads_optimizer
     if always > usable:
         over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
+        on_host = "--offload-optimizer, " if can_offload else ""
         return (
             f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
-            f"(--nproc-per-node), {over_all}a smaller --model or --dtype bfloat16"
+            f"(--nproc-per-node), {over_all}{on_host}a smaller --model or --dtype bfloat16"
         )
     for phase, parts in phase_bytes(work, sizes).items():
         needed = always + sum(parts.values())
         if needed > usable:
-            advice = _ADVICE[phase.split()[0]]
+            advice = _ADVICE[phase.split()[0]] + (", or set --offload-optimizer" if can_offload else "")
             return f"phase {phase} needs {gb(needed)} of the {gb(usable)} that a rank can use: {advice}"
     return None
 
@@ -527,6 +581,16 @@ _ADVICE = {
     "update": "lower --max-tokens-per-microbatch (at least the longest prompt and --max-new-tokens), set "
     "--recompute-layers on and --shard-gradients on, or take more ranks (--nproc-per-node)",
 }
+
+
+def sum_of(parts: Mapping[str, float]) -> str:
+    """The sum of bytes, and its parts, for a reader."""
+    return f"{gb(sum(parts.values()))}: {listed(parts)}"
+
+
+def listed(parts: Mapping[str, float]) -> str:
+    """Bytes by name, for a reader."""
+    return ", ".join(f"{name} {gb(num_bytes)}" for name, num_bytes in parts.items())
 
 
 def gb(num_bytes: float) -> str:

@@ -216,6 +216,7 @@ class Run:
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
             num_shards=self._num_shards,
+            offload_optimizer=self.config.offload_optimizer,
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 

@@ -54,17 +54,26 @@ class ShardedModel:
         recompute_layers: bool = False,
         shard_gradients: bool = False,
         num_shards: int | None = None,
+        offload_optimizer: bool = False,
     ):
         """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
 
         shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank holds its
         shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
-        there is nothing to shard.
+        there is nothing to shard, unless shards are in host memory.
 
         num_shards: the ranks of a group, as those of a node; None: all. Groups are of ranks that follow one
         another, and have the same bits: gradients are summed within each, and then once an update between them.
+
+        offload_optimizer: masters, sharded gradients and the optimizer's state are in host memory, pinned where
+        they are copied from or to a GPU, and the optimizer runs there. On the CPU nothing changes.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         check_weights(config, folder)
         with torch.device("meta"):
@@ -79,17 +88,20 @@ class ShardedModel:
             reduce_dtype=at_least_fp32(dtype),
             cast_forward_inputs=False,  # it would round the fp32 rope tables
         )
-        self._sums_every_microbatch = shard_gradients and self._num_shards > 1
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
+        self._sums_every_microbatch = shard_gradients and (self._num_shards > 1 or offload_optimizer)
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
-            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+            fully_shard(
+                unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
+            )
             unit.set_reshard_after_backward(False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if device.type == "cpu":
                 unit.set_custom_reduce_scatter(_CountedReduceScatter())
-        self.module.to_empty(device=device)
+        self.module.to_empty(device="cpu" if offload_optimizer else device)
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
         # Gather the compute weights: from here on they are the module's parameters. FSDP keeps the buffers of the
@@ -222,33 +234,46 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        On several ranks it takes memory for twice `GATHER_BYTES`, on one for nothing.
+        It takes memory for twice `GATHER_BYTES`; on one rank whose masters are not on the host for nothing.
         """
+        # From the host the copies are asynchronous. The optimizer writes to the masters when it has gradients, which
+        # were computed with the weights that are copied here: by then the copies have ended.
         shards = {name: _local(master) for name, master in self.masters.items()}
-        if self._num_shards == 1:
-            torch._foreach_copy_(list(self.compute_weights.values()), list(shards.values()))
         for parts in self._gathers:
-            weights = [self.compute_weights[part.name] for part in parts]
-            sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
-            # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
-            own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
-            rows = [shards[part.name][part.first : part.first + part.num_rows].flatten() for part in parts]
-            sent = [place[: len(values)] for place, values in zip(own.split(sizes), rows, strict=True)]
-            torch._foreach_copy_(sent, rows)
-            gathered = own.new_empty(self._num_shards * len(own))
-            _all_gather(gathered, own, self._shard_group)
-            targets: list[Tensor] = []
-            sources: list[Tensor] = []
-            for part, weight, by_rank in zip(
-                parts, weights, gathered.view(self._num_shards, -1).split(sizes, 1), strict=True
-            ):
-                for shard, received in enumerate(by_rank):
-                    start = shard * part.rows_per_shard + part.first
-                    target = weight[start : start + part.num_rows]
-                    targets.append(target)
-                    sources.append(received[: target.numel()].view_as(target))
-            torch._foreach_copy_(targets, sources)
+            rows = [shards[part.name][part.first : part.first + part.num_rows] for part in parts]
+            if self._num_shards > 1:
+                targets, sources = self._gather(parts, rows)
+            else:
+                targets = [self.compute_weights[p.name][p.first : p.first + p.num_rows] for p in parts]
+                sources = rows
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         wait_for_device()
+
+    def _gather(self, parts: Sequence["_Rows"], rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """All ranks' rows of these parts, given this rank's `rows` of its masters, on the device (collective).
+
+        Returns the places in the compute weights, and in their dtype what belongs there.
+        """
+        weights = [self.compute_weights[part.name] for part in parts]
+        sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
+        # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
+        own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
+        values = [r.flatten() for r in rows]
+        sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]
+        torch._foreach_copy_(sent, values, non_blocking=True)
+        gathered = own.new_empty(self._num_shards * len(own))
+        _all_gather(gathered, own, self._shard_group)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for part, weight, by_rank in zip(
+            parts, weights, gathered.view(self._num_shards, -1).split(sizes, 1), strict=True
+        ):
+            for shard, received in enumerate(by_rank):
+                start = shard * part.rows_per_shard + part.first
+                target = weight[start : start + part.num_rows]
+                targets.append(target)
+                sources.append(received[: target.numel()].view_as(target))
+        return targets, sources
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
         """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""

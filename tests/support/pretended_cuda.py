@@ -16,7 +16,7 @@ CUDA = torch.device("cuda", 0)
 # They only look at their arguments, for `nn.Module.to`.
 QUESTIONS = (torch._C._nn._parse_to, torch._has_compatible_shallow_copy_type)
 # They may take tensors of two devices.
-MOVES = (Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.data.__set__)
+MOVES = (Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.data.__set__, torch._foreach_copy_)
 
 
 class OnDevice(Tensor):
