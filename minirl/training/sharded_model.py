@@ -238,10 +238,7 @@ class ShardedModel:
             if self._num_shards > 1:
                 targets, sources = self._gather(parts, rows)
             else:
-                weights = [self.compute_weights[part.name] for part in parts]
-                targets = [
-                    w[part.first : part.first + part.num_rows] for w, part in zip(weights, parts, strict=True)
-                ]
+                targets = [self.compute_weights[p.name][p.first : p.first + p.num_rows] for p in parts]
                 sources = rows
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
