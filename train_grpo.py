@@ -243,6 +243,7 @@ def main(config: Config) -> int:
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
         max_refills=config.max_refills if config.dynamic_sampling else None,
+        frozen=[] if reference is None else [reference],
     )
     progress = run.begin({"policy": (policy, optimizer)})
 
@@ -254,11 +255,12 @@ def main(config: Config) -> int:
 
         metrics.begin("score")
         plan = run.plan_updates(groups.table)
-        batch = exchange(groups.rewarded.rollouts, groups.table, plan.rank_of)
+        rollouts = groups.rewarded.rollouts
+        batch = exchange(rollouts, groups.table, plan.rank_of, collector.early_streams(rollouts))
         if reference is not None:  # advantages may have a KL term
             microbatches = list(itertools.chain(*plan.of_rank(rank())))
             batch = run.with_old_logprobs(batch.to(run.device), policy, microbatches)
-            batch = run.with_ref_logprobs(batch, reference, microbatches).to(torch.device("cpu"))
+            batch = reference.add_to(batch, run.show_progress("score", microbatches)).to(torch.device("cpu"))
         advantages = token_advantages(
             config, groups.rewards, groups.greedy_rewards, run.reward_weights, batch
         )

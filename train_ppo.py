@@ -51,7 +51,7 @@ from minirl.run.flags import check_needed, check_numbers, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
-from minirl.training.frozen_models import frozen_scalar_outputs
+from minirl.training.frozen_models import values_of
 from minirl.training.scoring import score_batch, value_batch
 
 
@@ -200,7 +200,10 @@ def main(config: Config) -> int:
     reference = None
     if config.has_reference:
         reference = run.load_reference()
-    collector = run.make_collector(engine, rollout)
+    frozen = [run.frozen(value.decoder, values_of, ["values", "end_values"])]
+    if reference is not None:
+        frozen.append(reference)
+    collector = run.make_collector(engine, rollout, frozen=frozen)
     progress = run.begin(
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         folders={"value": value_folder},
@@ -220,15 +223,16 @@ def main(config: Config) -> int:
         plan = run.plan_updates(table)
         minibatches = plan.of_rank(rank())
         microbatches = list(itertools.chain(*minibatches))
-        batch = exchange(rewarded.rollouts, table, plan.rank_of).to(run.device)
+        early = collector.early_streams(rewarded.rollouts)
+        batch = exchange(rewarded.rollouts, table, plan.rank_of, early).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
-        if reference is not None:
-            batch = run.with_ref_logprobs(batch, reference, microbatches)
-        values, end_values = frozen_scalar_outputs(value.decoder, batch, microbatches)
-        batch = batch.replace(values=values).to(torch.device("cpu"))
+        for model in frozen:
+            batch = model.add_to(batch, run.show_progress("score", microbatches))
+        batch = batch.to(torch.device("cpu"))
+        end_values = batch.end_values[batch.last_index]
         kl = kl_to_reference(batch)
         advantages, returns = advantages_and_returns(
-            config, scores, table.is_truncated, kl, end_values.cpu(), batch, kl_coef=progress.extra["kl_coef"]
+            config, scores, table.is_truncated, kl, end_values, batch, kl_coef=progress.extra["kl_coef"]
         )
         old_values = batch.values[batch.loss_mask].double()
         metrics.add("value/explained_var", explained_variance(old_values, returns))

@@ -17,7 +17,7 @@ from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training import sharded_model
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
+from minirl.training.frozen_models import FrozenModel, frozen_logprobs, unparked, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import make_engine, make_model, mixed_requests, run
@@ -130,7 +130,10 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
-        frozen.append([values.cpu() for values in frozen_scalar_outputs(model, batch, [[2], [], [0, 1]])])
+        names = ["values", "end_values"]
+        scorer = FrozenModel(model, values_of, names=names, device=place, max_tokens=999)
+        scored = scorer.add_to(batch, [[2], [], [0, 1]])
+        frozen.append([getattr(scored, name).cpu() for name in names])
         micro = batch.select(lengths)
         values = value_batch(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)

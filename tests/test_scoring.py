@@ -16,7 +16,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import frozen_logprobs, frozen_scalar_outputs, unparked
+from minirl.training.frozen_models import FrozenModel, frozen_logprobs, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 
@@ -381,6 +381,13 @@ def test_the_chunked_head_of_no_rows_gives_zero_gradients():
     assert torch.equal(grad_head, torch.zeros_like(head))
 
 
+def frozen_values(model, batch, cut):
+    """Values [T] and, of each sequence, the one after its last token [N], as a `FrozenModel` adds them to a batch."""
+    frozen = FrozenModel(model, values_of, names=["values", "end_values"], device=CPU, max_tokens=999)
+    batch = frozen.add_to(batch, cut)
+    return batch.values, batch.end_values[batch.last_index]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
@@ -471,7 +478,7 @@ def test_frozen_results_of_groups_do_not_depend_on_the_microbatches(dtype):
         *predict_batch(scalar, without_prompts(batch)),
     ]
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = [frozen_logprobs(language, batch, cut, 1.0), *frozen_scalar_outputs(scalar, batch, cut)]
+        got = [frozen_logprobs(language, batch, cut, 1.0), *frozen_values(scalar, batch, cut)]
         for x, y, model in zip(got, expected, (language, scalar, scalar), strict=True):
             assert (x - y).abs().max().item() <= scalar_tolerance(model, dtype)
 
@@ -630,14 +637,12 @@ def test_values_and_scores_do_not_depend_on_packing_or_order(dtype, cut):
     tolerance = scalar_tolerance(model, dtype)
     if tolerance:
         print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
-    for got, expected in zip(
-        frozen_scalar_outputs(model, batch, cut), predict_batch(model, batch), strict=True
-    ):
+    for got, expected in zip(frozen_values(model, batch, cut), predict_batch(model, batch), strict=True):
         assert not got.requires_grad
         assert got.dtype == torch.float32
         assert (got - expected).abs().max().item() <= tolerance
         assert expected.std() > 0.1
-    assert torch.equal(frozen_scalar_outputs(model, batch, cut)[0] != 0, batch.loss_mask)
+    assert torch.equal(frozen_values(model, batch, cut)[0] != 0, batch.loss_mask)
 
 
 @pytest.mark.parametrize("count", [17, 18, 31, 33])
@@ -653,14 +658,15 @@ def test_equal_sequences_have_equal_scores(count):
     assert len(set(after.tolist())) == 1
 
 
-def test_frozen_values_of_a_part_leave_the_rest_at_zero():
+def test_frozen_values_of_a_part_leave_the_rest_missing():
     """Sequences in no microbatch have neither values nor a score; those in one have them in their own place."""
     model, batch = make_model(torch.float32, scalar_head=True), make_batch()
-    values, after = frozen_scalar_outputs(model, batch, [[3], [1]])
+    values, after = frozen_values(model, batch, [[3], [1]])
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
-    assert torch.equal(values != 0, chosen & batch.loss_mask)
-    assert (after != 0).tolist() == [False, True, False, True, False]
+    assert torch.equal(~values.isnan(), chosen)
+    assert torch.equal(values[chosen] != 0, batch.loss_mask[chosen])
+    assert (~after.isnan()).tolist() == [False, True, False, True, False]
 
 
 class CudaStub:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minirl.collect.episode import RolloutFunction, one_turn
 from minirl.collect.episode_runner import NO_BUDGET, EpisodeRunner, RunningEpisode
@@ -32,10 +33,12 @@ from minirl.collect.step_groups import Groups, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.generation.engine import Engine
+from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
+from minirl.training.frozen_models import FrozenModel
 
 
 class Collector:
@@ -57,6 +60,7 @@ class Collector:
         max_refills: int | None = None,
         decode_budget: int | None = None,
         max_staleness: int = 0,
+        frozen: Sequence[FrozenModel] = (),
     ):
         """functions: the K reward functions by name. rollout: see `episode`.
 
@@ -66,6 +70,7 @@ class Collector:
         decode_budget: tokens that a rollout samples in a step, at most. None: all of it.
         max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
         trained in.
+        frozen: models that score the groups' rollouts; they do so early where this rank would wait.
         """
         self.num_served = 0
         self._prompts = prompts
@@ -76,6 +81,7 @@ class Collector:
         self._max_refills = max_refills
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
+        self._frozen = frozen
         self._runner = EpisodeRunner(engine, rollout, prompts)
         # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
         # and those with rewards.
@@ -93,12 +99,15 @@ class Collector:
         """
         self._num_steps += 1
         due = self._prompts_due(num_groups)
+        for model in self._frozen:
+            model.begin()
         # As many as the step takes are begun in any case. So what is in flight grows until it fills each step with one
         # budget; to begin only what is missing takes 1.7 times the decode steps where a few rollouts are much longer.
         num_missing = num_groups
         for num_rounds in itertools.count(1):
             new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
             self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
+            self._wait_for_ranks()
             selection = select_step(
                 self._rewarded,
                 num_groups,
@@ -114,6 +123,13 @@ class Collector:
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
+
+    def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """What frozen models have made of these rollouts already, for `exchange`. Not collective."""
+        streams: dict[str, Tensor] = {}
+        for model in self._frozen:
+            streams |= model.early_streams(rollouts)
+        return streams
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
         """The rollouts of these requests with their rewards, in order of their ids. Not collective."""
@@ -160,6 +176,15 @@ class Collector:
                 self._ended.setdefault(ended.rollout.rollout_id.prompt_ordinal, []).append(ended.rollout)
             else:
                 self._rewarded += self._restored_rewards(ended)
+
+    def _wait_for_ranks(self) -> None:
+        """Let frozen models score until all ranks have come as far (collective)."""
+        if not self._frozen:
+            return
+        arrival = Arrival()
+        for model in self._frozen:
+            model.score_early(lambda: not arrival.is_complete())
+        arrival.wait()
 
     def _restored_episode(self, record: Mapping[str, Any]) -> RunningEpisode:
         rollout_id = id_of(record)
@@ -233,6 +258,10 @@ class Collector:
                 rollouts = self._ended.pop(ordinal)
                 whole.extend(rollouts)
                 queue.add(rollouts)
+                for model in self._frozen:
+                    model.add(
+                        [rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size]
+                    )
 
         # Resumed on another number of ranks, the rest of a prompt's rollouts may be on other ranks.
         for ordinal in list(self._ended):
@@ -249,6 +278,13 @@ class Collector:
                 queue.poll()
                 bar.update(len(rollouts))
         self._paused = self._runner.take_paused()
+
+        def is_waiting() -> bool:
+            queue.poll()
+            return queue.is_busy
+
+        for model in self._frozen:
+            model.score_early(is_waiting)
         whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
         return queue.finish(whole)
 

@@ -77,7 +77,7 @@ from minirl.run.memory import (
 from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
-from minirl.training.frozen_models import frozen_logprobs, unparked
+from minirl.training.frozen_models import FrozenModel, Outputs, frozen_logprobs, logprobs_as
 from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
@@ -220,12 +220,21 @@ class Run:
         )
         return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
 
-    def load_reference(self) -> Transformer:
-        """The model that the run began with, frozen, on the host (collective). `begin` keeps a copy for resumes."""
+    def load_reference(self) -> FrozenModel:
+        """The model that the run began with, for `ref_logprobs` (collective). `begin` keeps a copy for resumes."""
         kept = self._folder.path / REFERENCE
         is_kept = self._folder.checkpoint is not None and kept.is_dir()
         self._reference_folder = kept if is_kept else self._original_model()
-        return load_replica(self._reference_folder, dtype=self.dtype)
+        model = load_replica(self._reference_folder, dtype=self.dtype)
+        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+
+    def frozen(
+        self, model: Transformer, outputs: Outputs, names: Sequence[str], *, park: bool = False
+    ) -> FrozenModel:
+        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective."""
+        max_tokens = self.sizes.max_tokens_per_microbatch
+        return FrozenModel(model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park)
 
     def make_engine(self, policy: ShardedModel) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
@@ -245,6 +254,7 @@ class Run:
         *,
         num_greedy: int = 0,
         max_refills: int | None = None,
+        frozen: Sequence[FrozenModel] = (),
     ) -> Collector:
         """What makes each step's rollouts with their rewards, and those of evaluations. Not collective.
 
@@ -266,6 +276,7 @@ class Run:
             max_refills=max_refills,
             decode_budget=self.config.decode_budget,
             max_staleness=self.config.max_staleness,
+            frozen=frozen,
         )
         return self._collector
 
@@ -365,15 +376,6 @@ class Run:
             scored = frozen_logprobs(policy.decoder, batch, shown, self.config.temperature)
             return batch.replace(old_logprobs=scored)
         return batch
-
-    def with_ref_logprobs(
-        self, batch: Batch, reference: Transformer, microbatches: Sequence[list[int]]
-    ) -> Batch:
-        """The batch with the logprobs of a reference model, which is parked afterwards. Not collective."""
-        with unparked(reference, self.device, park=self.config.park_frozen):
-            shown = self.show_progress("score", microbatches)
-            scored = frozen_logprobs(reference, batch, shown, self.config.temperature)
-        return batch.replace(ref_logprobs=scored)
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
         """Learning rate of the present optimizer step; the schedule begins at `first_update`."""

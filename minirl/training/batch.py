@@ -9,7 +9,7 @@ communicate; all else does not.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,8 @@ class Batch:
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
+    # The value of the state after the last token, at the last token; 0 elsewhere.
+    end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
@@ -96,6 +98,18 @@ class Batch:
         To find them on CUDA makes the host wait, and so does each use of a mask as an index: once is enough.
         """
         return self.loss_mask.nonzero()[:, 0]
+
+    @property
+    def first_index(self) -> Tensor:
+        """Where the first token of each sequence is in the streams, int64 [N]."""
+        return upload(
+            torch.tensor([0, *self.lengths[:-1]]).cumsum(0)[: len(self.lengths)], self.tokens.device
+        )
+
+    @property
+    def last_index(self) -> Tensor:
+        """Where the last token of each sequence is in the streams, int64 [N]."""
+        return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
     def layout(self) -> PackedLayout:
         """The layout of the batch's tokens, for the model."""
@@ -216,21 +230,33 @@ def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
     return all_reduce_sum(table)
 
 
-def exchange(rollouts: Sequence[Rollout], table: RolloutTable, rank_of: Sequence[int | None]) -> Batch:
-    """Send each rollout to rank_of[its table index]; returns what this rank got, in table order, on the host.
-
-    A rollout whose rank is None is sent to none. Collective. Rollouts with the same prompt ordinal must begin
-    with the same prompt.
-    """
-    indices = table.indices_of(rollouts)
-    own = Batch(
-        lengths=tuple(table.num_tokens[indices].tolist()),
+def pack(rollouts: Sequence[Rollout]) -> Batch:
+    """The batch of these rollouts, on the host. Not collective."""
+    prefixes = [PromptPrefix(r.rollout_id.prompt_ordinal, r.num_prompt_tokens) for r in rollouts]
+    return Batch(
+        lengths=tuple(len(rollout.tokens) for rollout in rollouts),
         tokens=_join(rollouts, "tokens", torch.int64),
         loss_mask=_join(rollouts, "loss_mask", torch.bool),
         sample_logprobs=_join(rollouts, "sample_logprobs", torch.float32),
         weight_version=_join(rollouts, "weight_version", torch.int32),
-        table_index=torch.tensor(indices, dtype=torch.int64),
+        prefixes=tuple(prefixes),
     )
+
+
+def exchange(
+    rollouts: Sequence[Rollout],
+    table: RolloutTable,
+    rank_of: Sequence[int | None],
+    streams: Mapping[str, Tensor] | None = None,
+) -> Batch:
+    """Send each rollout to rank_of[its table index]; returns what this rank got, in table order, on the host.
+
+    A rollout whose rank is None is sent to none. Collective. Rollouts with the same prompt ordinal must begin
+    with the same prompt. streams: further fields of the batch, of these rollouts end to end; every rank has the
+    same ones.
+    """
+    table_index = torch.tensor(table.indices_of(rollouts), dtype=torch.int64)
+    own = pack(rollouts).replace(table_index=table_index, **(streams or {}))
     batch = redistribute(own, table, rank_of)
     _check_shared_prompts(batch)
     return batch

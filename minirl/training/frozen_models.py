@@ -1,14 +1,20 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from minirl.model.transformer import Transformer
-from minirl.training.batch import Batch
+from minirl.ranks.time_account import spent_on
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.assignment import plan_microbatches
+from minirl.training.batch import Batch, pack
 from minirl.training.scoring import scalar_outputs, score_batch
+
+# Streams [T] of a batch by their names in `Batch`, computed without gradient.
+Outputs = Callable[[Transformer, Batch], dict[str, Tensor]]
 
 
 @contextmanager
@@ -47,22 +53,112 @@ def frozen_logprobs(
     return logprobs
 
 
-@torch.no_grad()
-def frozen_scalar_outputs(
-    model: Transformer, batch: Batch, microbatches: Iterable[Sequence[int]]
-) -> tuple[Tensor, Tensor]:
-    """`scalar_outputs` of a batch: values [T] before the sampled tokens and scores [N] after the last tokens.
+class FrozenModel:
+    """A model that does not change while a step's rollouts are made, and the streams that it makes of them.
 
-    The scores of a value model are the values of the states after the last tokens. The model runs without
-    gradient over one microbatch (sequence indices) after another. Not collective.
+    They may be made early: of rollouts that have ended, while their rank would wait for rewards or for other ranks.
+    That changes no bit where a model's outputs do not depend on the batch. Not collective.
     """
-    values = torch.zeros_like(batch.sample_logprobs)
-    scores = values.new_zeros(len(batch.lengths))
-    for indices in microbatches:
-        micro = batch.select(indices)
-        micro_values, micro_scores = scalar_outputs(
-            model, micro.tokens, micro.layout(), select=micro.loss_index
+
+    def __init__(
+        self,
+        model: Transformer,
+        outputs: Outputs,
+        *,
+        names: Sequence[str],
+        device: torch.device,
+        max_tokens: int,
+        park: bool = False,
+    ):
+        """names: of the streams that `outputs` makes. max_tokens: of a microbatch. park: see `unparked`."""
+        self.names = tuple(names)
+        self._model = model
+        self._outputs = outputs
+        self._device = device
+        self._max_tokens = max_tokens
+        self._park = park
+        self._pending: list[Rollout] = []
+        # By rollout, each of the streams [L], on the host.
+        self._early: dict[RolloutId, dict[str, Tensor]] = {}
+
+    def begin(self) -> None:
+        """Forget what was made early: for the next step the model may be another one."""
+        self._pending = []
+        self._early = {}
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Rollouts that have ended, of which `score_early` may make streams."""
+        self._pending += rollouts
+
+    @torch.no_grad()
+    def score_early(self, is_waiting: Callable[[], bool]) -> None:
+        """Run the model over the rollouts that were added, microbatch by microbatch, as long as this rank waits."""
+        if not self._pending or not is_waiting():
+            return
+        batch = pack(self._pending)
+        (microbatches,) = plan_microbatches(
+            batch.lengths, batch.prefixes, num_ranks=1, max_tokens=self._max_tokens
         )
-        values[batch.token_index(indices)] = micro_values.to(values)
-        scores[list(indices)] = micro_scores.to(values)
-    return values, scores
+        scored: set[int] = set()
+        with spent_on("score"), unparked(self._model, self._device, park=self._park):
+            for indices in microbatches:
+                if not is_waiting():
+                    break
+                micro = batch.select(indices)
+                streams = self._outputs(self._model, micro.to(self._device))
+                split = {name: stream.cpu().split(micro.lengths) for name, stream in streams.items()}
+                for place, i in enumerate(indices):
+                    of_rollout = {name: parts[place] for name, parts in split.items()}
+                    self._early[self._pending[i].rollout_id] = of_rollout
+                scored.update(indices)
+        self._pending = [rollout for i, rollout in enumerate(self._pending) if i not in scored]
+
+    def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """The streams of these rollouts end to end, by name, for `exchange`: NaN where they were not made early."""
+        streams = {}
+        for name in self.names:
+            parts = [torch.empty(0)]
+            for rollout in rollouts:
+                early = self._early.get(rollout.rollout_id)
+                parts.append(torch.full([len(rollout.tokens)], torch.nan) if early is None else early[name])
+            streams[name] = torch.cat(parts)
+        return streams
+
+    @torch.no_grad()
+    def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
+        """The batch, which is on the model's device, with all streams of the sequences in these microbatches."""
+        streams = {}
+        for name in self.names:
+            stream = getattr(batch, name)
+            streams[name] = (
+                torch.full_like(batch.sample_logprobs, torch.nan) if stream is None else stream.clone()
+            )
+        # A sequence has all of a stream or nothing.
+        first_index = batch.first_index
+        is_left = torch.stack([stream[first_index].isnan() for stream in streams.values()]).any(0).tolist()
+        with unparked(self._model, self._device, park=self._park):
+            for indices in microbatches:
+                left = [i for i in indices if is_left[i]]
+                if left:
+                    token_index = batch.token_index(left)
+                    for name, stream in self._outputs(self._model, batch.select(left)).items():
+                        streams[name][token_index] = stream.to(streams[name].dtype)
+        return batch.replace(**streams)
+
+
+def logprobs_as(name: str, temperature: float) -> Outputs:
+    """Logprobs of the sampled tokens, as the stream of this name; 0 elsewhere."""
+
+    def outputs(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+        logprobs, _ = score_batch(model, batch, temperature=temperature)
+        return {name: logprobs}
+
+    return outputs
+
+
+def values_of(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    """`values` before the sampled tokens, and `end_values` of the states after the last tokens; 0 elsewhere."""
+    values, scores = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)
+    end_values = torch.zeros_like(values)
+    end_values[batch.last_index] = scores
+    return {"values": values, "end_values": end_values}
