@@ -20,8 +20,10 @@ from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
+from minirl.training.batch import pack
+from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score
-from support.engines import VOCAB, cached_model, make_engine
+from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
 from support.texts import TOKENS, save_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -377,3 +379,62 @@ def test_refills_come_from_new_prompts_and_end():
     assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
     assert collector.num_served == 4 * 4
     assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
+
+
+def make_frozen(max_tokens: int = 100) -> FrozenModel:
+    """Another model than the policy; its logprobs depend on nothing but the sequence."""
+    model = make_model("mixed", torch.float32, seed=5)
+    outputs = logprobs_as("ref_logprobs", 1.0)
+    return FrozenModel(model, outputs, names=["ref_logprobs"], device=CPU, max_tokens=max_tokens)
+
+
+def rollouts_and_streams(num_groups: int = 4) -> tuple[FrozenModel, list[Rollout], torch.Tensor]:
+    """A frozen model to which rollouts were added, these, and its streams of all of them at once."""
+    rollouts = make_collector().collect(num_groups).rewarded.rollouts
+    frozen = make_frozen()
+    frozen.add(rollouts)
+    batch = pack(rollouts)
+    return frozen, rollouts, frozen.add_to(batch, [list(range(len(rollouts)))]).ref_logprobs
+
+
+@pytest.mark.parametrize("num_microbatches", [0, 1, 2, 99])
+def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_microbatches):
+    """As many microbatches as there is time for; the rest is scored afterwards, and what was scored is not again."""
+    frozen, rollouts, expected = rollouts_and_streams()
+    times = iter([True] * (1 + num_microbatches))
+    if num_microbatches:
+        frozen.score_early(lambda: next(times, False))
+    early = frozen.early_streams(rollouts)["ref_logprobs"]
+    assert torch.equal(early[~early.isnan()], expected[~early.isnan()])
+    assert early.isnan().all() == (num_microbatches == 0)
+    assert early.isnan().any() == (num_microbatches < 99)
+    batch = pack(rollouts).replace(ref_logprobs=early)
+    assert torch.equal(frozen.add_to(batch, [[i] for i in range(len(rollouts))]).ref_logprobs, expected)
+    frozen.begin()
+    assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
+
+
+def long_on_the_first_rank(rollout_id: RolloutId) -> int:
+    return 300 if rollout_id.prompt_ordinal < 2 else 10
+
+
+def scored_early(rank: int) -> tuple[list[bool], bool]:
+    """Of this rank's rollouts whether they were scored early, and whether the streams are those of a later pass."""
+    frozen = make_frozen(max_tokens=1000)
+    prompts = Prompts(long_on_the_first_rank, max_new_tokens=300)
+    collector = make_collector(prompts, frozen=[frozen], group_size=2)
+    rollouts = collector.collect(4).rewarded.rollouts
+    streams = collector.early_streams(rollouts)["ref_logprobs"].split([len(r.tokens) for r in rollouts])
+    batch = pack(rollouts)
+    later = frozen.add_to(batch, [list(range(len(rollouts)))]).ref_logprobs.split(batch.lengths)
+    is_early = [not bool(stream.isnan().any()) for stream in streams]
+    pairs = zip(is_early, streams, later, strict=True)
+    return is_early, all(not early or torch.equal(x, y) for early, x, y in pairs)
+
+
+def test_a_rank_scores_while_it_waits_for_another(two_ranks):
+    """The second rank's rollouts are short: its frozen model has run over all of them when the first one comes."""
+    (_, first_equal), (second_early, second_equal) = two_ranks.run(scored_early)
+    assert second_early == [True] * 4
+    assert first_equal
+    assert second_equal

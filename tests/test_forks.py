@@ -1,0 +1,83 @@
+"""Forks of train_grpo.py of at most ten changed lines: what is asked for most is a small change of the script."""
+
+import difflib
+import json
+from pathlib import Path
+
+import pytest
+
+from support.scripts import ROOT, read_metrics, run_in_pool, untimed
+
+FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
+FLAGS += " --eval-rows 6 --num-minibatches 1 --lr 1e-3"
+TWO_TURNS = {
+    "    yield episode.generate()\n": """\
+    turn = yield episode.generate(max_tokens=3)
+    yield episode.generate(after="=" if "1" in turn.text else "==")
+""",
+}
+AFTER_COLLECT = "        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())\n"
+LENGTH_PENALTY = {
+    AFTER_COLLECT: AFTER_COLLECT
+    + """\
+        lengths = groups.table.num_loss_tokens.view(len(groups.rewards), -1, 1)
+        groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)
+""",
+    "import itertools\n": "import dataclasses\nimport itertools\n",
+}
+
+
+def make_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
+    """A copy with these lines in place of others; at most ten are new."""
+    original = (ROOT / "train_grpo.py").read_text()
+    changed = original
+    for change in changes:
+        for old, new in change.items():
+            assert changed.count(old) == 1, old
+            changed = changed.replace(old, new)
+    lines = list(difflib.ndiff(original.splitlines(), changed.splitlines()))
+    assert sum(line.startswith("+ ") for line in lines) <= 10
+    fork = folder / f"{name}.py"
+    fork.write_text(changed)
+    return str(fork)
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("more", ["", "--decode-budget 2 --max-staleness 2"], ids=["whole", "partial"])
+def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, runs, tmp_path, more):
+    """The gap is 0, only sampled tokens count, a resume gives the same bits, and one rank the same rollouts."""
+    name = "partial" if more else "whole"
+    fork = make_fork(tmp_path, name, TWO_TURNS)
+
+    def train(pool, run_name, *flags):
+        run_in_pool(pool, fork, *FLAGS.split(), *more.split(), *flags, "--run-name", run_name, runs=runs)
+        return [untimed(line) for line in read_metrics(runs / run_name)]
+
+    metrics = train(two_ranks, name)
+    gaps = [line["policy/logp_gap_max"] for line in metrics if "policy/logp_gap_max" in line]
+    assert gaps, "of tokens that the present weights sampled"
+    assert set(gaps) == {0.0}
+    for line in metrics:
+        rollouts = rollouts_of(runs / name, line["step"])
+        assert line["count/tokens"] == sum(rollout["num_tokens"] for rollout in rollouts)
+        assert all("=" in rollout["completion"] for rollout in rollouts)
+        # A token for each character, and "<eos>" after one turn or both.
+        assert all(len(r["completion"]) - 2 <= r["num_tokens"] <= len(r["completion"]) + 1 for r in rollouts)
+    train(two_ranks, f"{name}-resumed", "--num-steps", "2")
+    assert train(two_ranks, f"{name}-resumed", "--resume", "force") == metrics
+    train(one_rank, f"{name}-one", "--num-steps", "1")
+    first = [rollouts_of(runs / run_name, 1) for run_name in (name, f"{name}-one")]
+    assert [r["completion"] for r in first[0]] == [r["completion"] for r in first[1]]
+
+
+def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
+    """Of two turns: what is appended costs nothing."""
+    fork = make_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
+    run_in_pool(one_rank, fork, *FLAGS.split(), "--run-name", "penalty", runs=runs)
+    for line in read_metrics(runs / "penalty"):
+        rollouts = rollouts_of(runs / "penalty", line["step"])
+        expected = sum(r["reward"] - 0.01 * r["num_tokens"] for r in rollouts) / len(rollouts)
+        assert line["reward/mean"] == pytest.approx(expected)
