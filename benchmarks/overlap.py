@@ -4,7 +4,8 @@
 
 TOKENIZER is a Hugging Face folder with a small vocabulary; the model is a random one of 3M parameters. Runs
 train_grpo.py on two CPU ranks, in turns with that of another checkout of minirl if one is given, and prints the medians
-of a step's seconds by cause. The first step of each run is left out. `--per completion`: the reward sleeps 60 ms for each.
+of a step's seconds by cause. The first step of each run is left out. `--per completion`: the reward sleeps 60 ms for
+each.
 """
 
 import argparse

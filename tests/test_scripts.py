@@ -213,13 +213,18 @@ def assert_all_time_has_a_cause(line: dict) -> None:
 
 
 @pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, script, pool):
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [("train_grpo.py", ()), ("train_ppo.py", ()), ("train_grpo.py", ("--decode-budget", "3"))],
+    ids=["grpo", "ppo", "partial"],
+)
+def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, script, more, pool):
     """Every second of a rank is under one cause, between two clock readings of the test; also saves and evaluations."""
     flags = ("--num-steps", "3", "--prompts-per-step", "8", "--eval-rows", "8", "--eval-every", "2")
-    flags += ("--save-every", "1", "--run-name", f"account-{script}-{pool}")
-    moments = run_beside_a_clock(request.getfixturevalue(pool), script, *flags, runs=runs)
-    lines = read_metrics(runs / f"account-{script}-{pool}")
+    name = f"account-{script}-{len(more)}-{pool}"
+    flags += ("--save-every", "1", "--run-name", name)
+    moments = run_beside_a_clock(request.getfixturevalue(pool), script, *flags, *more, runs=runs)
+    lines = read_metrics(runs / name)
     assert [len(of_rank) for of_rank in moments] == [len(lines) + 1] * len(moments)
     for i, line in enumerate(lines):
         assert_all_time_has_a_cause(line)
