@@ -245,7 +245,7 @@ def main(config: Config) -> int:
         max_refills=config.max_refills if config.dynamic_sampling else None,
         frozen=[] if reference is None else [reference],
     )
-    progress = run.begin({"policy": (policy, optimizer)})
+    progress = run.begin({"policy": (policy, optimizer)}, collector)
 
     for step in run.steps():
         metrics = StepMetrics(step)

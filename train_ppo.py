@@ -206,6 +206,7 @@ def main(config: Config) -> int:
     collector = run.make_collector(engine, rollout, frozen=frozen)
     progress = run.begin(
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
+        collector,
         folders={"value": value_folder},
         extra={"kl_coef": config.kl_reward_coef},
         resolved={"value_lr": config.value_peak_lr},

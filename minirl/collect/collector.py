@@ -44,7 +44,8 @@ from minirl.training.frozen_models import FrozenModel
 class Collector:
     """Collects the rollouts of one stream of prompts.
 
-    num_served: prompts taken from the stream so far. A script may raise it, to leave prompts out.
+    engine: that samples them. num_served: prompts taken from the stream so far; a script may raise it, to leave some
+    out.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Collector:
         frozen: models that score the groups' rollouts; they do so early where this rank would wait.
         """
         self.num_served = 0
+        self.engine = engine
+        self._rollout = rollout
         self._prompts = prompts
         self._functions = functions
         self._group_size = group_size
@@ -135,6 +138,12 @@ class Collector:
         """The rollouts of these requests with their rewards, in order of their ids. Not collective."""
         episodes = [self._runner.begin(request) for request in requests]
         return self._run(episodes, (), weight_version=weight_version)
+
+    def evaluator(self, prompts: PromptStream) -> "Collector":
+        """What makes a greedy rollout of each of other prompts, by the same engine, rewards and rollout function."""
+        return Collector(
+            self.engine, prompts, self._functions, rollout=self._rollout, group_size=0, num_greedy=1
+        )
 
     def take_num_sampled(self) -> int:
         """How many tokens this rank has sampled since the last call, also for rollouts that no step takes."""

@@ -256,19 +256,11 @@ class Run:
         max_refills: int | None = None,
         frozen: Sequence[FrozenModel] = (),
     ) -> Collector:
-        """What makes each step's rollouts with their rewards, and those of evaluations. Not collective.
-
-        The arguments are `Collector`'s.
-        """
-        self._engine = engine
-        functions = self._reward_functions
-        self._evaluator = Collector(
-            engine, self.held_out, functions, rollout=rollout, group_size=0, num_greedy=1
-        )
-        self._collector = Collector(
+        """What makes each step's rollouts with their rewards. Not collective. The arguments are `Collector`'s."""
+        return Collector(
             engine,
             self.prompts,
-            functions,
+            self._reward_functions,
             rollout=rollout,
             group_size=self.config.group_size,
             num_greedy=num_greedy,
@@ -278,11 +270,11 @@ class Run:
             max_staleness=self.config.max_staleness,
             frozen=frozen,
         )
-        return self._collector
 
     def begin(
         self,
         models: Models,
+        collector: Collector,
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -291,8 +283,9 @@ class Run:
     ) -> Progress:
         """Resume from the newest checkpoint, or begin: open the logs and evaluate. Returns `progress`.
 
-        Collective. models: by name, the policy first; each is saved with its optimizer. folders: where config and
-        tokenizer of a further model come from. resolved: further values for args.json that flags left open.
+        Collective. models: by name, the policy first; each is saved with its optimizer. collector: of the training
+        prompts; what it has in flight is saved, and evaluations go its way. folders: where config and tokenizer of a
+        further model come from. resolved: further values for args.json that flags left open.
 
         extra, records: what the script has to remember between steps, with its first values; later ones are taken
         from `progress` at each save. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on
@@ -300,6 +293,8 @@ class Run:
 
         Raises InputError naming a value that cannot be saved, or what the checkpoint lacks.
         """
+        self._collector = collector
+        self._evaluator = collector.evaluator(self.held_out)
         extra, records = dict(extra or {}), dict(records or {})
         refuse(
             IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
@@ -392,7 +387,7 @@ class Run:
         """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
         requests = self.held_out.requests(0, self.held_out.num_prompts, group_size=0, num_greedy=1)
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
-        self._engine.take_stats()  # dropped: the next step's metrics are about that step alone
+        self._evaluator.engine.take_stats()  # dropped: the next step's metrics are about that step alone
         is_score = torch.tensor([name != "overlong" for name in self._reward_functions])
         scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
         metrics = StepMetrics()
