@@ -1,4 +1,4 @@
-"""Messages behind an answer are what the chat template writes there, and prompts tell of tools; or it is refused."""
+"""Chats: messages behind an answer are what the template writes there, prompts tell of tools, answers are read."""
 
 import functools
 import importlib.util
@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
@@ -166,6 +168,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
 @pytest.mark.parametrize(
     ("template", "tools", "error"),
     [
+        (None, [LOOKUP], "the tokenizer of .* has no chat template, which would show them"),
         (CHATML, [LOOKUP], "the chat template of .* does not show lookup"),
         (
             WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"),
@@ -217,3 +220,119 @@ def test_published_templates_are_followed_or_refused_and_never_contradicted(make
             followed[role] += 1
     assert followed["user"] >= 38
     assert followed["tool"] >= 26
+
+
+def message_of(tokenizer, text, before="<|im_start|>assistant\n"):
+    ids = tokenizer.encode_text(text, "")
+    return parsed_answer(tokenizer, ids, torch.tensor(tokenizer.encode_text(before, "")))
+
+
+def called(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "expected"),
+    [
+        ("hi<|im_end|>", "", {"content": "hi"}),
+        (" <|eot|>hi<|im_start|>you ", "", {"content": "hiyou"}),
+        ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
+        ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
+        ("a", "<think>\n", {"reasoning_content": "a", "content": ""}),
+        ("a</think>b", "", {"content": "a</think>b"}),
+        (
+            f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
+            "",
+            {"content": "so:", "tool_calls": [called("f", x=[1, "<tool>"])] * 2},
+        ),
+        (f"<think>{GOOD_CALL}</think>b", "", {"reasoning_content": GOOD_CALL, "content": "b"}),
+    ],
+)
+@pytest.mark.parametrize("template", [CHATML, CHATML + "<|x|>{# <tool_call></tool_call><think></think> #}"])
+def test_an_answer_is_read_into_reasoning_content_and_calls(make, template, text, before, expected):
+    """Also where the tags are special tokens."""
+    tokenizer = make(template, tool_format="hermes")
+    assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ('{"name": "f", "arguments": {}}', "has no </tool_call>"),
+        ("f(1)</tool_call>", "Expecting value"),
+        ("</tool_call>", "Expecting value"),
+        ("[1]</tool_call>", "expected {"),
+        ('{"name": "f"}</tool_call>', "expected {"),
+        ('{"name": "f", "arguments": {}, "b": 1}</tool_call>', "expected {"),
+        ('{"name": 1, "arguments": {}}</tool_call>', "expected a text as name"),
+        ('{"name": "f", "arguments": "{}"}</tool_call>', "an object as arguments"),
+        ('{"name": "f", "name": "g", "arguments": {}}</tool_call>', "there twice"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
+        ("[" * 100_000 + "</tool_call>", "recursion"),
+        ("1" * 10_000 + "</tool_call>", "digits"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
+    message = message_of(make(CHATML, tool_format="hermes"), f"{GOOD_CALL}<tool_call>{call}")
+    assert message["parse_error"].startswith("call 2: ")
+    assert error in message["parse_error"]
+    assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]
+    assert message["content"] == ""
+
+
+def test_any_answer_can_be_read(make):
+    tokenizer = make(CHATML, tool_format="hermes")
+    parts = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|im_end|>",
+        "{",
+        "}",
+        GOOD_CALL,
+        "\n",
+        "é",
+        "x",
+    ]
+    rng = random.Random(0)
+    for _ in range(500):
+        message = message_of(tokenizer, "".join(rng.choices(parts, k=rng.randint(1, 9))), rng.choice(parts))
+        assert isinstance(message["content"], str)
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
+    tokenizer = make(CHATML)
+    with pytest.raises(InputError, match=r"its tokenizer has no response template.*see --tool-format"):
+        message_of(tokenizer, "hi")
+    tokenizer.backend.response_template = RESPONSE_TEMPLATE
+    call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
+    message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
+    assert message["reasoning_content"].strip() == "a"
+    assert (message["role"], message["content"]) == ("assistant", "b")
+    assert message["tool_calls"] == [called("f", x=1)]
+    assert message_of(tokenizer, "<|im_end|>")["content"] == ""
+    broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
+    assert broken["parse_error"]
+    assert "tool_calls" not in broken

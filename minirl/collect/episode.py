@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import After
 from minirl.data.task import Messages, Row
 from minirl.data.tokenizer import Tokenizer, as_messages
@@ -61,6 +62,11 @@ class Turn:
     def text(self) -> str:
         """Their text, without special tokens."""
         return self._tokenizer.decode(self._rollout.tokens[self._start :])
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """What the turn says: content, and where there are any, reasoning and calls of tools; see `parsed_answer`."""
+        return parsed_answer(self._tokenizer, self.ids, self._rollout.tokens[: self._start])
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,15 @@ _TEMPLATE_CHARACTERS = 1_000_000
 class Tokenizer:
     """The tokenizer of a model folder, and the ids that end a completion."""
 
-    def __init__(self, folder: Path, *, chat: bool = False, tools: Sequence[Tool] = ()):
+    def __init__(
+        self, folder: Path, *, chat: bool = False, tools: Sequence[Tool] = (), tool_format: str | None = None
+    ):
         """Load the tokenizer; `chat` wraps text prompts as one user message in the chat template.
 
-        tools: what prompts tell the model that it can call. Raises InputError naming the folder if it has no tokenizer
-        that can be loaded, or if its chat template does not show the tools.
+        tools: what prompts tell the model that it can call. tool_format: how it writes calls, see `answers`.
+
+        Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
+        show the tools.
         """
         from transformers import AutoTokenizer
 
@@ -44,6 +48,7 @@ class Tokenizer:
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
         self.folder = folder
         self.chat = chat
+        self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
         self.tools = tool_schemas(tools)
@@ -147,6 +152,10 @@ class Tokenizer:
 
     def _check_tools(self) -> None:
         """Raise InputError if the chat template does not show each tool."""
+        refuse(
+            self.backend.chat_template is None,
+            f"tools: the tokenizer of {self.folder} has no chat template, which would show them",
+        )
         names = [tool_name(schema) for schema in self.tools]
         marks = [f"minirltool{i}end" for i in range(len(names))]
         marked = [renamed(schema, mark) for schema, mark in zip(self.tools, marks, strict=True)]
@@ -172,8 +181,8 @@ class Tokenizer:
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """Return the text of a completion, int64 [L] or a list, without special tokens.
+    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a completion, int64 [L] or a list, without special tokens or with them.
 
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
@@ -182,12 +191,12 @@ class Tokenizer:
         tokens = torch.as_tensor(ids, dtype=torch.int64)
         is_unknown = tokens >= self.num_ids
         if not is_unknown.any():
-            return self.backend.decode(tokens, skip_special_tokens=True)
+            return self.backend.decode(tokens, skip_special_tokens=skip_special_tokens)
         (unknown,) = is_unknown.nonzero(as_tuple=True)
         # The known ids between unknown ones: each part but the first begins with an unknown id.
         first, *others = tokens.tensor_split(unknown)
         parts = [first, *(part[1:] for part in others)]
-        texts = [self.backend.decode(part, skip_special_tokens=True) for part in parts]
+        texts = [self.backend.decode(part, skip_special_tokens=skip_special_tokens) for part in parts]
         return "\ufffd".join(texts)
 
 

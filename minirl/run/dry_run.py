@@ -81,7 +81,7 @@ def dry_run(
         model_config = read_config(folder, scalar_head=False)
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
-        tokenizer = Tokenizer(folder, chat=config.chat, tools=tools)
+        tokenizer = Tokenizer(folder, chat=config.chat, tools=tools, tool_format=config.tool_format)
         max_new_tokens = config.max_new_tokens or task.max_new_tokens
         streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
         work = workload(

@@ -191,7 +191,9 @@ class Run:
         self.model_folder = self._folder.checkpoint or self._original_model()
         self.model_config = read_config(self.model_folder, scalar_head=False)
         check_weights(self.model_config, self.model_folder)
-        self.tokenizer = Tokenizer(self.model_folder, chat=config.chat, tools=tools)
+        self.tokenizer = Tokenizer(
+            self.model_folder, chat=config.chat, tools=tools, tool_format=config.tool_format
+        )
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.prompts, self.held_out = prompt_streams(
             config, task, self.tokenizer, self.model_config, self.max_new_tokens
