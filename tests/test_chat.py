@@ -47,8 +47,8 @@ WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 def make(tmp_path):
     """Make the tokenizer of a template."""
 
-    def make(template, end="<|im_end|>", **options):
-        save_chat_tokenizer(tmp_path, template, end)
+    def make(template, end="<|im_end|>", special=(), **options):
+        save_chat_tokenizer(tmp_path, template, end, special)
         return Tokenizer(tmp_path, chat=True, **options)
 
     return make
@@ -251,10 +251,10 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         (f"<think>{GOOD_CALL}</think>b", "", {"reasoning_content": GOOD_CALL, "content": "b"}),
     ],
 )
-@pytest.mark.parametrize("template", [CHATML, CHATML + "<|x|>{# <tool_call></tool_call><think></think> #}"])
-def test_an_answer_is_read_into_reasoning_content_and_calls(make, template, text, before, expected):
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text, before, expected):
     """Also where the tags are special tokens."""
-    tokenizer = make(template, tool_format="hermes")
+    tokenizer = make(CHATML, special=special, tool_format="hermes")
     assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
 
 
@@ -333,6 +333,13 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     assert (message["role"], message["content"]) == ("assistant", "b")
     assert message["tool_calls"] == [called("f", x=1)]
     assert message_of(tokenizer, "<|im_end|>")["content"] == ""
+    # Half a surrogate pair cannot be tokenized when it comes back in a message.
+    assert "surrogates" in message_of(tokenizer, '<call>{"name": "\\ud800"}</call>')["parse_error"]
     broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
     assert broken["parse_error"]
     assert "tool_calls" not in broken
+    tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
+    with pytest.raises(
+        InputError, match=f"{tokenizer.folder}: the response template .* cannot be used: .*fields"
+    ):
+        message_of(tokenizer, "hi")

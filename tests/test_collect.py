@@ -87,8 +87,8 @@ def calculator(episode: Episode):
         turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
 
 
-def chat_prompts(max_new_tokens=MAX_NEW_TOKENS) -> Prompts:
-    return Prompts(max_new_tokens=max_new_tokens, tokenizer=letter_tokenizer(CHAT, chat=True))
+def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
+    return Prompts(max_new_tokens=max_new_tokens, tokenizer=letter_tokenizer(template, chat=True))
 
 
 def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
@@ -225,6 +225,26 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
             logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
         assert torch.equal(logprobs, rollout.sample_logprobs)
     assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
+
+
+@pytest.mark.parametrize(("stop", "behind"), [([], "zu:hiza:"), (["z"], "u:hiza:")])
+def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_where_it_was_cut_there(
+    stop, behind
+):
+    template = "{% for m in messages %}z{{ m.role[0] }}:{{ m.content }}{% endfor %}za:"
+    seen = []
+
+    def watched(episode):
+        yield episode.generate(max_tokens=1, stop=stop)
+        for _ in range(10):
+            end = len(episode.tokens)
+            yield episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
+            previous, turn = episode.turns[-2:]
+            if previous.text == "z":
+                seen.append(episode.tokenizer.decode(episode.tokens[end : -len(turn.ids)]))
+
+    make_collector(chat_prompts(200, template), rollout=watched).collect(20)
+    assert set(seen) == {behind}
 
 
 def test_an_answer_that_the_prompt_begins_is_one_message_with_it():

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 
-# {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -26,21 +26,14 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
     why the answer, or the first of its calls for which that is so, cannot be read.
 
-    before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError if it is not known
-    how the model writes calls.
+    before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError naming the
+    tokenizer's folder if it is not known how the model writes calls.
     """
     prefix = tokenizer.decode(before, skip_special_tokens=False)
     if tokenizer.tool_format == "hermes":
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
         return _hermes_message(text, has_begun_thinking=prefix.rstrip().endswith("<think>"))
-    # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
-    has_template = getattr(tokenizer.backend, "response_template", None) is not None
-    is_new = "tools" in inspect.signature(tokenizer.backend.parse_response).parameters
-    refuse(
-        not has_template or not is_new,
-        f"{tokenizer.folder}: its tokenizer has no response template that transformers can read, which would say how "
-        "the model writes calls of tools; see --tool-format, or take the text",
-    )
+    _check_response_template(tokenizer)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return _by_response_template(tokenizer, text, prefix)
 
@@ -51,6 +44,25 @@ def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     special = zip(backend.all_special_tokens, backend.all_special_ids, strict=True)
     hidden = {special_id for token, special_id in special if token not in _HERMES_TAGS}
     return [i for i in ids if i not in hidden]
+
+
+def _check_response_template(tokenizer: Tokenizer) -> None:
+    """Raise InputError if the tokenizer has no response template, or one that reads no answer at all."""
+    backend = tokenizer.backend
+    # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
+    is_readable = "tools" in inspect.signature(backend.parse_response).parameters
+    refuse(
+        not is_readable or backend.response_template is None,
+        f"{tokenizer.folder}: its tokenizer has no response template that transformers can read, which would say how "
+        "the model writes calls of tools; see --tool-format, or take the text",
+    )
+    try:
+        backend.get_response_parser(prefix="", tools=tokenizer.tools or None)
+    except Exception as error:
+        raise InputError(
+            f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {str(error)[:300]}; "
+            "see --tool-format"
+        ) from None
 
 
 def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[str, Any]:

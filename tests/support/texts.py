@@ -145,8 +145,8 @@ CHAT_TEMPLATES = {
 }
 
 
-def save_chat_tokenizer(folder, template, end):
-    """One id per byte, and one for each special token of `CHAT_TEMPLATES`; `end` ends an answer."""
+def save_chat_tokenizer(folder, template, end, special=()):
+    """One id per byte, and one for each special token of `CHAT_TEMPLATES` and of `special`; `end` ends an answer."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -157,17 +157,18 @@ def save_chat_tokenizer(folder, template, end):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     templates = (template or "") + "".join(text for text, _ in CHAT_TEMPLATES.values())
-    special = {
+    tokens = {
+        *special,
         "<|user|>",
         "<|tool|>",
         "<|assistant|>",
-        *re.findall(r"<\|\w+\|>|</?s>|</?(?:tool_call|think)>(?=.*#})", templates),
+        *re.findall(r"<\|\w+\|>|</?s>", templates),
     }
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
         eos_token=end,
-        additional_special_tokens=sorted(special - {end}),
+        additional_special_tokens=sorted(tokens - {end}),
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
