@@ -30,12 +30,19 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_NEW_TOKENS = 60
 
 
+# The end of a turn is special, and so is its beginning.
+CHAT = (
+    "{% for m in messages %}<turn>{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>a:{% endif %}"
+)
+
+
 @functools.cache
-def letter_tokenizer() -> Tokenizer:
+def letter_tokenizer(template=None, *, chat=False) -> Tokenizer:
     """A tokenizer of one id per letter, of as many as the model has."""
     with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(folder, None, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
-        tokenizer = Tokenizer(Path(folder))
+        save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
+        tokenizer = Tokenizer(Path(folder), chat=chat)
     assert len(tokenizer.backend) == VOCAB
     return tokenizer
 
@@ -43,15 +50,15 @@ def letter_tokenizer() -> Tokenizer:
 class Prompts(PromptStream):
     """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
 
-    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS):
+    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
         rng = random.Random(0)
         texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 9))) for _ in range(num_rows)]
         rows = [Row(text, {"answer": text[:1]}, f"f:{i}") for i, text in enumerate(texts)]
         super().__init__(
             rows,
-            letter_tokenizer(),
+            tokenizer or letter_tokenizer(),
             purpose="train",
-            max_tokens=10 + max_new_tokens,
+            max_tokens=20 + max_new_tokens,
             max_new_tokens=max_new_tokens,
             vocab_size=VOCAB,
         )
@@ -80,6 +87,31 @@ def calculator(episode: Episode):
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
         turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
+
+
+def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
+    return Prompts(max_new_tokens=max_new_tokens, tokenizer=letter_tokenizer(template, chat=True))
+
+
+def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What the episode answers its first turn, and its third one."""
+    first = episode.turns[0]
+    texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
+    return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
+
+
+def replying(episode: Episode):
+    """Four turns, between which are messages or text; some of them end by themselves."""
+    yield episode.generate(max_tokens=15, stop=["ab", "f"])
+    yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
+    yield episode.generate(after=" yes, ", max_tokens=3)
+    yield episode.generate(after=replies_of(episode)[1], max_tokens=9)
+
+
+def end_of(turn) -> list[int]:
+    """What closes a turn that has not closed itself."""
+    eos_id = TOKENS.index("<eos>")
+    return [] if turn.ids[-1] == eos_id else [eos_id]
 
 
 def facts(rollout: Rollout) -> tuple:
@@ -165,6 +197,79 @@ def test_an_episode_shows_its_tokens_turns_and_room():
     assert (first.finish_reason, second.finish_reason) == ("length", "length")
 
 
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once(attention):
+    endings = set()
+
+    def watched(episode):
+        yield from replying(episode)
+        first, second, third, fourth = episode.turns
+        ids = functools.partial(episode.tokenizer.encode_text, place="f:1")
+        results, question = replies_of(episode)
+        written = "".join(f"<turn>t:{m['content']}<eos>" for m in results)
+        expected = [*first.ids, *end_of(first), *ids(f"{written}<turn>a:")]
+        expected += [*second.ids, *ids(" yes, "), *third.ids, *end_of(third)]
+        expected += [*ids(f"<turn>u:{question['content']}<eos><turn>a:"), *fourth.ids]
+        assert episode.tokens == expected
+        sampled = itertools.compress(episode.tokens, episode.loss_mask)
+        assert list(sampled) == list(itertools.chain(*(turn.ids for turn in episode.turns)))
+        answers = [first.text, f"{second.text} yes, {third.text}", fourth.text]
+        said = [{"role": "assistant", "content": text} for text in answers]
+        prompt = {"role": "user", "content": episode.row.prompt}
+        assert episode.messages == [prompt, said[0], *results, said[1], question, said[2]]
+        endings.update((turn.finish_reason, len(end_of(turn))) for turn in (first, third))
+
+    collector = make_collector(chat_prompts(200), rollout=watched, attention=attention)
+    model = cached_model(attention, torch.float32)
+    for rollout in collector.collect(20).rewarded.rollouts:
+        layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
+        with torch.no_grad():
+            logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+        assert torch.equal(logprobs, rollout.sample_logprobs)
+    assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
+
+
+@pytest.mark.parametrize(("stop", "behind"), [([], "zu:hiza:"), (["z"], "u:hiza:")])
+def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_where_it_was_cut_there(
+    stop, behind
+):
+    template = "{% for m in messages %}z{{ m.role[0] }}:{{ m.content }}{% endfor %}za:"
+    seen = []
+
+    def watched(episode):
+        yield episode.generate(max_tokens=1, stop=stop)
+        for _ in range(10):
+            end = len(episode.tokens)
+            yield episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
+            previous, turn = episode.turns[-2:]
+            if previous.text == "z":
+                seen.append(episode.tokenizer.decode(episode.tokens[end : -len(turn.ids)]))
+
+    make_collector(chat_prompts(200, template), rollout=watched).collect(20)
+    assert set(seen) == {behind}
+
+
+def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
+    begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "it is"}]
+    tokenizer = letter_tokenizer(CHAT)
+    prompts = PromptStream(
+        [Row(begun, {}, "f:1")],
+        tokenizer,
+        purpose="train",
+        max_tokens=90,
+        max_new_tokens=60,
+        vocab_size=VOCAB,
+    )
+
+    def watched(episode):
+        assert episode.messages == begun
+        turn = yield episode.generate(max_tokens=5)
+        assert episode.messages == [begun[0], {"role": "assistant", "content": "it is" + turn.text}]
+
+    collector = make_collector(prompts, rollout=watched)
+    assert len(collector.collect(1).rewarded.rollouts) == 3
+
+
 def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
     def talkative(episode):
         yield episode.generate(max_tokens=8)
@@ -198,6 +303,15 @@ def empty_turn(episode):
     yield episode.generate(max_tokens=0)
 
 
+def early_message(episode):
+    yield episode.generate(after={"role": "user", "content": "a"})
+
+
+def chatting(episode):
+    yield episode.generate(max_tokens=2)
+    yield episode.generate(after=[{"role": "user", "content": "a"}])
+
+
 def foreign_ids(episode):
     yield episode.generate(after=[VOCAB])
 
@@ -210,6 +324,11 @@ def foreign_ids(episode):
         (strange, "strange.*yields 'a turn'; expected `yield episode.generate"),
         (returning, r"returning.*returns 1.0; rewards come from reward functions \(--reward\)"),
         (empty_turn, r"empty_turn.*max_tokens=0\): must be at least 1"),
+        (
+            early_message,
+            "early_message.*for the row at f:.*before the first turn; write them into the row's prompt",
+        ),
+        (chatting, "chatting.*for the row at f:.*messages behind a text prompt; see --chat"),
         (foreign_ids, f"foreign_ids.*for the row at f:.*token id {VOCAB}, and the model has {VOCAB}"),
     ],
 )
@@ -294,10 +413,12 @@ def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload(
     assert counts[11:] == [15, 15, 15]
 
 
-@pytest.mark.parametrize("rollout", [one_turn, calculator])
-def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout):
+@pytest.mark.parametrize(
+    ("rollout", "make_prompts"), [(one_turn, Prompts), (calculator, Prompts), (replying, chat_prompts)]
+)
+def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout, make_prompts):
     def make():
-        return make_collector(rollout=rollout, decode_budget=6, max_staleness=3)
+        return make_collector(make_prompts(), rollout=rollout, decode_budget=6, max_staleness=3)
 
     expected = collected(make(), 4, 2)
     for last_step in (1, 3):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 from pathlib import Path
 
@@ -371,15 +372,78 @@ run_script(main, ForkConfig, description="A fork.", presets=ALGORITHMS)
 THREES = "def threes(completions):\n    return [float(c.count('3')) for c in completions]\n"
 
 
-def make_fork(folder: Path) -> Path:
-    """A copy of the script with a flag more and an advantage and a loss of its own, written where its main ended."""
+def make_fork(folder: Path, text: str = FORK, *, name: str = "my_grpo") -> Path:
+    """A copy of the script with functions of its own, written where its main ended."""
     source = (ROOT / "train_grpo.py").read_text()
     guard = ast.parse(source).body[-1]
     assert isinstance(guard, ast.If), "the script ends with `if __name__ == ...`"
     lines = source.splitlines(keepends=True)
-    fork = folder / "my_grpo.py"
-    fork.write_text("".join(lines[: guard.lineno - 1]) + FORK)
+    fork = folder / f"{name}.py"
+    fork.write_text("".join(lines[: guard.lineno - 1]) + text)
     return fork
+
+
+CHAT_FORK = '''
+import functools
+
+
+def one(digit: str) -> str:
+    """One.
+
+    Args:
+        digit: Any.
+    """
+
+
+def rollout(episode):
+    """Two turns, between which is the result of a tool."""
+    assert episode.tools[0]["function"]["name"] == "one"
+    turn = yield episode.generate(max_tokens=3)
+    assert turn.message["content"] == turn.text.strip()
+    yield episode.generate(after={"role": "tool", "content": "1"}, max_tokens=5)
+    roles = [message["role"] for message in episode.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+Run = functools.partial(Run, tools=[one])
+dry_run = functools.partial(dry_run, tools=[one])
+'''
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}={{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_them(
+    one_rank, runs, embedded_model, tmp_path
+):
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}21"}) + "\n" for i in range(4)))
+    (tmp_path / "mine.py").write_text(THREES)
+    fork = make_fork(tmp_path, CHAT_FORK, name="chat_grpo")
+    flags = [
+        "--model",
+        str(model),
+        "--data",
+        f"{tmp_path}/data.jsonl",
+        "--reward",
+        f"{tmp_path}/mine.py:threes",
+    ]
+    flags += ["--chat", "--tool-format", "hermes", "--max-new-tokens", "16", "--num-steps", "2"]
+    flags += ["--prompts-per-step", "4", "--group-size", "4"]
+    told = run_in_pool(one_rank, str(fork), *flags, "--dry-run", runs=runs)
+    untold = run_in_pool(one_rank, "train_grpo.py", *flags, "--dry-run", runs=runs)
+    longest = [int(re.search(r"the longest (\d+) tokens", printed)[1]) for printed in (untold, told)]
+    assert longest == [6, 6 + len("one ")]
+    run_in_pool(one_rank, str(fork), *flags, "--run-name", "chat", runs=runs)
+    for line in read_metrics(runs / "chat"):
+        assert line["policy/logp_gap_max"] == 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turn, Turns
+from minirl.collect.episode import Episode, Generate, Inserted, RolloutFunction, Turn, Turns
+from minirl.data.chat_turns import After, is_messages
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.errors import InputError, refuse
@@ -60,7 +61,9 @@ class EpisodeRunner:
     def begin(self, request: Request) -> RunningEpisode:
         """A new episode, whose function has asked for its first turn. Raises InputError if it does not."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
-        episode = Episode(row, seed=request.key, max_tokens=request.max_new_tokens)
+        episode = Episode(
+            row, seed=request.key, max_tokens=request.max_new_tokens, tokenizer=self._prompts.tokenizer
+        )
         turns = self._rollout(episode)
         refuse(
             not inspect.isgenerator(turns),
@@ -188,16 +191,35 @@ class EpisodeRunner:
             asked.max_tokens is not None and asked.max_tokens < 1,
             f"{self._name}(episode): generate(max_tokens={asked.max_tokens}): must be at least 1",
         )
-        place = f"{self._name}(episode), for the row at {running.episode.row.place}"
-        appended = self._prompts.appended_ids(asked.after, place)
+        appended = self._appended_ids(running.episode, asked.after)
         turn_start = num_tokens + len(appended)
         room = running.episode.max_tokens - turn_start
         if room < 1:
             return None
+        if is_messages(asked.after):
+            messages = [dict(message) for message in asked.after]
+            running.episode.inserted.append(Inserted(messages, num_tokens, turn_start))
         running.turn_limit = turn_start + min(room, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
         return appended
+
+    def _appended_ids(self, episode: Episode, after: After) -> list[int]:
+        """The token ids of what a function appends behind the turns so far.
+
+        Raises InputError naming function and row.
+        """
+        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        if not is_messages(after):
+            return self._prompts.appended_ids(after, place)
+        refuse(
+            not episode.turns, f"{place}: messages before the first turn; write them into the row's prompt"
+        )
+        is_chat = self._prompts.tokenizer.is_chat(episode.row)
+        refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
+        last = episode.turns[-1]
+        end_id = last.ids[-1] if last.finish_reason == "stop" else None
+        return self._prompts.appended_ids(after, place, end_id=end_id)
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
         """The test for these strings, made once for all turns that have them."""

@@ -4,10 +4,12 @@ import itertools
 import random
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from minirl.data.chat_turns import After, following_ids, is_messages
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
@@ -148,14 +150,20 @@ class PromptStream:
         _check_ids(row, ids, self.vocab_size)
         return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
 
-    def appended_ids(self, after: str | Sequence[int], place: str) -> list[int]:
+    def appended_ids(self, after: After, place: str, *, end_id: int | None = None) -> list[int]:
         """Return the ids of what is appended between two turns: text is tokenized by itself.
 
-        Raises InputError naming `place` for ids that the model does not have.
+        end_id: for messages, as in `chat_turns.following_ids`. Raises InputError naming `place` for messages that
+        cannot be rendered, and for ids that the model does not have.
         """
-        ids = self.tokenizer.encode_text(after, place) if isinstance(after, str) else list(after)
+        if isinstance(after, str):
+            ids = self.tokenizer.encode_text(after, place)
+        elif is_messages(after):
+            ids = following_ids(self.tokenizer, after, place, end_id=end_id)
+        else:
+            ids = list(cast(Sequence[int], after))
         if any(type(i) is not int or i < 0 for i in ids):
-            raise InputError(f"{place}: generate(after=...): expected text or token ids")
+            raise InputError(f"{place}: generate(after=...): expected text, token ids or messages")
         if ids and self.vocab_size is not None and max(ids) >= self.vocab_size:
             what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
             raise InputError(f"{place}: generate(after=...): {what}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row
+from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 
 # A model folder with a tokenizer has at least one of these files.
@@ -25,10 +26,15 @@ _TEMPLATE_CHARACTERS = 1_000_000
 class Tokenizer:
     """The tokenizer of a model folder, and the ids that end a completion."""
 
-    def __init__(self, folder: Path, *, chat: bool = False):
+    def __init__(
+        self, folder: Path, *, chat: bool = False, tools: Sequence[Tool] = (), tool_format: str | None = None
+    ):
         """Load the tokenizer; `chat` wraps text prompts as one user message in the chat template.
 
-        Raises InputError naming the folder if it has no tokenizer that can be loaded.
+        tools: what prompts tell the model that it can call. tool_format: how it writes calls, see `answers`.
+
+        Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
+        show the tools.
         """
         from transformers import AutoTokenizer
 
@@ -42,8 +48,12 @@ class Tokenizer:
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
         self.folder = folder
         self.chat = chat
+        self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
+        self.tools = tool_schemas(tools)
+        if self.tools:
+            self._check_tools()
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
@@ -67,11 +77,16 @@ class Tokenizer:
             return [self.encode(row) for row in rows]
         return ids
 
+    def is_chat(self, row: Row) -> bool:
+        """Whether a row's prompt goes through the chat template."""
+        return self.chat or not isinstance(row.prompt, str)
+
     def _prompt_text(self, row: Row) -> tuple[str, bool]:
         """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""
         if isinstance(row.prompt, str) and not self.chat:
+            refuse(bool(self.tools), f"{row.place}: a text prompt, which tells of no tools; see --chat")
             return row.prompt, True
-        return self._apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
+        return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
     def encode_answered(self, prompt: str | Messages, completion: str) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
@@ -93,14 +108,22 @@ class Tokenizer:
             completion = messages[-1]["content"] + completion
             messages = messages[:-1]
         answer = {"role": "assistant", "content": completion}
-        text = self._apply_template([*messages, answer], place, is_prompt=False)
+        text = self.apply_template([*messages, answer], place, is_prompt=False)
         return self._encode_text(text, place, add_special_tokens=False)
 
-    def _apply_template(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
-        """Return the text that the chat template makes of messages.
+    def apply_template(
+        self,
+        messages: Messages,
+        place: str,
+        *,
+        is_prompt: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """Return the text that the chat template makes of messages and of the tools (None: the tokenizer's own).
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
-        answer continues that message, as in TRL.
+        answer continues that message, as in TRL. Raises InputError naming `place` and the folder for what the template
+        refuses, and where it takes too long or writes too much.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -111,6 +134,7 @@ class Tokenizer:
             with _time_limit(_TEMPLATE_SECONDS):
                 text: str = self.backend.apply_chat_template(
                     messages,
+                    tools=list(self.tools if tools is None else tools) or None,
                     tokenize=False,
                     add_generation_prompt=is_prompt and not continues,
                     continue_final_message=continues,
@@ -125,6 +149,22 @@ class Tokenizer:
             f"{what} adds {num_added} characters to the messages ({_TEMPLATE_CHARACTERS} at most)",
         )
         return text
+
+    def _check_tools(self) -> None:
+        """Raise InputError if the chat template does not show each tool."""
+        refuse(
+            self.backend.chat_template is None,
+            f"tools: the tokenizer of {self.folder} has no chat template, which would show them",
+        )
+        names = [tool_name(schema) for schema in self.tools]
+        marks = [f"minirltool{i}end" for i in range(len(names))]
+        marked = [renamed(schema, mark) for schema, mark in zip(self.tools, marks, strict=True)]
+        text = self.apply_template([{"role": "user", "content": "a"}], "tools", is_prompt=True, tools=marked)
+        hidden = [name for name, mark in zip(names, marks, strict=True) if mark not in text]
+        refuse(
+            bool(hidden),
+            f"tools: the chat template of {self.folder} does not show {', '.join(hidden)}; describe tools in a message",
+        )
 
     def encode_text(self, text: str, place: str) -> list[int]:
         """Return the token ids of a text by itself. Special tokens are only those that are spelt in it.
@@ -141,8 +181,8 @@ class Tokenizer:
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """Return the text of a completion, int64 [L] or a list, without special tokens.
+    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a completion, int64 [L] or a list, without special tokens or with them.
 
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
@@ -151,12 +191,12 @@ class Tokenizer:
         tokens = torch.as_tensor(ids, dtype=torch.int64)
         is_unknown = tokens >= self.num_ids
         if not is_unknown.any():
-            return self.backend.decode(tokens, skip_special_tokens=True)
+            return self.backend.decode(tokens, skip_special_tokens=skip_special_tokens)
         (unknown,) = is_unknown.nonzero(as_tuple=True)
         # The known ids between unknown ones: each part but the first begins with an unknown id.
         first, *others = tokens.tensor_split(unknown)
         parts = [first, *(part[1:] for part in others)]
-        texts = [self.backend.decode(part, skip_special_tokens=True) for part in parts]
+        texts = [self.backend.decode(part, skip_special_tokens=skip_special_tokens) for part in parts]
         return "\ufffd".join(texts)
 
 

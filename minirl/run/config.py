@@ -33,6 +33,8 @@ class ModelAndData:
     long_prompts: Literal["skip", "error", "left"] = "skip"
     """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
+    tool_format: Literal["hermes"] | None = None
+    """how the model writes calls of tools: as Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
 
 
 @dataclass(frozen=True)

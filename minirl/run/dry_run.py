@@ -11,6 +11,7 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row, Task
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.tools import Tool
 from minirl.errors import InputError
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights, resolve_folder
@@ -62,10 +63,12 @@ class _Machine:
     host_free: float | None = None
 
 
-def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None = None) -> int:
+def dry_run(
+    config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None = None, tools: Sequence[Tool] = ()
+) -> int:
     """Print what the run would do and what each phase needs; returns the exit code. Not collective.
 
-    rewards: as for `Run`. Reads data, config.json and tokenizer, and calls the reward functions on two prompts.
+    rewards, tools: as for `Run`. Reads data, config.json and tokenizer, and calls the reward functions on two prompts.
     Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
     """
     machine = _machine(config)
@@ -78,7 +81,7 @@ def dry_run(config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None =
         model_config = read_config(folder, scalar_head=False)
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
-        tokenizer = Tokenizer(folder, chat=config.chat)
+        tokenizer = Tokenizer(folder, chat=config.chat, tools=tools, tool_format=config.tool_format)
         max_new_tokens = config.max_new_tokens or task.max_new_tokens
         streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
         work = workload(

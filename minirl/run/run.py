@@ -22,6 +22,7 @@ from minirl.collect.episode import RolloutFunction
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.tools import Tool
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
@@ -156,9 +157,17 @@ class Run:
     advances.
     """
 
-    def __init__(self, config: RunConfig, *, name: str, rewards: Mapping[str, RewardFunction] | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        name: str,
+        rewards: Mapping[str, RewardFunction] | None = None,
+        tools: Sequence[Tool] = (),
+    ):
         """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
 
+        tools: those that chat prompts tell the model of: JSON schemas, or functions with type hints and docstrings.
         Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
         """
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
@@ -182,7 +191,9 @@ class Run:
         self.model_folder = self._folder.checkpoint or self._original_model()
         self.model_config = read_config(self.model_folder, scalar_head=False)
         check_weights(self.model_config, self.model_folder)
-        self.tokenizer = Tokenizer(self.model_folder, chat=config.chat)
+        self.tokenizer = Tokenizer(
+            self.model_folder, chat=config.chat, tools=tools, tool_format=config.tool_format
+        )
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.prompts, self.held_out = prompt_streams(
             config, task, self.tokenizer, self.model_config, self.max_new_tokens

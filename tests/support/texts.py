@@ -1,6 +1,7 @@
 """Tokenizers of one token per character, and of each way to make text of tokens."""
 
 import itertools
+import re
 
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 
@@ -99,3 +100,75 @@ class Letters:
 
     def encode_all(self, rows):
         return [self.encode(row) for row in rows]
+
+
+# Small templates, each with a habit of published ones, with the id that ends an answer.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT_TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "tool results as the user's": (
+        CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
+        "<|im_end|>",
+    ),
+    "content stripped, tools as json": (
+        "<s>{% for m in messages %}<|start|>{{ m.role }}\n\n"
+        "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n\n{% endif %}",
+        "<|eot|>",
+    ),
+    "an answer is not closed": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<|user|>",
+    ),
+    "two closing tokens": (
+        CHATML.replace(
+            "{{ m.content }}",
+            "{% if m.role == 'assistant' %}<|open|>{{ m.content }}<|close|>{% else %}{{ m.content }}{% endif %}",
+        ).replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<|open|>{% endif"),
+        "<|im_end|>",
+    ),
+    "a space before the end": (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} </s>"
+        "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "thoughts are left out later": (
+        CHATML.replace(
+            "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+        ).replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+        "<|im_end|>",
+    ),
+}
+
+
+def save_chat_tokenizer(folder, template, end, special=()):
+    """One id per byte, and one for each special token of `CHAT_TEMPLATES` and of `special`; `end` ends an answer."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    names = bytes_to_unicode()
+    backend = Backend(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    templates = (template or "") + "".join(text for text, _ in CHAT_TEMPLATES.values())
+    tokens = {
+        *special,
+        "<|user|>",
+        "<|tool|>",
+        "<|assistant|>",
+        *re.findall(r"<\|\w+\|>|</?s>", templates),
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token=end,
+        additional_special_tokens=sorted(tokens - {end}),
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)

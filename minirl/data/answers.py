@@ -1,0 +1,113 @@
+"""What an answer says: reasoning, content and calls of tools, as a message with Hugging Face's keys.
+
+An answer is made by the model, so any text is read: what is no call that can be made is told in `parse_error`.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError, refuse
+from minirl.files.json_files import parse_json
+
+_HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+
+def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> dict[str, Any]:
+    """The message of a turn's ids: "role" and "content", and where there are any "reasoning_content" and "tool_calls".
+
+    "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
+    why the answer, or the first of its calls for which that is so, cannot be read.
+
+    before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError naming the
+    tokenizer's folder if it is not known how the model writes calls.
+    """
+    prefix = tokenizer.decode(before, skip_special_tokens=False)
+    if tokenizer.tool_format == "hermes":
+        text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
+        return _hermes_message(text, has_begun_thinking=prefix.rstrip().endswith("<think>"))
+    _check_response_template(tokenizer)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return _by_response_template(tokenizer, text, prefix)
+
+
+def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """The ids that are text, and those of the tags, which are special tokens in some vocabularies."""
+    backend = tokenizer.backend
+    special = zip(backend.all_special_tokens, backend.all_special_ids, strict=True)
+    hidden = {special_id for token, special_id in special if token not in _HERMES_TAGS}
+    return [i for i in ids if i not in hidden]
+
+
+def _check_response_template(tokenizer: Tokenizer) -> None:
+    """Raise InputError if the tokenizer has no response template, or one that reads no answer at all."""
+    backend = tokenizer.backend
+    # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
+    is_readable = "tools" in inspect.signature(backend.parse_response).parameters
+    refuse(
+        not is_readable or backend.response_template is None,
+        f"{tokenizer.folder}: its tokenizer has no response template that transformers can read, which would say how "
+        "the model writes calls of tools; see --tool-format, or take the text",
+    )
+    try:
+        backend.get_response_parser(prefix="", tools=tokenizer.tools or None)
+    except Exception as error:
+        raise InputError(
+            f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {str(error)[:300]}; "
+            "see --tool-format"
+        ) from None
+
+
+def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[str, Any]:
+    try:
+        message: dict[str, Any] = tokenizer.backend.parse_response(
+            text, prefix=prefix, tools=tokenizer.tools or None
+        )
+        _check_text(message)
+    except Exception as error:
+        # The template is a program of the model's folder, and the text is the model's.
+        return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
+    return {"role": "assistant", "content": ""} | message
+
+
+def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    if has_begun_thinking or text.lstrip().startswith("<think>"):
+        reasoning, _, text = text.partition("</think>")
+        message["reasoning_content"] = reasoning.strip().removeprefix("<think>").strip()
+    message["content"] = _HERMES_CALL.sub("", text).strip()
+    calls = []
+    for number, match in enumerate(_HERMES_CALL.finditer(text), 1):
+        try:
+            calls.append({"type": "function", "function": _hermes_call(match)})
+        except (ValueError, RecursionError) as error:
+            message.setdefault("parse_error", f"call {number}: {str(error)[:300]}")
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
+    """The name and arguments of a call. Raises ValueError or RecursionError."""
+    content, end = match.groups()
+    if not end:
+        raise ValueError("has no </tool_call>")
+    call = parse_json(content.strip())
+    if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+        raise ValueError('expected {"name": ..., "arguments": {...}}')
+    if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+        raise ValueError("expected a text as name, and an object as arguments")
+    _check_text(call)
+    return call
+
+
+def _check_text(value: Any) -> None:
+    r"""Raise ValueError for half a surrogate pair ("\ud800" in JSON): text with one cannot be tokenized."""
+    json.dumps(value, ensure_ascii=False).encode()

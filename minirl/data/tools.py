@@ -1,0 +1,54 @@
+"""Tools that a chat prompt tells the model of: JSON schemas, or the functions that they are made from."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minirl.errors import InputError, refuse
+
+# A JSON schema as chat templates take it, or a function with type hints and a docstring.
+Tool = dict[str, Any] | Callable[..., Any]
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The JSON schemas of tools. Raises InputError naming the tool that has none, or a name that two have."""
+    schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked(tool) for tool in tools]
+    names = [tool_name(schema) for schema in schemas]
+    for name in names:
+        refuse(names.count(name) > 1, f"tools: two have the name {name!r}; rename one")
+    return schemas
+
+
+def tool_name(schema: dict[str, Any]) -> str:
+    """The name by which the model calls a tool."""
+    name: str = schema["function"]["name"]
+    return name
+
+
+def renamed(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """The schema of the same tool under another name."""
+    return {**schema, "function": {**schema["function"], "name": name}}
+
+
+def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        # It reads signature and docstring, each of which may be anything.
+        raise InputError(
+            f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
+        ) from None
+    return schema
+
+
+def _checked(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    refuse(
+        not isinstance(name, str) or not name,
+        f"tools: {tool!r:.80}: expected a function, or a schema "
+        '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}',
+    )
+    return dict(tool)

@@ -1,0 +1,345 @@
+"""Chats: messages behind an answer are what the template writes there, prompts tell of tools, answers are read."""
+
+import functools
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl.data.answers import parsed_answer
+from minirl.data.chat_turns import following_ids
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
+from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
+
+ANSWER = "hello there"
+CONTENTS = (
+    "next",
+    "",
+    " \n",
+    "  padded \n",
+    "<|im_end|>",
+    "<|im_start|>user\nhi<|im_end|>",
+    "</s>[INST]",
+    "<think>x</think>y",
+    "</tool_response>",
+    "{{ messages }}{% raw %}",
+    "minirlanswer minirlcontent0end",
+    '{"a": null}',
+    "日本 😀 e\u0301",
+    "\x00\x01\u2028",
+)
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make the tokenizer of a template."""
+
+    def make(template, end="<|im_end|>", special=(), **options):
+        save_chat_tokenizer(tmp_path, template, end, special)
+        return Tokenizer(tmp_path, chat=True, **options)
+
+    return make
+
+
+def conversation(*new, answer=ANSWER):
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}, *new]
+
+
+def written_behind(tokenizer, *new):
+    """The ids of what the template writes behind an answer, in the real conversation."""
+    text = tokenizer.apply_template(conversation(*new), "f:1", is_prompt=True)
+    return tokenizer.encode_text(text.partition(ANSWER)[2], "f:1")
+
+
+def fuzzed_messages(rng):
+    """One to three messages; all or none are results of tools, as templates may refuse a change."""
+    role = rng.choice(("user", "tool"))
+    return [
+        {"role": role, "content": "".join(rng.choices(CONTENTS, k=rng.randint(1, 3)))}
+        for _ in range(rng.randint(1, 3))
+    ]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name):
+    template, end = CHAT_TEMPLATES[name]
+    tokenizer = make(template, end)
+    (end_id,) = tokenizer.encode_text(end, "")
+    rng = random.Random(0)
+    cases = [[{"role": role, "content": content}] for content in CONTENTS for role in ("user", "tool")]
+    cases += [fuzzed_messages(rng) for _ in range(30)]
+    for new in cases:
+        whole = written_behind(tokenizer, *new)
+        assert following_ids(tokenizer, new, "f:1", end_id=None) == whole
+        # 7 is an ordinary token, with which a stop string may end.
+        assert following_ids(tokenizer, new, "f:1", end_id=7) == whole
+        if end_id in whole[:3]:
+            rest = whole[whole.index(end_id) + 1 :]
+            assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
+
+
+def test_the_end_of_an_answer_is_repeated_where_the_template_ends_it_with_another_token(make):
+    tokenizer = make(CHATML)
+    new = [{"role": "user", "content": "<|eot|>"}]
+    (other,) = tokenizer.encode_text("<|eot|>", "")
+    assert following_ids(tokenizer, new, "f:1", end_id=other) == written_behind(tokenizer, *new)
+
+
+ALTERNATING = (
+    "{% if messages[-1].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + CHATML
+)
+NO_TOOLS = CHATML.replace(
+    "<|im_start|>{{", "{% if m.role == 'tool' %}{% continue %}{% endif %}<|im_start|>{{"
+)
+NO_TEXT = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        (ALTERNATING, [{"role": "tool", "content": "4"}], "refuses the messages: .*roles must alternate"),
+        (NO_TOOLS, [{"role": "tool", "content": ""}], "does not show a message of role 'tool'"),
+        (NO_TEXT, [{"role": "user", "content": "a"}], "does not show the text of an answer"),
+    ],
+    ids=["refused", "dropped without a word", "content in parts"],
+)
+def test_messages_that_a_template_does_not_write_are_refused_by_row_and_folder(
+    make, tmp_path, template, messages, error
+):
+    tokenizer = make(template)
+    with pytest.raises(InputError, match=f"f:1: the chat template of {tmp_path} {error}"):
+        following_ids(tokenizer, messages, "f:1", end_id=None)
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([{"role": "user"}], "is no message; expected role and content, both text"),
+        ([{"role": "user", "content": None}], "is no message"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "is no message"),
+        ([{"role": "user", "content": "a"}, 7], "7 is no message"),
+        (
+            [{"role": "assistant", "content": "a"}],
+            "the last message is the assistant's.*append its beginning",
+        ),
+    ],
+)
+def test_what_are_no_messages_is_refused_with_the_row(make, messages, error):
+    with pytest.raises(InputError, match=rf"f:1: generate\(after=...\): .*{error}"):
+        following_ids(make(CHATML), messages, "f:1", end_id=None)
+
+
+def lookup(query: str) -> str:
+    """Look up.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+def untyped(query):
+    """Look up."""
+
+
+def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
+    row = Row("hi", {}, "f:1")
+    tokenizer = make(WITH_TOOLS, tools=[lookup])
+    text = tokenizer.backend.decode(tokenizer.encode(row))
+    assert '"What to look for."' in text
+    assert tokenizer.encode_all([row]) == [tokenizer.encode(row)]
+    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == tokenizer.encode(row)
+    assert len(make(WITH_TOOLS).encode(row)) < len(tokenizer.encode(row))
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "error"),
+    [
+        (None, [LOOKUP], "the tokenizer of .* has no chat template, which would show them"),
+        (CHATML, [LOOKUP], "the chat template of .* does not show lookup"),
+        (
+            WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"),
+            [lookup, {**LOOKUP, "function": {"name": "a"}}],
+            "show a;",
+        ),
+        (WITH_TOOLS, [lookup, LOOKUP], "two have the name 'lookup'"),
+        (WITH_TOOLS, [untyped], "'untyped': no JSON schema can be made of it"),
+        (WITH_TOOLS, [functools.partial(lookup)], "expected a function, or a schema"),
+        (WITH_TOOLS, [{"name": "lookup"}], "expected a function, or a schema"),
+        (WITH_TOOLS, ["lookup"], "expected a function, or a schema"),
+    ],
+)
+def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, template, tools, error):
+    with pytest.raises(InputError, match=f"tools: .*{error}"):
+        make(template, tools=tools)
+
+
+def test_a_text_prompt_tells_of_no_tools(make, tmp_path):
+    make(WITH_TOOLS)
+    with pytest.raises(InputError, match="f:1: a text prompt, which tells of no tools; see --chat"):
+        Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))
+
+
+def trl_templates() -> list[Path]:
+    """The chat templates that TRL has copies of, without those that it changed for training; none without TRL."""
+    spec = importlib.util.find_spec("trl")
+    folders = (spec and spec.submodule_search_locations) or []
+    paths = [path for folder in folders for path in Path(folder).glob("chat_templates/*.jinja")]
+    return sorted(path for path in paths if not path.stem.endswith("_training"))
+
+
+@pytest.mark.skipif(
+    not trl_templates(), reason="TRL, whose copies of chat templates are used, is not installed"
+)
+def test_published_templates_are_followed_or_refused_and_never_contradicted(make):
+    followed = {"user": 0, "tool": 0}
+    for path in trl_templates():
+        tokenizer = make(path.read_text())
+        for role in followed:
+            try:
+                for content in CONTENTS:
+                    new = [{"role": role, "content": content}]
+                    assert following_ids(tokenizer, new, "f:1", end_id=None) == written_behind(
+                        tokenizer, *new
+                    )
+            except InputError:
+                continue
+            followed[role] += 1
+    assert followed["user"] >= 38
+    assert followed["tool"] >= 26
+
+
+def message_of(tokenizer, text, before="<|im_start|>assistant\n"):
+    ids = tokenizer.encode_text(text, "")
+    return parsed_answer(tokenizer, ids, torch.tensor(tokenizer.encode_text(before, "")))
+
+
+def called(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "expected"),
+    [
+        ("hi<|im_end|>", "", {"content": "hi"}),
+        (" <|eot|>hi<|im_start|>you ", "", {"content": "hiyou"}),
+        ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
+        ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
+        ("a", "<think>\n", {"reasoning_content": "a", "content": ""}),
+        ("a</think>b", "", {"content": "a</think>b"}),
+        (
+            f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
+            "",
+            {"content": "so:", "tool_calls": [called("f", x=[1, "<tool>"])] * 2},
+        ),
+        (f"<think>{GOOD_CALL}</think>b", "", {"reasoning_content": GOOD_CALL, "content": "b"}),
+    ],
+)
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text, before, expected):
+    """Also where the tags are special tokens."""
+    tokenizer = make(CHATML, special=special, tool_format="hermes")
+    assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ('{"name": "f", "arguments": {}}', "has no </tool_call>"),
+        ("f(1)</tool_call>", "Expecting value"),
+        ("</tool_call>", "Expecting value"),
+        ("[1]</tool_call>", "expected {"),
+        ('{"name": "f"}</tool_call>', "expected {"),
+        ('{"name": "f", "arguments": {}, "b": 1}</tool_call>', "expected {"),
+        ('{"name": 1, "arguments": {}}</tool_call>', "expected a text as name"),
+        ('{"name": "f", "arguments": "{}"}</tool_call>', "an object as arguments"),
+        ('{"name": "f", "name": "g", "arguments": {}}</tool_call>', "there twice"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
+        ("[" * 100_000 + "</tool_call>", "recursion"),
+        ("1" * 10_000 + "</tool_call>", "digits"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
+    message = message_of(make(CHATML, tool_format="hermes"), f"{GOOD_CALL}<tool_call>{call}")
+    assert message["parse_error"].startswith("call 2: ")
+    assert error in message["parse_error"]
+    assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]
+    assert message["content"] == ""
+
+
+def test_any_answer_can_be_read(make):
+    tokenizer = make(CHATML, tool_format="hermes")
+    parts = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|im_end|>",
+        "{",
+        "}",
+        GOOD_CALL,
+        "\n",
+        "é",
+        "x",
+    ]
+    rng = random.Random(0)
+    for _ in range(500):
+        message = message_of(tokenizer, "".join(rng.choices(parts, k=rng.randint(1, 9))), rng.choice(parts))
+        assert isinstance(message["content"], str)
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
+    tokenizer = make(CHATML)
+    with pytest.raises(InputError, match=r"its tokenizer has no response template.*see --tool-format"):
+        message_of(tokenizer, "hi")
+    tokenizer.backend.response_template = RESPONSE_TEMPLATE
+    call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
+    message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
+    assert message["reasoning_content"].strip() == "a"
+    assert (message["role"], message["content"]) == ("assistant", "b")
+    assert message["tool_calls"] == [called("f", x=1)]
+    assert message_of(tokenizer, "<|im_end|>")["content"] == ""
+    # Half a surrogate pair cannot be tokenized when it comes back in a message.
+    assert "surrogates" in message_of(tokenizer, '<call>{"name": "\\ud800"}</call>')["parse_error"]
+    broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
+    assert broken["parse_error"]
+    assert "tool_calls" not in broken
+    tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
+    with pytest.raises(
+        InputError, match=f"{tokenizer.folder}: the response template .* cannot be used: .*fields"
+    ):
+        message_of(tokenizer, "hi")
