@@ -109,9 +109,7 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._gathers: list[list[_Rows]] = []
-        if self._num_shards > 1:
-            self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
+        self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
         with torch.device("meta"):
             self.decoder = Transformer(config)
         # load_state_dict asks for both names of a tied parameter.
