@@ -351,9 +351,9 @@ def test_occupancy_is_of_the_largest_decode_step(reduce_over_ranks):
     """8 requests, of which 2 run on alone for as many steps again: 5 of 8. A rank without decode steps has none."""
     metrics = StepMetrics()
     stats = EngineStats(decode_tokens=47, discarded_tokens=3, decode_steps=10, most_running=8)
-    add_generation(metrics, [make_rollout(9, 50)], stats)
+    add_generation(metrics, 50, stats)
     idle = StepMetrics()
-    add_generation(idle, [], EngineStats())
+    add_generation(idle, 0, EngineStats())
     reduced, _ = reduce_over_ranks(metrics, idle)
     assert reduced["perf/decode_occupancy"] == 5 / 8
 
