@@ -10,8 +10,12 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl import errors
+from minirl.collect.collector import Collector
+from minirl.collect.episode import Episode, Turns
 from minirl.run.flags import flag_of
+from support.models import RAW_CONFIG, make_folder
 from support.scripts import run_in_pool
+from support.texts import TOKENS, save_tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4".split()
@@ -99,3 +103,21 @@ def test_every_flag_that_a_page_names_exists(page):
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))
     negated = {flag.replace("--no-", "--", 1) for flag in named if flag.startswith("--no-")}
     assert {flag for flag in named if not flag.startswith("--no-")} | negated <= known
+
+
+def test_the_rollouts_and_the_notebook_of_a_page_run(tmp_path, monkeypatch, capsys):
+    """The functions too, on the notebook's engine."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
+    *functions, notebook = re.findall(r"```python\n(.*?)```", (DOCS / "rollouts.md").read_text(), re.DOTALL)
+    names = {"Episode": Episode, "Turns": Turns, "look_up": str.upper}
+    exec(notebook, names)
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 4
+    assert len(functions) == 2
+    for function in functions:
+        exec(function, names)
+        rewards = {"brevity": names["brevity"]}
+        collector = Collector(
+            names["engine"], names["prompts"], rewards, rollout=names["rollout"], group_size=2
+        )
+        assert len(collector.collect(2).rewarded.rollouts) == 4

@@ -274,6 +274,7 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
         offloads_optimizer=False,
         longest_prompt=300,
         longest=812,
+        longest_prefill=300,
         requests=128,
         update_tokens=128 * 812,
         enough_tokens=8192,
@@ -383,6 +384,7 @@ def test_each_phase_peaks_where_the_code_says(
         num_ranks=num_ranks,
         longest_prompt=num_tokens - 4,
         longest=num_tokens,
+        longest_prefill=num_tokens - 4,
         requests=2,
         update_tokens=num_tokens,
     )

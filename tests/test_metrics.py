@@ -548,7 +548,8 @@ TROUBLES = {
     "entropy is collapsing": {"policy/entropy": 0.02, "reward/mean": 0.4},
     "is exploding": {"policy/kl_old_k3": 0.3},
     "KL divergence": {"policy/kl_ref_k3": 2.1},
-    "--correction": {"policy/logp_gap_mean": 0.06},
+    "differ by over 0.05": {"policy/logp_gap_mean": 0.06},
+    "--decode-budget": {"stale/frac": 0.5, "policy/clip_frac_high": 0.02},
     "Watch the reward": {"policy/loss": 1e-8, "policy/ratio_max": 1.0},
 }
 

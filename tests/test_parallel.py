@@ -614,10 +614,11 @@ def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, boo
     return report
 
 
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_weights_are_one_storage_refreshed_in_place(two_ranks, folder, dtype):
+def test_weights_are_one_storage_refreshed_in_place(request, ranks, folder, dtype):
     """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10."""
-    for report in two_ranks.run(refresh_report, folder, dtype):
+    for report in request.getfixturevalue(ranks).run(refresh_report, folder, dtype):
         names = ("loaded", "unwritten", "sampled", "stable", "used", "fresh", "moved")
         assert report == dict.fromkeys(names, True)
 

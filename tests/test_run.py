@@ -162,6 +162,33 @@ def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_
     assert few != many
 
 
+PARTIAL = {"decode_budget": 8}
+CORRECTED = {"correction": "token_truncate"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_updates", "source"),
+    [
+        ({}, 1, "auto"),
+        ({}, 2, "sampled"),
+        (CORRECTED, 1, "auto"),
+        (CORRECTED, 2, "scored"),
+        (PARTIAL, 1, "sampled"),
+        (PARTIAL, 2, "sampled"),
+        (PARTIAL | CORRECTED, 1, "auto"),
+        (PARTIAL | CORRECTED, 2, "scored"),
+        (PARTIAL | {"old_logprobs": "scored"}, 1, "scored"),
+    ],
+)
+def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):
+    """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do."""
+    config = RunConfig(num_minibatches=num_updates, **fields)
+    assert run_module.source_of_old_logprobs(config, is_exact=True) == source
+    assert run_module.source_of_old_logprobs(config, is_exact=False) == (
+        "scored" if source == "sampled" and not config.decode_budget else source
+    )
+
+
 SOMETIMES = """
 def sometimes(completions):
     return [None if c.endswith(tuple("13579")) else float(len(c)) for c in completions]

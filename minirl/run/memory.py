@@ -69,7 +69,8 @@ class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
     trained: policy, and value model if any; frozen: reference and reward model, by name.
-    longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
+    longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion. longest_prefill: of
+    what generation computes at once at most, a prompt or a completion that goes on in a further step.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
@@ -87,6 +88,7 @@ class Workload:
     offloads_optimizer: bool
     longest_prompt: int
     longest: int
+    longest_prefill: int
     requests: int
     update_tokens: int
     enough_tokens: int
@@ -141,8 +143,11 @@ def workload(
     longest_prompt = max(stream.longest_prompt for stream in streams)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
     num_rollouts = config.prompts_per_step * config.group_size
+    # With a decode budget, as many prompts as the collector begins before their rollouts are taken.
+    is_partial = config.decode_budget is not None
+    num_prompts = config.prompts_per_step * (1 + config.max_staleness if is_partial else 1)
     # A greedy completion may come on top of each group.
-    num_requests = max(num_rollouts + config.prompts_per_step, held_out.num_prompts)
+    num_requests = max(num_prompts * (config.group_size + 1), held_out.num_prompts)
     rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
     return Workload(
         trained=tuple(trained),
@@ -155,6 +160,7 @@ def workload(
         offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
+        longest_prefill=longest if is_partial else longest_prompt,
         requests=math.ceil(num_requests / num_ranks),
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
@@ -379,7 +385,7 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
 def _generate_bytes(work: Workload, max_running_requests: int) -> float:
     """The most that a prefill or the logits of a decode step take."""
     requests = min(max_running_requests, work.requests)
-    prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prompt), requests * work.longest_prompt)
+    prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prefill), requests * work.longest_prefill)
     prefill = _forward(work, work.policy, prefill_tokens)
     return max(prefill, requests * decode_logits_bytes(work.policy, work.device_type))
 

@@ -204,7 +204,7 @@ class Run:
         self._task_name = task.name
         self._reward_functions, self.reward_weights = self._load_rewards(task)
         self.is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
-        self.old_logprobs = _source_of_old_logprobs(config, is_exact=self.is_exact)
+        self.old_logprobs = source_of_old_logprobs(config, is_exact=self.is_exact)
         self.progress = Progress()
         self._stop_signal = 0
         self._has_finished_step = False
@@ -647,19 +647,20 @@ def num_shards(config: RunConfig) -> int:
     return size
 
 
-def _source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
+def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """Where old logprobs come from: "sampled", "scored", or "auto" if none are needed.
 
-    With one update per step the old policy is the new one, and the ratio 1. But with a decode budget some tokens were
-    sampled by older weights: then the ratio is to the weights that sampled them, unless importance weights correct it.
+    is_exact: whether sampled logprobs equal training logprobs. With one update per step the old policy is the new one,
+    and the ratio 1. But with a decode budget some tokens were sampled by older weights: then the ratio is to the
+    weights that sampled them, unless importance weights correct it.
     """
     if config.old_logprobs != "auto":
         return config.old_logprobs
-    if config.decode_budget is not None:
-        return "sampled" if config.correction == "none" else "scored"
-    if config.updates_per_step == 1:
+    is_corrected = config.correction != "none"
+    is_partial = config.decode_budget is not None
+    if config.updates_per_step == 1 and (is_corrected or not is_partial):
         return "auto"
-    return "sampled" if is_exact and config.correction == "none" else "scored"
+    return "sampled" if (is_exact or is_partial) and not is_corrected else "scored"
 
 
 def _is_due(step: int, every: int) -> bool:
