@@ -173,11 +173,11 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    if config.correction != "none":
+    if config.importance_correction != "none":
         loss = loss * importance_weights(
             old,
             micro.sample_logprobs,
-            correction=config.correction,
+            correction=config.importance_correction,
             low=config.correction_low,
             high=config.correction_high,
             lengths=micro.lengths,

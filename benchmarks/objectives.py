@@ -202,7 +202,7 @@ def make_trainer(config: Config, folder: str) -> Any:
         train_dataset=Dataset.from_list([{"prompt": "1"}] * NUM_GROUPS),
     )
     # Correct for the sampling model as if it were vLLM's.
-    trainer.use_vllm = config.correction != "none"
+    trainer.use_vllm = config.importance_correction != "none"
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -217,7 +217,7 @@ def grpo_settings(config: Config) -> dict[str, Any]:
         "loss_type": "cispo" if config.policy_loss == "cispo" else loss_types[config.loss_norm],
         "scale_rewards": config.advantage_norm.removesuffix("_std"),
         "importance_sampling_level": config.ratio_level.removesuffix("_mean"),
-        "vllm_importance_sampling_mode": config.correction,
+        "vllm_importance_sampling_mode": config.importance_correction,
         "vllm_importance_sampling_clip_min": config.correction_low,
         "vllm_importance_sampling_clip_max": config.correction_high,
     }

@@ -47,7 +47,7 @@ from support.texts import save_tokenizer
 NUM_PROMPTS = 8  # per step
 GROUP_SIZE = 8
 BUDGET = ("--decode-budget", "16")
-LEARNERS = {"whole": (), "partial": BUDGET, "corrected": (*BUDGET, "--correction", "token_truncate")}
+LEARNERS = {"whole": (), "partial": BUDGET, "uncorrected": (*BUDGET, "--correction", "none")}
 SHORT, MIDDLE, LONG = 80, 260, 800  # tokens
 SHAPE = {
     "model_type": "qwen2",

@@ -162,7 +162,7 @@ def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_
     assert few != many
 
 
-PARTIAL = {"decode_budget": 8}
+PARTIAL = {"decode_budget": 8, "correction": "none"}
 CORRECTED = {"correction": "token_truncate"}
 
 
@@ -178,6 +178,9 @@ CORRECTED = {"correction": "token_truncate"}
         (PARTIAL | CORRECTED, 1, "auto"),
         (PARTIAL | CORRECTED, 2, "scored"),
         (PARTIAL | {"old_logprobs": "scored"}, 1, "scored"),
+        ({"decode_budget": 8}, 1, "auto"),
+        ({"decode_budget": 8}, 2, "scored"),
+        ({"decode_budget": 8, "old_logprobs": "sampled"}, 1, "sampled"),
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):

@@ -62,7 +62,7 @@ def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -
     if m["stale/frac"] > 0 and m["policy/clip_frac_low"] + m["policy/clip_frac_high"] > 0.01:
         yield (
             "the clip takes the gradient of over 1 % of the tokens, and with --decode-budget it bounds what several "
-            "steps change together: try --correction token_truncate or a lower --lr"
+            "steps change together, unless importance weights correct (--correction token_truncate); try a lower --lr"
         )
     if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
         yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"

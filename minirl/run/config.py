@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 import tyro
 
 from minirl.errors import InputError, refuse
-from minirl.run.flags import check_needed, check_numbers
+from minirl.run.flags import check_needed, check_numbers, flag_of
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 # "auto": from the memory that there is, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class PolicyLoss:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     old_logprobs: Literal["auto", "sampled", "scored"] = "auto"
     """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
-    correction: Correction = "none"
-    """importance weights between old and sampled logprobs: per token or completion, clamped or masked"""
+    correction: Correction = "auto"
+    """importance weights between old and sampled logprobs: per token or completion, clamped or masked;
+    auto: token_truncate with --decode-budget, else none"""
     correction_low: float = 0.0  # lower bound of importance weights
     correction_high: float = 2.0  # upper bound of importance weights
 
@@ -209,6 +210,14 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
         return self.lr or default
 
     @property
+    def importance_correction(self) -> str:
+        """`correction`, or its default: without one the clip would bound what all steps of a token's age change."""
+        if self.correction != "auto":
+            return self.correction
+        is_partial = self.decode_budget is not None
+        return "token_truncate" if is_partial and self.old_logprobs != "sampled" else "none"
+
+    @property
     def num_rewards(self) -> int:
         """Rewards that the flags ask for: functions and reward model, or the task's own; overlong penalty."""
         named = len(self.reward) + bool(self.reward_model)
@@ -229,8 +238,6 @@ def check_shared(config: RunConfig) -> None:
     check_needed(
         config,
         needs={
-            "correction_low": "correction",
-            "correction_high": "correction",
             "gpus": "dry_run",
             "max_staleness": "decode_budget",
         },
@@ -262,11 +269,17 @@ def check_shared(config: RunConfig) -> None:
     )
     is_dual_clip_low = 0 < config.dual_clip <= 1
     refuse(is_dual_clip_low, f"--dual-clip {config.dual_clip}: must be greater than 1, or 0 for none")
+    for name, default in (("correction_low", 0.0), ("correction_high", 2.0)):
+        value = getattr(config, name)
+        refuse(
+            value != default and config.importance_correction == "none",
+            f"{flag_of(name)} {value}: has no effect without --correction",
+        )
     refuse(
         not config.correction_low < config.correction_high,
         "--correction-low: must be less than --correction-high",
     )
     refuse(
-        config.correction != "none" and config.old_logprobs == "sampled",
+        config.importance_correction != "none" and config.old_logprobs == "sampled",
         "--correction with --old-logprobs sampled: the ratio itself corrects for the sampling policy",
     )

@@ -553,6 +553,7 @@ class Run:
         """For args.json, what flags left open."""
         return {
             "lr": self.config.peak_lr,
+            "correction": self.config.importance_correction,
             "num_minibatches": self.config.minibatches_per_epoch,
             "max_new_tokens": self.max_new_tokens,
             "task": self._task_name,
@@ -656,7 +657,7 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """
     if config.old_logprobs != "auto":
         return config.old_logprobs
-    is_corrected = config.correction != "none"
+    is_corrected = config.importance_correction != "none"
     is_partial = config.decode_budget is not None
     if config.updates_per_step == 1 and (is_corrected or not is_partial):
         return "auto"
