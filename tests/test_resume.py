@@ -177,12 +177,14 @@ def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedd
 
 
 @pytest.mark.slow
-def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks):
-    """From two ranks to one and back: the same prompts and, given equal weights, the same samples."""
-    train(two_ranks, "grpo", runs, "ranks")
-    copy = interrupted_copy(runs / "ranks", "ranks-changed", 1)
-    train(one_rank, "grpo", runs, copy.name)
-    rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "ranks", copy)]
+@pytest.mark.parametrize("case", ["grpo", "partial"])
+def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks, case):
+    """From two ranks to one and back: the same prompts and, given equal weights, the same samples, in flight too."""
+    name = f"ranks-{case}"
+    train(two_ranks, case, runs, name)
+    copy = interrupted_copy(runs / name, f"{name}-changed", 1)
+    train(one_rank, case, runs, copy.name)
+    rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / name, copy)]
     completions = [
         [(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts
     ]
