@@ -9,7 +9,7 @@ import pytest
 from support.scripts import ROOT, read_metrics, run_in_pool, untimed
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
-FLAGS += " --eval-rows 6 --num-minibatches 1 --lr 1e-3"
+FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
 TWO_TURNS = {
     "    yield episode.generate()\n": """\
     turn = yield episode.generate(max_tokens=3)
@@ -66,6 +66,9 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
         assert all("=" in rollout["completion"] for rollout in rollouts)
         # A token for each character, and "<eos>" after one turn or both.
         assert all(len(r["completion"]) - 2 <= r["num_tokens"] <= len(r["completion"]) + 1 for r in rollouts)
+    if not more:
+        return
+    # In flight are episodes between their turns and within them.
     train(two_ranks, f"{name}-resumed", "--num-steps", "2")
     assert train(two_ranks, f"{name}-resumed", "--resume", "force") == metrics
     train(one_rank, f"{name}-one", "--num-steps", "1")
