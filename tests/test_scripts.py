@@ -609,6 +609,7 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
         ({"max_refills": 3}, "--max-refills 3: has no effect without --dynamic-sampling"),
         ({"kl_estimator": "k2"}, "--kl-estimator k2: has no effect without --kl-coef"),
         ({"correction_low": 0.5}, "--correction-low 0.5: has no effect without --correction"),
+        ({"max_staleness": 4}, "--max-staleness 4: has no effect without --decode-budget"),
         (
             {"correction": "token_mask", "correction_low": 3.0},
             "--correction-low: must be less than --correction-high",

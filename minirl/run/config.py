@@ -49,9 +49,8 @@ class Generate:
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     decode_budget: int | None = None
     """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
-    max_staleness: int = (
-        8  # with --decode-budget: steps between a completion's first token and its update, at most
-    )
+    max_staleness: int = 8
+    """with --decode-budget: steps between a completion's first token and its update, at most"""
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
