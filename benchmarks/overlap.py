@@ -89,15 +89,14 @@ def main() -> None:
     parser.add_argument("--num-runs", type=int, default=3)
     args = parser.parse_args()
 
-    import real_step
+    from real_step import make_model
     from workload import print_result, prompt_texts
 
-    real_step.SHAPE.update(SHAPE)
     checkouts = {"here": ROOT} | ({} if args.base is None else {"base": args.base.resolve()})
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        num_parameters = real_step.make_model(args.tokenizer, folder / "model")
+        num_parameters = make_model(args.tokenizer, folder / "model", **SHAPE)
         rows = [json.dumps({"prompt": text, "answer": ""}) for text in prompt_texts(64)]
         (folder / "data.jsonl").write_text("\n".join(rows))
         slept = "0.5" if args.per == "call" else "0.06 * len(completions)"

@@ -40,14 +40,14 @@ def letters(prompts, completions, **kwargs):
 """
 
 
-def make_model(tokenizer: Path, folder: Path) -> int:
-    """Write a random model with this tokenizer; returns its number of parameters."""
+def make_model(tokenizer: Path, folder: Path, **shape: int) -> int:
+    """Write a random model with this tokenizer, of SHAPE but for `shape`; returns its number of parameters."""
     folder.mkdir()
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
     stored = json.loads((tokenizer / "config.json").read_text())
     config = {name: stored[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in stored}
-    config |= SHAPE
+    config |= SHAPE | shape
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = Transformer(config_from_dict(config))

@@ -32,6 +32,11 @@ class Sampled(NamedTuple):
     is_sampled: bool = True
 
 
+def appended(tokens: Sequence[int]) -> tuple[Sampled, ...]:
+    """Tokens that were appended, not sampled."""
+    return tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
+
+
 class StopTest(Protocol):
     """Tells whether a turn has ended with the token sampled last, as `data.stop_strings` does for texts."""
 

@@ -434,6 +434,26 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
         assert before + after == expected
 
 
+def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
+    def sometimes(completions):
+        return [None if i % 2 else 1.0 for i in range(len(completions))]
+
+    def make():
+        engine = make_engine(cached_model("full", torch.float32))
+        options = {"group_size": 2, "decode_budget": 6, "max_staleness": 4}
+        return Collector(engine, Prompts(), {"sometimes": sometimes}, **options)
+
+    first, second = make(), make()
+    for step in range(3):
+        first.collect(4, weight_version=step)
+    rewards = first._rewarded.rewards
+    assert rewards.isnan().any(), "all rewards in flight apply"
+    assert not rewards.isnan().all()
+    second.restore(first.state(), first.records())
+    assert torch.equal(second._rewarded.rewards.nan_to_num(-1), rewards.nan_to_num(-1))
+    assert second._rewarded.texts == first._rewarded.texts
+
+
 def test_a_function_that_does_not_repeat_itself_is_refused_at_a_resume():
     replies = iter("abcdefghijkl" * 99)
 

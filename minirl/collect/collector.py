@@ -176,15 +176,12 @@ class Collector:
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
-        for record in records:
-            if record["finish_reason"] is None:
-                self._paused.append(self._restored_episode(record))
-                continue
-            ended = finished_of(record)
-            if ended.rewards is None:
-                self._ended.setdefault(ended.rollout.rollout_id.prompt_ordinal, []).append(ended.rollout)
-            else:
-                self._rewarded += self._restored_rewards(ended)
+        self._paused = [self._restored_episode(r) for r in records if r["finish_reason"] is None]
+        finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
+        for one in finished:
+            if one.rewards is None:
+                self._ended.setdefault(one.rollout.rollout_id.prompt_ordinal, []).append(one.rollout)
+        self._rewarded += self._restored_rewards([one for one in finished if one.rewards is not None])
 
     def _wait_for_ranks(self) -> None:
         """Let frozen models score until all ranks have come as far (collective)."""
@@ -203,14 +200,15 @@ class Collector:
         turn_ends = [(num_tokens, reason) for num_tokens, reason in record["turn_ends"]]
         return self._runner.restore(request, sampled_of(record), turn_ends)
 
-    def _restored_rewards(self, ended: FinishedRollout) -> RewardedRollouts:
-        rollout = ended.rollout
+    def _restored_rewards(self, finished: Sequence[FinishedRollout]) -> RewardedRollouts:
+        rollouts = [one.rollout for one in finished]
+        rewards = [[math.nan if x is None else x for x in one.rewards or []] for one in finished]
         return RewardedRollouts(
-            rollouts=[rollout],
-            rows=[self._prompts.row(rollout.rollout_id.prompt_ordinal)],
-            texts=[self._prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])],
-            rewards=torch.tensor([ended.rewards], dtype=torch.float64),  # None becomes NaN
-            failed=torch.tensor([ended.failed]),
+            rollouts=rollouts,
+            rows=[self._prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
+            texts=[self._prompts.completion_text(rollout) for rollout in rollouts],
+            rewards=torch.tensor(rewards, dtype=torch.float64).view(len(finished), len(self._functions)),
+            failed=torch.tensor([one.failed for one in finished], dtype=torch.bool),
         )
 
     def _prompts_due(self, num_groups: int) -> set[int]:

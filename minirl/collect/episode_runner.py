@@ -11,7 +11,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import Request, Rollout, RolloutId, Sampled, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 
@@ -21,7 +21,7 @@ class RunningEpisode:
     """An episode between the beginning of its first turn and the end of its last one.
 
     request: with `stop_test` and `turn_start` of the present turn; while the engine does not have it, with all tokens.
-    room: the most tokens after the prompt. turn_limit: how many there are when the present turn ends, at the latest.
+    turn_limit: how many tokens after the prompt there are when the present turn ends, at the latest.
     turn_ends: for each turn that has ended, how many there were, and why it ended.
     part_start: how many there were when the engine took up the present turn, in this phase.
     budget: how many tokens the episode may sample in this phase from there on.
@@ -74,9 +74,9 @@ class EpisodeRunner:
             asked = next(turns)
         except StopIteration:
             raise InputError(f"{self._name}(episode): ended without a turn; it must yield one") from None
-        appended = self._begin_turn(running, asked, num_tokens=0)
-        refuse(appended is None, f"{self._name}(episode): the first turn's `after` leaves no room for a turn")
-        running.request = replace(running.request, sampled=_appended(appended or []))
+        new_ids = self._begin_turn(running, asked, num_tokens=0)
+        refuse(new_ids is None, f"{self._name}(episode): the first turn's `after` leaves no room for a turn")
+        running.request = replace(running.request, sampled=appended(new_ids or []))
         return running
 
     def submit(self, episodes: Sequence[RunningEpisode], *, weight_version: int) -> None:
@@ -132,11 +132,9 @@ class EpisodeRunner:
         for num_tokens, finish_reason in turn_ends:
             so_far = rollout_of(replace(request, sampled=sampled[:num_tokens]), finish_reason)
             asked = self._next_turn(running, so_far, num_tokens)
-            appended = None if asked is None else self._begin_turn(running, asked, num_tokens)
-            refuse(appended is None, f"{self._changed(running)}: it had a further turn, and now ends")
-            running.request = replace(
-                running.request, sampled=sampled[:num_tokens] + _appended(appended or [])
-            )
+            new_ids = None if asked is None else self._begin_turn(running, asked, num_tokens)
+            refuse(new_ids is None, f"{self._changed(running)}: it had a further turn, and now ends")
+            running.request = replace(running.request, sampled=sampled[:num_tokens] + appended(new_ids or []))
             self._check_appended(running, sampled, start=num_tokens)
         running.request = replace(running.request, sampled=sampled)
         return running
@@ -145,8 +143,8 @@ class EpisodeRunner:
         """Hand a turn to its function and begin the next one; returns whether the episode has ended instead."""
         rollout_id = rollout.rollout_id
         asked = self._next_turn(running, rollout, num_tokens)
-        appended = None if asked is None else self._begin_turn(running, asked, num_tokens)
-        if appended is None:
+        new_ids = None if asked is None else self._begin_turn(running, asked, num_tokens)
+        if new_ids is None:
             if asked is not None:  # there was no room for what it asked for
                 running.turns.close()
                 running.episode.rollout = replace(rollout, finish_reason="length")
@@ -154,12 +152,12 @@ class EpisodeRunner:
             del self._running[rollout_id]
             return True
         if running.budget == 0:
-            self._pause(running, appended)
+            self._pause(running, new_ids)
             return False
-        running.part_start = num_tokens + len(appended)
+        running.part_start = num_tokens + len(new_ids)
         self._engine.resume(
             rollout_id,
-            appended,
+            new_ids,
             max_new_tokens=running.part_limit - running.part_start,
             stop_test=running.request.stop_test,
         )
@@ -191,8 +189,8 @@ class EpisodeRunner:
             asked.max_tokens is not None and asked.max_tokens < 1,
             f"{self._name}(episode): generate(max_tokens={asked.max_tokens}): must be at least 1",
         )
-        appended = self._appended_ids(running.episode, asked.after)
-        turn_start = num_tokens + len(appended)
+        new_ids = self._appended_ids(running.episode, asked.after)
+        turn_start = num_tokens + len(new_ids)
         room = running.episode.max_tokens - turn_start
         if room < 1:
             return None
@@ -202,7 +200,7 @@ class EpisodeRunner:
         running.turn_limit = turn_start + min(room, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
-        return appended
+        return new_ids
 
     def _appended_ids(self, episode: Episode, after: After) -> list[int]:
         """The token ids of what a function appends behind the turns so far.
@@ -227,10 +225,10 @@ class EpisodeRunner:
             self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
         return self._stop_tests[strings]
 
-    def _pause(self, running: RunningEpisode, appended: Sequence[int] = ()) -> None:
+    def _pause(self, running: RunningEpisode, new_ids: Sequence[int] = ()) -> None:
         """Take an episode out of the engine, with tokens to be appended before its next turn."""
         rollout_id = running.request.rollout_id
-        sampled = self._engine.withdraw(rollout_id).sampled + _appended(appended)
+        sampled = self._engine.withdraw(rollout_id).sampled + appended(new_ids)
         running.request = replace(running.request, sampled=sampled)
         del self._running[rollout_id]
         self._paused.append(running)
@@ -249,7 +247,3 @@ class EpisodeRunner:
             f"{self._name}(episode), for the row at {running.episode.row.place}: given the same turns as in the run "
             "that is resumed, it does something else; make it a function of its turns and of episode.seed"
         )
-
-
-def _appended(tokens: Sequence[int]) -> tuple[Sampled, ...]:
-    return tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode_runner import RunningEpisode
-from minirl.rollouts import Rollout, RolloutId, Sampled
+from minirl.rollouts import Rollout, RolloutId, Sampled, rollout_of
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,8 @@ class FinishedRollout:
 
 def episode_record(running: RunningEpisode) -> dict[str, Any]:
     """The record of a paused episode."""
-    request = running.request
-    tokens, logprobs, versions, is_sampled = zip(*request.sampled, strict=True)
     return {
-        "id": [request.rollout_id.prompt_ordinal, request.rollout_id.sample],
-        "prompt": torch.tensor(request.prompt_ids),
-        "tokens": torch.tensor(tokens),
-        "logprobs": torch.tensor(logprobs),
-        "versions": torch.tensor(versions, dtype=torch.int32),
-        "is_sampled": torch.tensor(is_sampled),
+        **_tokens_record(rollout_of(running.request, "")),
         "turn_ends": [list(end) for end in running.turn_ends],
         "finish_reason": None,
     }
@@ -38,7 +31,15 @@ def episode_record(running: RunningEpisode) -> dict[str, Any]:
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
-    rollout = finished.rollout
+    return {
+        **_tokens_record(finished.rollout),
+        "finish_reason": finished.rollout.finish_reason,
+        "rewards": finished.rewards,
+        "failed": finished.failed,
+    }
+
+
+def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
         "id": [rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample],
@@ -47,9 +48,6 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
         "logprobs": rollout.sample_logprobs[start:].clone(),
         "versions": rollout.weight_version[start:].clone(),
         "is_sampled": rollout.loss_mask[start:].clone(),
-        "finish_reason": rollout.finish_reason,
-        "rewards": finished.rewards,
-        "failed": finished.failed,
     }
 
 

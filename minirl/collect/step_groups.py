@@ -31,12 +31,15 @@ class Selection:
     groups: Groups
     # This rank's rollouts that later steps may select.
     left: RewardedRollouts
-    # How many complete groups were selected, P at most.
-    num_selected: int
     # How many of P groups are missing: not complete, or replaceable.
     num_missing: int
     # The prompts whose groups are in use no more: selected, or given up.
     ended: frozenset[int]
+
+    @property
+    def num_selected(self) -> int:
+        """How many complete groups were selected, P at most."""
+        return len(self.groups.rewards)
 
 
 def select_step(
@@ -88,7 +91,6 @@ def select_step(
     return Selection(
         groups=groups,
         left=rewarded.select(left),
-        num_selected=len(selected),
         num_missing=num_groups - len(selected) + num_equal,
         ended=frozenset(ended),
     )

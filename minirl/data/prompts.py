@@ -15,7 +15,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
-from minirl.rollouts import Request, RolloutId
+from minirl.rollouts import Request, Rollout, RolloutId
 
 # Rows that are tokenized together when they are checked.
 ROWS_PER_CHECK = 64
@@ -127,20 +127,27 @@ class PromptStream:
 
     def request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
         """Return the request for one rollout of a prompt, given its ids. Not collective."""
-        key = request_key(
+        return Request(
+            prompt_ids=prompt_ids,
+            rollout_id=rollout_id,
+            key=self.key(rollout_id),
+            max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
+            temperature=temperature,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+
+    def key(self, rollout_id: RolloutId) -> int:
+        """Return the key of a rollout's randomness, as in `sampling.request_key`."""
+        return request_key(
             self.seed,
             purpose=self.purpose,
             prompt_ordinal=rollout_id.prompt_ordinal,
             sample=rollout_id.sample,
         )
-        return Request(
-            prompt_ids=prompt_ids,
-            rollout_id=rollout_id,
-            key=key,
-            max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
-            temperature=temperature,
-            stop_ids=self.tokenizer.stop_ids,
-        )
+
+    def completion_text(self, rollout: Rollout) -> str:
+        """Return the text of a rollout's completion, without special tokens."""
+        return self.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""

@@ -38,7 +38,7 @@ from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, StopTest
+from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended
 
 
 @dataclass(eq=False)
@@ -187,8 +187,7 @@ class Engine:
         row = self._held.get(rollout_id)
         if row is None:
             request = self._dropped[rollout_id]
-            appended = tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
-            sampled = request.sampled + appended
+            sampled = request.sampled + appended(tokens)
             request = replace(
                 request,
                 sampled=sampled,

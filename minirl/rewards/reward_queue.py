@@ -8,7 +8,6 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row
-from minirl.generation.sampling import request_key
 from minirl.ranks import watchdog
 from minirl.rewards.functions import accepted_arguments, all_arguments, compute_rewards
 from minirl.rewards.rewarded import RewardedRollouts
@@ -61,7 +60,7 @@ class RewardQueue:
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
         row = self._prompts.row(ordinal)
         rows = [row] * len(group)
-        texts = [self._text(rollout) for rollout in group]
+        texts = [self._prompts.completion_text(rollout) for rollout in group]
         arguments = all_arguments(rows, texts, [rollout.completion for rollout in group])
         calls = {}
         for name, function_calls in self._calls.items():
@@ -69,7 +68,7 @@ class RewardQueue:
                 accepted_arguments(self._functions[name], arguments),
                 places=[row.place] * len(group),
                 texts=texts,
-                seeds=[self._seed(rollout.rollout_id) for rollout in group],
+                seeds=[self._prompts.key(rollout.rollout_id) for rollout in group],
             )
         for i, rollout in enumerate(group):
             self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i)
@@ -125,19 +124,6 @@ class RewardQueue:
         failed = torch.tensor(failures, dtype=torch.bool).view(len(self._functions), len(added)).T
         return RewardedRollouts(
             rollouts=list(rollouts), rows=rows, texts=texts, rewards=rewards, failed=failed.any(dim=1)
-        )
-
-    def _text(self, rollout: Rollout) -> str:
-        """A completion without special tokens."""
-        return self._prompts.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
-
-    def _seed(self, rollout_id: RolloutId) -> int:
-        """The seed of a rollout's random rewards."""
-        return request_key(
-            self._prompts.seed,
-            purpose=self._prompts.purpose,
-            prompt_ordinal=rollout_id.prompt_ordinal,
-            sample=rollout_id.sample,
         )
 
 
