@@ -1,21 +1,15 @@
 """The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
 
-import functools
 import itertools
 import random
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Episode, one_turn
+from minirl.collect.episode import one_turn
 from minirl.collect.step_groups import select_step
-from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
@@ -23,83 +17,17 @@ from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import pack
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score
+from support.collecting import (
+    MAX_NEW_TOKENS,
+    Prompts,
+    calculator,
+    collected,
+    facts,
+    letter_tokenizer,
+    make_collector,
+    sums,
+)
 from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
-from support.texts import TOKENS, save_tokenizer
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MAX_NEW_TOKENS = 60
-
-
-@functools.cache
-def letter_tokenizer() -> Tokenizer:
-    """A tokenizer of one id per letter, of as many as the model has."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(folder, None, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
-        tokenizer = Tokenizer(Path(folder))
-    assert len(tokenizer.backend) == VOCAB
-    return tokenizer
-
-
-class Prompts(PromptStream):
-    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
-
-    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS):
-        rng = random.Random(0)
-        texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 9))) for _ in range(num_rows)]
-        rows = [Row(text, {"answer": text[:1]}, f"f:{i}") for i, text in enumerate(texts)]
-        super().__init__(
-            rows,
-            letter_tokenizer(),
-            purpose="train",
-            max_tokens=10 + max_new_tokens,
-            max_new_tokens=max_new_tokens,
-            vocab_size=VOCAB,
-        )
-        self._length_of = length_of
-
-    def request(self, rollout_id, prompt_ids, temperature):
-        request = super().request(rollout_id, prompt_ids, temperature)
-        if self._length_of is None:
-            return request
-        return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())
-
-
-def sums(completion_ids):
-    """A reward that tells any two completions apart."""
-    return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
-
-
-def make_collector(prompts=None, *, engine_options=None, attention="mixed", **options) -> Collector:
-    engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
-    return Collector(engine, prompts or Prompts(), {"sums": sums}, **{"group_size": 3, **options})
-
-
-def calculator(episode: Episode):
-    """Three turns at most, with a reply after each; it depends on what was sampled."""
-    turn = yield episode.generate(stop="e", max_tokens=15)
-    for _ in range(2):
-        reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
-        turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
-
-
-def facts(rollout: Rollout) -> tuple:
-    """All of a rollout that has to be equal, bit for bit."""
-    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    return (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
-
-
-def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
-    """The rollouts and rewards of some steps."""
-    steps = []
-    for step in range(num_steps):
-        groups = collector.collect(num_groups, weight_version=step)
-        rewards = groups.rewarded.rewards.tolist()
-        steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
-        assert [r.rollout_id for r in groups.rewarded.rollouts] == [
-            RolloutId(int(o), int(s))
-            for o, s in zip(groups.table.prompt_ordinal, groups.table.sample, strict=True)
-        ]
-    return steps
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
