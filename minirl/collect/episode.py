@@ -7,17 +7,17 @@ Such a function is a generator. What it yields is sampled, together with the tur
         yield episode.generate(after=look_up(turn.text))
 
 Tokens are never tokenized again: what was sampled stays as it was, and appended text is tokenized by itself.
+
+Standard library only: a process that runs such a function (`rollout_worker`) starts quickly.
 """
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
-from minirl.rollouts import Rollout
+if TYPE_CHECKING:
+    from minirl.data.task import Row
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,32 @@ class Generate:
 
 
 class Turn:
-    """A turn that was sampled: the last tokens of a rollout, without what was appended before them."""
+    """A turn that was sampled, without what was appended before it.
 
-    def __init__(self, rollout: Rollout, start: int, tokenizer: Tokenizer):
-        """start: where the turn begins among the rollout's tokens."""
-        self.finish_reason = rollout.finish_reason  # "stop" or "length"
-        self._rollout = rollout
-        self._start = start
-        self._tokenizer = tokenizer
+    ids: the token ids, including the stop token. logprobs: of these tokens. finish_reason: "stop" or "length". start:
+    where the turn begins among the episode's tokens.
+    """
 
-    @property
-    def ids(self) -> list[int]:
-        """The sampled token ids, including the stop token."""
-        return self._rollout.tokens[self._start :].tolist()
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Their logprobs."""
-        return self._rollout.sample_logprobs[self._start :].tolist()
+    def __init__(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        finish_reason: str,
+        *,
+        start: int,
+        decode: Callable[[list[int]], str],
+    ):
+        """decode: makes text of token ids, without special tokens."""
+        self.ids = ids
+        self.logprobs = logprobs
+        self.finish_reason = finish_reason
+        self.start = start
+        self._decode = decode
 
     @functools.cached_property
     def text(self) -> str:
         """Their text, without special tokens."""
-        return self._tokenizer.decode(self._rollout.tokens[self._start :])
+        return self._decode(self.ids)
 
 
 @dataclass
@@ -64,39 +67,33 @@ class Episode:
     """One rollout while it is made. The lists have one element per token after the prompt.
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    turns: those that have ended. max_tokens: limit of all tokens after the prompt, appended ones included.
+    max_tokens: limit of all tokens after the prompt, appended ones included. turns: those that have ended.
+    tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
+    appended ones. versions: of the weights that sampled them; 0 for appended ones.
     """
 
-    row: Row
+    row: "Row"
     seed: int
     max_tokens: int
     turns: list[Turn] = field(default_factory=list)
-    rollout: Rollout | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens after the prompt, sampled and appended."""
-        return [] if self.rollout is None else self.rollout.completion
-
-    @property
-    def loss_mask(self) -> list[bool]:
-        """Which of `tokens` were sampled."""
-        return self._after_prompt("loss_mask")
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Their logprobs when they were sampled; 0 for appended ones."""
-        return self._after_prompt("sample_logprobs")
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions of the weights that sampled them; 0 for appended ones."""
-        return self._after_prompt("weight_version")
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
     def room(self) -> int:
         """How many more tokens there may be."""
         return self.max_tokens - len(self.tokens)
+
+    def add(self, appended: Sequence[int], turn: Turn, versions: Sequence[int]) -> None:
+        """Add a turn that has ended, with the tokens that were appended before it. For who runs the episode."""
+        none = [0] * len(appended)
+        self.tokens += [*appended, *turn.ids]
+        self.loss_mask += [False] * len(appended) + [True] * len(turn.ids)
+        self.logprobs += [*none, *turn.logprobs]
+        self.versions += [*none, *versions]
+        self.turns.append(turn)
 
     def generate(
         self,
@@ -109,14 +106,9 @@ class Episode:
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         return Generate(after, strings, max_tokens)
 
-    def _after_prompt(self, name: str) -> list:
-        if self.rollout is None:
-            return []
-        stream: torch.Tensor = getattr(self.rollout, name)
-        return stream[self.rollout.num_prompt_tokens :].tolist()
-
 
 Turns = Generator[Generate, Turn, None]
+AsyncTurns = AsyncGenerator[Generate, Turn]
 RolloutFunction = Callable[[Episode], Turns]
 
 

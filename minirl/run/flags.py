@@ -182,7 +182,7 @@ def check_needed(config: Any, *, needs: Mapping[str, str]) -> None:
         value = getattr(config, field.name)
         if field.name in needs and value != field.default:
             other = needs[field.name]
-            is_off = getattr(config, other) in (0, "none")
+            is_off = getattr(config, other) in (0, "none", None)
             refuse(is_off, f"{flag_of(field.name)} {value}: has no effect without {flag_of(other)}")
 
 
