@@ -24,6 +24,12 @@ class RewardError(RuntimeError):
     exit_code = 4
 
 
+class RolloutError(RuntimeError):
+    """A rollout function in a process of its own raised, hung, died or asked for something that is no turn."""
+
+    exit_code = 4
+
+
 class HangError(RuntimeError):
     """A rank has made no progress for too long."""
 

@@ -87,7 +87,9 @@ class Rollout:
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
-    finish_reason: str  # "stop" (by a stop id or the stop test) or "length"
+    finish_reason: (
+        str  # "stop" (by a stop id or the stop test), "length"; of episodes also "max_turns" and "error"
+    )
 
     @property
     def completion(self) -> list[int]:

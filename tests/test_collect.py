@@ -3,19 +3,15 @@
 import functools
 import itertools
 import random
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Episode, one_turn
+from minirl.collect.episode import one_turn
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
@@ -23,115 +19,22 @@ from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import pack
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score
-from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
-from support.texts import TOKENS, save_tokenizer
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MAX_NEW_TOKENS = 60
-
-
-# The end of a turn is special, and so is its beginning.
-CHAT = (
-    "{% for m in messages %}<turn>{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<turn>a:{% endif %}"
+from support.collecting import (
+    CHAT,
+    MAX_NEW_TOKENS,
+    Prompts,
+    calculator,
+    chat_prompts,
+    collected,
+    end_of,
+    facts,
+    letter_tokenizer,
+    make_collector,
+    replies_of,
+    replying,
+    sums,
 )
-
-
-@functools.cache
-def letter_tokenizer(template=None, *, chat=False) -> Tokenizer:
-    """A tokenizer of one id per letter, of as many as the model has."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
-        tokenizer = Tokenizer(Path(folder), chat=chat)
-    assert len(tokenizer.backend) == VOCAB
-    return tokenizer
-
-
-class Prompts(PromptStream):
-    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
-
-    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
-        rng = random.Random(0)
-        texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 9))) for _ in range(num_rows)]
-        rows = [Row(text, {"answer": text[:1]}, f"f:{i}") for i, text in enumerate(texts)]
-        super().__init__(
-            rows,
-            tokenizer or letter_tokenizer(),
-            purpose="train",
-            max_tokens=20 + max_new_tokens,
-            max_new_tokens=max_new_tokens,
-            vocab_size=VOCAB,
-        )
-        self._length_of = length_of
-
-    def request(self, rollout_id, prompt_ids, temperature):
-        request = super().request(rollout_id, prompt_ids, temperature)
-        if self._length_of is None:
-            return request
-        return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())
-
-
-def sums(completion_ids):
-    """A reward that tells any two completions apart."""
-    return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
-
-
-def make_collector(prompts=None, *, engine_options=None, attention="mixed", **options) -> Collector:
-    engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
-    return Collector(engine, prompts or Prompts(), {"sums": sums}, **{"group_size": 3, **options})
-
-
-def calculator(episode: Episode):
-    """Three turns at most, with a reply after each; it depends on what was sampled."""
-    turn = yield episode.generate(stop="e", max_tokens=15)
-    for _ in range(2):
-        reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
-        turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
-
-
-def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
-    return Prompts(max_new_tokens=max_new_tokens, tokenizer=letter_tokenizer(template, chat=True))
-
-
-def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What the episode answers its first turn, and its third one."""
-    first = episode.turns[0]
-    texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
-    return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
-
-
-def replying(episode: Episode):
-    """Four turns, between which are messages or text; some of them end by themselves."""
-    yield episode.generate(max_tokens=15, stop=["ab", "f"])
-    yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
-    yield episode.generate(after=" yes, ", max_tokens=3)
-    yield episode.generate(after=replies_of(episode)[1], max_tokens=9)
-
-
-def end_of(turn) -> list[int]:
-    """What closes a turn that has not closed itself."""
-    eos_id = TOKENS.index("<eos>")
-    return [] if turn.ids[-1] == eos_id else [eos_id]
-
-
-def facts(rollout: Rollout) -> tuple:
-    """All of a rollout that has to be equal, bit for bit."""
-    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    return (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
-
-
-def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
-    """The rollouts and rewards of some steps."""
-    steps = []
-    for step in range(num_steps):
-        groups = collector.collect(num_groups, weight_version=step)
-        rewards = groups.rewarded.rewards.tolist()
-        steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
-        assert [r.rollout_id for r in groups.rewarded.rollouts] == [
-            RolloutId(int(o), int(s))
-            for o, s in zip(groups.table.prompt_ordinal, groups.table.sample, strict=True)
-        ]
-    return steps
+from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
@@ -204,7 +107,7 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
     def watched(episode):
         yield from replying(episode)
         first, second, third, fourth = episode.turns
-        ids = functools.partial(episode.tokenizer.encode_text, place="f:1")
+        ids = functools.partial(letter_tokenizer().encode_text, place="f:1")
         results, question = replies_of(episode)
         written = "".join(f"<turn>t:{m['content']}<eos>" for m in results)
         expected = [*first.ids, *end_of(first), *ids(f"{written}<turn>a:")]
@@ -243,7 +146,7 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
             yield episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
             previous, turn = episode.turns[-2:]
             if previous.text == "z":
-                seen.append(episode.tokenizer.decode(episode.tokens[end : -len(turn.ids)]))
+                seen.append(letter_tokenizer().decode(episode.tokens[end : -len(turn.ids)]))
 
     make_collector(chat_prompts(200, template), rollout=watched).collect(20)
     assert set(seen) == {behind}

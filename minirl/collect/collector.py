@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode import RolloutFunction, one_turn
-from minirl.collect.episode_runner import NO_BUDGET, EpisodeRunner, RunningEpisode
+from minirl.collect.episode_runner import NO_BUDGET, EpisodeRunner, RecordedEpisode, RunningEpisode
 from minirl.collect.in_flight import (
     FinishedRollout,
     episode_record,
@@ -29,6 +29,7 @@ from minirl.collect.in_flight import (
     id_of,
     sampled_of,
 )
+from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
@@ -54,7 +55,8 @@ class Collector:
         prompts: PromptStream,
         functions: Mapping[str, RewardFunction],
         *,
-        rollout: RolloutFunction = one_turn,
+        rollout: RolloutFunction | RolloutWorkers = one_turn,
+        max_turns: int = 0,
         group_size: int = 1,
         num_greedy: int = 0,
         temperature: float = 1.0,
@@ -63,8 +65,9 @@ class Collector:
         max_staleness: int = 0,
         frozen: Sequence[FrozenModel] = (),
     ):
-        """functions: the K reward functions by name. rollout: see `episode`.
+        """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
+        max_turns: of an episode, 0: as many as it likes.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
         max_refills: replace groups of equal first rewards by groups of new prompts, at most so many times in a step;
         then they fill it up. None: do not replace them.
@@ -76,6 +79,7 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._rollout = rollout
+        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
         self._group_size = group_size
@@ -85,7 +89,7 @@ class Collector:
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
         self._frozen = frozen
-        self._runner = EpisodeRunner(engine, rollout, prompts)
+        self._runner = EpisodeRunner(engine, rollout, prompts, max_turns=max_turns)
         # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
         # and those with rewards.
         self._paused: list[RunningEpisode] = []
@@ -98,7 +102,7 @@ class Collector:
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
         """The groups of the next step (collective).
 
-        weight_version: of the weights that sample now. Raises RewardError naming function and row.
+        weight_version: of the weights that sample now. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
         due = self._prompts_due(num_groups)
@@ -142,12 +146,22 @@ class Collector:
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """What makes a greedy rollout of each of other prompts, by the same engine, rewards and rollout function."""
         return Collector(
-            self.engine, prompts, self._functions, rollout=self._rollout, group_size=0, num_greedy=1
+            self.engine,
+            prompts,
+            self._functions,
+            rollout=self._rollout,
+            max_turns=self._max_turns,
+            group_size=0,
+            num_greedy=1,
         )
 
     def take_num_sampled(self) -> int:
         """How many tokens this rank has sampled since the last call, also for rollouts that no step takes."""
         return self._runner.take_num_sampled()
+
+    def take_num_failed(self) -> int:
+        """How many episodes of this rank have ended by a failure of the rollout function since the last call."""
+        return self._runner.take_num_failed()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the collector beside `records`: JSON values, the same on every rank."""
@@ -176,7 +190,8 @@ class Collector:
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
-        self._paused = [self._restored_episode(r) for r in records if r["finish_reason"] is None]
+        paused = [record for record in records if record["finish_reason"] is None]
+        self._paused = self._runner.restore([self._recorded_episode(record) for record in paused])
         finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
         for one in finished:
             if one.rewards is None:
@@ -192,13 +207,13 @@ class Collector:
             model.score_early(lambda: not arrival.is_complete())
         arrival.wait()
 
-    def _restored_episode(self, record: Mapping[str, Any]) -> RunningEpisode:
+    def _recorded_episode(self, record: Mapping[str, Any]) -> RecordedEpisode:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
         request = self._prompts.request(rollout_id, tuple(record["prompt"].tolist()), temperature)
         turn_ends = [(num_tokens, reason) for num_tokens, reason in record["turn_ends"]]
-        return self._runner.restore(request, sampled_of(record), turn_ends)
+        return RecordedEpisode(request, sampled_of(record), turn_ends)
 
     def _restored_rewards(self, finished: Sequence[FinishedRollout]) -> RewardedRollouts:
         rollouts = [one.rollout for one in finished]

@@ -8,20 +8,20 @@ Such a function is a generator. What it yields is sampled, together with the tur
 
 Tokens are never tokenized again: what was sampled stays as it was, and appended text is tokenized by itself. So are
 messages, which the chat template writes.
+
+Standard library only: a process that runs such a function (`rollout_worker`) starts quickly.
 """
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from minirl.data.task import Messages, as_messages
 
-from minirl.data.answers import parsed_answer
-from minirl.data.chat_turns import After
-from minirl.data.task import Messages, Row
-from minirl.data.tokenizer import Tokenizer, as_messages
-from minirl.rollouts import Rollout
+if TYPE_CHECKING:
+    from minirl.data.chat_turns import After
+    from minirl.data.task import Row
 
 
 @dataclass(frozen=True)
@@ -33,49 +33,65 @@ class Generate:
     max_tokens: None for as many as there is room for.
     """
 
-    after: After = ""
+    after: "After" = ""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class TurnReader:
+    """Reads a turn, each part when it is first asked for.
+
+    text: of its ids. message: what it says. answer: the text of the message that it belongs to, up to its end: all
+    that was sampled, and appended as text or ids, since the last messages.
+    """
+
+    text: Callable[[], str]
+    message: Callable[[], dict[str, Any]]
+    answer: Callable[[], str]
+
+
 class Turn:
-    """A turn that was sampled: the last tokens of a rollout, without what was appended before them."""
+    """A turn that was sampled, without what was appended before it.
 
-    def __init__(self, rollout: Rollout, start: int, tokenizer: Tokenizer):
-        """start: where the turn begins among the rollout's tokens."""
-        self.finish_reason = rollout.finish_reason  # "stop" or "length"
-        self._rollout = rollout
-        self._start = start
-        self._tokenizer = tokenizer
+    ids: the token ids, including the stop token. logprobs: of these tokens. finish_reason: "stop" or "length". start:
+    where the turn begins among the episode's tokens. inserted: the messages that were appended before it.
+    """
 
-    @property
-    def ids(self) -> list[int]:
-        """The sampled token ids, including the stop token."""
-        return self._rollout.tokens[self._start :].tolist()
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Their logprobs."""
-        return self._rollout.sample_logprobs[self._start :].tolist()
+    def __init__(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        finish_reason: str,
+        *,
+        start: int,
+        reader: TurnReader,
+        inserted: Messages,
+    ):
+        self.ids = ids
+        self.logprobs = logprobs
+        self.finish_reason = finish_reason
+        self.start = start
+        self.inserted = inserted
+        self._reader = reader
 
     @functools.cached_property
     def text(self) -> str:
-        """Their text, without special tokens."""
-        return self._tokenizer.decode(self._rollout.tokens[self._start :])
+        """The text of its ids, without special tokens."""
+        return self._reader.text()
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """What the turn says: content, and where there are any, reasoning and calls of tools; see `parsed_answer`."""
-        return parsed_answer(self._tokenizer, self.ids, self._rollout.tokens[: self._start])
+        """What it says: content, and where there are any, reasoning and calls of tools; see `data.answers`.
 
+        Raises InputError if it is not known how the model writes calls.
+        """
+        return self._reader.message()
 
-@dataclass(frozen=True)
-class Inserted:
-    """Messages between two turns, and where their tokens are among those after the prompt."""
-
-    messages: Messages
-    start: int
-    end: int
+    @functools.cached_property
+    def answer(self) -> str:
+        """The text of the message that the turn belongs to, up to the turn's end, without special tokens."""
+        return self._reader.answer()
 
 
 @dataclass
@@ -83,22 +99,26 @@ class Episode:
     """One rollout while it is made. The lists have one element per token after the prompt.
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    turns: those that have ended. max_tokens: limit of all tokens after the prompt, appended ones included.
-    inserted: the messages that were appended.
+    max_tokens: limit of all tokens after the prompt, appended ones included. tools: JSON schemas of those that the
+    prompt tells of. turns: those that have ended.
+    tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
+    appended ones. versions: of the weights that sampled them; 0 for appended ones.
     """
 
-    row: Row
+    row: "Row"
     seed: int
     max_tokens: int
-    tokenizer: Tokenizer
+    tools: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    rollout: Rollout | None = None
-    inserted: list[Inserted] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens after the prompt, sampled and appended."""
-        return [] if self.rollout is None else self.rollout.completion
+    def room(self) -> int:
+        """How many more tokens there may be."""
+        return self.max_tokens - len(self.tokens)
 
     @property
     def messages(self) -> Messages:
@@ -108,71 +128,52 @@ class Episode:
         or ids. One that continues the prompt's last message is one with it.
         """
         messages = [dict(message) for message in as_messages(self.row.prompt)]
-        tokens = self.tokens
-        start = 0
-        for inserted in self.inserted:
-            _add_answer(messages, self.tokenizer.decode(tokens[start : inserted.start]))
-            messages += (dict(message) for message in inserted.messages)
-            start = inserted.end
-        if start < len(tokens):
-            _add_answer(messages, self.tokenizer.decode(tokens[start:]))
+        before = None
+        for turn in self.turns:
+            if turn.inserted:
+                _add_answer(messages, before)
+                messages += (dict(message) for message in turn.inserted)
+            before = turn
+        _add_answer(messages, before)
         return messages
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The JSON schemas of the tools that the prompt tells of."""
-        return self.tokenizer.tools
-
-    @property
-    def loss_mask(self) -> list[bool]:
-        """Which of `tokens` were sampled."""
-        return self._after_prompt("loss_mask")
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Their logprobs when they were sampled; 0 for appended ones."""
-        return self._after_prompt("sample_logprobs")
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions of the weights that sampled them; 0 for appended ones."""
-        return self._after_prompt("weight_version")
-
-    @property
-    def room(self) -> int:
-        """How many more tokens there may be."""
-        return self.max_tokens - len(self.tokens)
+    def add(self, appended: Sequence[int], turn: Turn, versions: Sequence[int]) -> None:
+        """Add a turn that has ended, with the tokens that were appended before it. For who runs the episode."""
+        none = [0] * len(appended)
+        self.tokens += [*appended, *turn.ids]
+        self.loss_mask += [False] * len(appended) + [True] * len(turn.ids)
+        self.logprobs += [*none, *turn.logprobs]
+        self.versions += [*none, *versions]
+        self.turns.append(turn)
 
     def generate(
         self,
         *,
-        after: After | dict[str, str] = "",
+        after: "After | dict[str, str] | None" = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message.
+        after: also a single message; None for nothing.
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Generate([after] if isinstance(after, dict) else after, strings, max_tokens)
-
-    def _after_prompt(self, name: str) -> list:
-        if self.rollout is None:
-            return []
-        stream: torch.Tensor = getattr(self.rollout, name)
-        return stream[self.rollout.num_prompt_tokens :].tolist()
+        appended = [after] if isinstance(after, dict) else after
+        return Generate("" if appended is None else appended, strings, max_tokens)
 
 
-def _add_answer(messages: Messages, text: str) -> None:
-    """Add an answer to a conversation. Only the prompt's last message can be the assistant's: it goes on."""
+def _add_answer(messages: Messages, turn: Turn | None) -> None:
+    """Add the answer of its last turn to a conversation. Only the prompt's last message can be the assistant's too."""
+    if turn is None:
+        return
     if messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += text
+        messages[-1]["content"] += turn.answer
     else:
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": turn.answer})
 
 
 Turns = Generator[Generate, Turn, None]
+AsyncTurns = AsyncGenerator[Generate, Turn]
 RolloutFunction = Callable[[Episode], Turns]
 
 

@@ -16,6 +16,13 @@ STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 Messages = list[dict[str, str]]
 
 
+def as_messages(prompt: str | Messages) -> Messages:
+    """Return messages as they are, and text as one user message."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
 @dataclass(frozen=True)
 class Row:
     """One example of the data."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
-from minirl.data.task import Messages, Row
+from minirl.data.task import Messages, Row, as_messages
 from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 
@@ -198,13 +198,6 @@ class Tokenizer:
         parts = [first, *(part[1:] for part in others)]
         texts = [self.backend.decode(part, skip_special_tokens=skip_special_tokens) for part in parts]
         return "\ufffd".join(texts)
-
-
-def as_messages(prompt: str | Messages) -> Messages:
-    """Return messages as they are, and text as one user message."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
 
 
 @contextmanager

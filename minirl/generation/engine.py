@@ -167,6 +167,11 @@ class Engine:
         """Whether requests are unfinished or wait for a further turn."""
         return bool(self._running or self._waiting or self._resumed or self._held or self._dropped)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether `step` has anything to do: not all requests wait for a further turn."""
+        return bool(self._running or self._waiting or self._resumed)
+
     def resume(
         self,
         rollout_id: RolloutId,
@@ -239,7 +244,7 @@ class Engine:
         Returns the rollouts that were found finished. Not collective.
         """
         watchdog.heartbeat()
-        if not self._running and not self._waiting and not self._resumed:
+        if not self.is_decoding:
             return []
         # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
         if self._has_gaps and not self._waiting:

@@ -1,32 +1,24 @@
-"""One process that runs a user's reward function (`worker`), and one exchange with it at a time that never blocks.
+"""One process that runs a user's reward function (`worker`), and one exchange with it at a time that never blocks."""
 
-Nothing is pickled. The worker has the user's rights: this limits accidents, not attacks.
-"""
-
-import contextlib
 import json
-import os
 import secrets
 import select
-import signal
-import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from minirl.errors import RewardError
 from minirl.ranks import watchdog
 from minirl.rewards import worker
+from minirl.rewards.user_process import UserProcess
 
 # For the imports of the user's file, in addition to the time limit of a call.
 LOAD_TIMEOUT_S = 60.0
 # A rank waiting for its workers sends a heartbeat at least this often.
 POLL_S = 0.5
-# Bytes of an answer, and of what is read of it at a time.
+# Bytes of an answer.
 MAX_ANSWER = 1 << 26
-READ_SIZE = 1 << 16
 NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
 
 
@@ -59,7 +51,7 @@ class Worker:
 
     def call(self, request: dict[str, Any]) -> None:
         """Send a request; a process that has ended is replaced first. Raises RewardError if it cannot be."""
-        if self._kill_process.alive and self._process.poll() is None:
+        if self._process.is_alive:
             self._send(request, self._timeout_s)
             return
         self.kill()
@@ -87,80 +79,42 @@ class Worker:
         """Kill the process and all others of its session; the next call starts a new one."""
         self.is_busy = False
         self._next_call = None
-        self._kill_process()
+        self._process.kill()
 
     def register(self, poller: select.poll) -> float:
         """Register what the exchange waits for. Returns the seconds until it has taken too long."""
-        poller.register(self._answer_fd, select.POLLIN)
-        if self._unsent:
-            poller.register(self._request_fd, select.POLLOUT)
+        self._process.register(poller)
         return self._deadline - time.monotonic()
 
     def _start(self) -> None:
         """Start a process and ask it which arguments the function takes."""
         try:
-            self._process = subprocess.Popen(
-                # -P: modules beside worker.py must not hide those of the user.
-                [sys.executable, "-P", worker.__file__, self._source, self._name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                # With a fixed hash seed, sets are in the same order again after a resume.
-                env={"PYTHONHASHSEED": "0", **os.environ},
-            )
+            self._process = UserProcess([worker.__file__, self._source, self._name])
         except OSError as error:
             raise RewardError(f"no process can be started for it: {error}; see --reward-workers") from None
-        # Kills once: when called, when this object is deleted, or at the latest when this process exits.
-        self._kill_process = weakref.finalize(self, _kill_session, self._process)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._request_fd = self._process.stdin.fileno()
-        self._answer_fd = self._process.stdout.fileno()
-        os.set_blocking(self._request_fd, False)
-        os.set_blocking(self._answer_fd, False)
         self._send({"path": sys.path}, self._timeout_s + LOAD_TIMEOUT_S)
 
     def _send(self, request: dict[str, Any], timeout_s: float) -> None:
         """Begin an exchange."""
         self.is_busy = True
         self._request_id = secrets.token_hex(8)
-        self._unsent = memoryview(json.dumps({"id": self._request_id, **request}).encode() + b"\n")
-        self._answer = bytearray()
+        self._process.received.clear()
         self._limit_s = timeout_s
+        self._process.write(json.dumps({"id": self._request_id, **request}).encode() + b"\n")
         self._deadline = time.monotonic() + timeout_s
-        self._write()
-
-    def _write(self) -> None:
-        """Send what the pipe takes: a request may be larger than a pipe holds, and the worker may not read."""
-        try:
-            num_sent = os.write(self._request_fd, self._unsent)
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            # The worker will not read the rest, but may have written an answer.
-            num_sent = len(self._unsent)
-        self._unsent = self._unsent[num_sent:]
-        # The worker's time begins when it has got its request: this process may be late in sending the rest of it.
-        self._deadline = time.monotonic() + self._limit_s
 
     def _receive(self) -> dict[str, Any] | str | None:
         """Send and read what can be. Returns None, the answer, or an error string."""
-        if self._unsent:
-            self._write()
-        # Looked up before the read: what the worker wrote before its death is then read.
-        has_exited = self._process.poll() is not None
-        received = None
-        with contextlib.suppress(BlockingIOError):
-            received = os.read(self._answer_fd, READ_SIZE)
-        self._answer += received or b""
-        if self._answer.endswith(b"\n"):
+        if self._process.has_unsent and self._process.flush():
+            # The worker's time begins when it has got its request: this process may be late in sending the rest of it.
+            self._deadline = time.monotonic() + self._limit_s
+        has_ended = self._process.read()
+        if self._process.received.endswith(b"\n"):
             return self._parsed() or NO_ANSWER
-        if len(self._answer) > MAX_ANSWER:
+        if len(self._process.received) > MAX_ANSWER:
             return NO_ANSWER
-        # When the worker dies its pipe is closed, unless a process that it forked holds it open.
-        if received == b"" or (has_exited and received is None):
-            return self._end()
+        if has_ended:
+            return self._process.how_it_ended()
         # After the read: this process may have been busy with something else when the answer came.
         if time.monotonic() > self._deadline:
             return f"took more than {self._limit_s:g} s and was killed; see --reward-timeout"
@@ -169,22 +123,11 @@ class Worker:
     def _parsed(self) -> dict[str, Any] | None:
         """The answer; None if the worker's own code has not sent it in answer to this request."""
         try:
-            answer = json.loads(self._answer)
+            answer = json.loads(self._process.received)
         except (ValueError, RecursionError):
             return None
         is_answer = isinstance(answer, dict) and answer.get("id") == self._request_id
         return answer if is_answer and isinstance(answer.get("printed"), str) else None
-
-    def _end(self) -> str:
-        """How the process ended that has closed its pipes."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        code = self._process.returncode
-        if code is None:
-            return "closed the pipes of its process"
-        if code < 0:
-            return f"ended its process, {_signal_name(-code)}"
-        return f"ended its process, exit code {code}"
 
 
 def wait_for_any(workers: Sequence[Worker], timeout_s: float) -> None:
@@ -194,21 +137,3 @@ def wait_for_any(workers: Sequence[Worker], timeout_s: float) -> None:
     poller = select.poll()
     limits = [worker.register(poller) for worker in workers]
     poller.poll(1000 * max(0.0, min(timeout_s, POLL_S, *limits)))
-
-
-def escaped(text: str) -> str:
-    """Return the text with control characters (a terminal's escape codes, for example) spelt out."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def _signal_name(number: int) -> str:
-    """SIGKILL, for example; most real-time signals have no name."""
-    names = {known.value: known.name for known in signal.Signals}
-    return names.get(number, f"signal {number}")
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all those that it started, unless they have left its session."""
-    # Leaving the block closes the pipes and reaps the process.
-    with process, contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -36,6 +36,8 @@ from json import dumps, loads
 from math import isfinite, nan
 from typing import Any, BinaryIO
 
+# Of this package.
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # How many characters of each the trainer receives.
 MAX_OUTPUT = 2000
 MAX_TRACEBACK = 4000
@@ -116,6 +118,42 @@ class _PrintBuffer(io.RawIOBase):
 def main() -> None:
     """Load the function, then answer one request after another until stdin is closed."""
     source, name = sys.argv[1:]
+    trainer = connect(source)
+    if trainer is None:
+        return
+    loaded, error = run_user_code(load_function, source, name)
+    if error is not None:
+        trainer.send({"error": error})
+        return
+    function, description = loaded
+    trainer.send(description)
+    if function is None:
+        return
+    for line in trainer.requests:
+        request = loads(line)
+        rewards, error = run_user_code(_call, function, request)
+        trainer.send({"id": request["id"], "rewards": rewards, "error": error})
+
+
+class Trainer:
+    """The process that sends requests and receives answers, both as lines."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO, first_id: str, printed: _PrintBuffer):
+        """first_id: of the first request, and so of answers that do not say another one."""
+        self.requests = requests
+        self._answers = answers
+        self._first_id = first_id
+        self._printed = printed
+
+    def send(self, answer: Mapping[str, Any]) -> None:
+        """Send an answer, with what user code has printed."""
+        line = dumps({"id": self._first_id, **answer, "printed": self._printed.take_text()})
+        self._answers.write(line.encode() + b"\n")
+        self._answers.flush()
+
+
+def connect(source: str) -> Trainer | None:
+    """Make this process ready for user code, and take the first request; None if the trainer has gone before it."""
     _start_guard()
     requests, answers = _take_pipes()
     printed = _PrintBuffer()
@@ -123,28 +161,11 @@ def main() -> None:
     sys.stderr = sys.stdout
     first_line = requests.readline()
     if not first_line:
-        return
-    start = loads(first_line)
+        return None
+    first = loads(first_line)
     own_folder = os.path.dirname(os.path.abspath(source)) if source.endswith(".py") else os.getcwd()
-    sys.path[:] = [*start["path"], own_folder]
-
-    def send(request: dict[str, Any], answer: dict[str, Any]) -> None:
-        line = dumps({"id": request["id"], **answer, "printed": printed.take_text()})
-        answers.write(line.encode() + b"\n")
-        answers.flush()
-
-    loaded, error = _run_user_code(load_function, source, name)
-    if error is not None:
-        send(start, {"error": error})
-        return
-    function, description = loaded
-    send(start, description)
-    if function is None:
-        return
-    for line in requests:
-        request = loads(line)
-        rewards, error = _run_user_code(_call, function, request)
-        send(request, {"rewards": rewards, "error": error})
+    sys.path[:] = [*first["path"], own_folder]
+    return Trainer(requests, answers, first["id"], printed)
 
 
 def _start_guard() -> None:
@@ -175,15 +196,15 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     User code that closes all low descriptors, or writes to some, does not meet them; programs that it starts do not
     inherit them.
     """
-    requests = os.fdopen(_high_descriptor(0), "rb", 1 << 20)
-    answers = os.fdopen(_high_descriptor(1), "wb")
+    requests = os.fdopen(high_descriptor(0), "rb", 1 << 20)
+    answers = os.fdopen(high_descriptor(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     return requests, answers
 
 
-def _high_descriptor(fd: int) -> int:
+def high_descriptor(fd: int) -> int:
     """Another descriptor of the same file, in the upper half of those that this process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit > MAX_FILE_DESCRIPTOR:
@@ -213,14 +234,14 @@ def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
     return asyncio.run(wait())
 
 
-def _run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+def run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
     """Return the action's result and None, or None and the traceback of what it raised.
 
     Restores the working directory. In a process that user code forked and let return, does not return at all.
     """
     pid = os.getpid()
     opened = os.open(".", os.O_RDONLY)
-    folder = _high_descriptor(opened)
+    folder = high_descriptor(opened)
     os.close(opened)
     result = None
     error = None
@@ -242,6 +263,14 @@ def load_function(source: str, name: str) -> tuple[Callable[..., Any] | None, di
 
     Raises whatever the user's code raises when it is run.
     """
+    function = find_function(source, name)
+    if isinstance(function, str):
+        return None, {"error": function}
+    return _describe(function, name)
+
+
+def find_function(source: str, name: str) -> Callable[..., Any] | str:
+    """Return the function `name` of a file or module, or why there is none. Raises what the user's code raises."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:
@@ -250,16 +279,14 @@ def load_function(source: str, name: str) -> tuple[Callable[..., Any] | None, di
         except ModuleNotFoundError as error:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
-            return None, {"error": f"there is no module {error.name!r} here; is it installed?"}
+            return f"there is no module {error.name!r} here; is it installed?"
     function = getattr(module, name, None)
-    if not callable(function):
-        return None, {"error": f"{source} has no function {name}"}
-    return _describe(function, name)
+    return function if callable(function) else f"{source} has no function {name}"
 
 
 def _run_file(file: str) -> types.ModuleType:
     """Run a Python file as a module."""
-    module = types.ModuleType(f"reward_file_{os.path.basename(file).removesuffix('.py')}")
+    module = types.ModuleType(f"user_file_{os.path.basename(file).removesuffix('.py')}")
     module.__file__ = file
     # dataclasses and pickle look a class's module up there.
     sys.modules[module.__name__] = module
@@ -296,9 +323,9 @@ def seed_everything(seed: int) -> None:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of this file; the middle of a very long one is left out."""
+    """Return the traceback without its first frames, of this package; the middle of a very long one is left out."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     if len(text) <= MAX_TRACEBACK:

@@ -18,7 +18,8 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
 from minirl.ranks.time_account import spent_on
 from minirl.rewards import worker
-from minirl.rewards.exchange import NO_ANSWER, POLL_S, Worker, escaped, wait_for_any
+from minirl.rewards.exchange import NO_ANSWER, POLL_S, Worker, wait_for_any
+from minirl.rewards.user_process import escaped
 
 # With on_error "zero", up to this share of the completions of a phase (at least one) may fail and is forgiven.
 MAX_FORGIVEN_FRAC = 0.05

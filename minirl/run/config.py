@@ -51,6 +51,13 @@ class Generate:
     """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
     max_staleness: int = 8
     """with --decode-budget: steps between a completion's first token and its update, at most"""
+    rollout: str | None = None
+    """file.py:function that writes a rollout, in processes of its own; none: the script's"""
+    rollout_workers: int = 1  # processes of --rollout on a rank
+    reply_timeout: float = 60.0  # seconds for a reply of --rollout, after which it has failed
+    on_rollout_error: Literal["stop", "end"] = "stop"
+    """end: where --rollout fails the completion ends, for up to 5 % of a step's completions on a rank"""
+    max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
@@ -164,6 +171,8 @@ POSITIVE = (
     "threads",
     "reward_timeout",
     "reward_workers",
+    "rollout_workers",
+    "reply_timeout",
 )
 
 
@@ -239,6 +248,9 @@ def check_shared(config: RunConfig) -> None:
         needs={
             "gpus": "dry_run",
             "max_staleness": "decode_budget",
+            "rollout_workers": "rollout",
+            "reply_timeout": "rollout",
+            "on_rollout_error": "rollout",
         },
     )
     if config.gpus is not None:

@@ -41,7 +41,7 @@ from minirl.run.memory import (
     too_large,
     workload,
 )
-from minirl.run.run import compute_dtype, prompt_streams, task_with_rewards
+from minirl.run.run import compute_dtype, prompt_streams, rollout_workers, task_with_rewards
 
 SHOWN_PROMPTS = 2
 SHOWN_CHARACTERS = 400  # of a prompt or completion
@@ -73,6 +73,9 @@ def dry_run(
     """
     machine = _machine(config)
     task = task_with_rewards(config, rewards)
+    rollouts = rollout_workers(config)
+    if rollouts is not None:
+        rollouts.stop()  # it can be loaded
     with ExitStack() as stack:
         if config.model is None:
             folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))

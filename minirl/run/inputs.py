@@ -15,8 +15,9 @@ from minirl.run.run_folder import read_args
 
 def input_digests(config: RunConfig) -> dict[str, str]:
     """SHA-256 of the script, and of the files of data, rewards and models, by path; of those that are there."""
-    rewards = [spec.rpartition(":")[0] for spec in config.reward]
-    named = [sys.argv[0], config.data, *config.eval_data, *rewards]
+    functions = [*config.reward, *filter(None, [config.rollout])]
+    sources = [spec.rpartition(":")[0] for spec in functions]
+    named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]
     models = (config.model, config.reward_model, getattr(config, "value_model", None))
     for folder in (Path(model) for model in models if model):

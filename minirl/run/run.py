@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
+from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
@@ -173,6 +174,7 @@ class Run:
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
         task = task_with_rewards(config, rewards)
+        self._rollout_workers = rollout_workers(config)
         self.device = process_group.start(
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
         )
@@ -267,12 +269,16 @@ class Run:
         max_refills: int | None = None,
         frozen: Sequence[FrozenModel] = (),
     ) -> Collector:
-        """What makes each step's rollouts with their rewards. Not collective. The arguments are `Collector`'s."""
+        """What makes each step's rollouts with their rewards. Not collective.
+
+        The arguments are `Collector`'s; --rollout takes the place of `rollout`.
+        """
         return Collector(
             engine,
             self.prompts,
             self._reward_functions,
-            rollout=rollout,
+            rollout=self._rollout_workers or rollout,
+            max_turns=self.config.max_turns,
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
@@ -441,6 +447,8 @@ class Run:
             add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
+        if self.config.on_rollout_error == "end":
+            metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
         self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
@@ -593,6 +601,18 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
         reward_model=config.reward_model,
     )
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)
+
+
+def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
+    """The function of --rollout in its processes; None without one. Raises InputError. Not collective."""
+    if config.rollout is None:
+        return None
+    return load_rollout(
+        config.rollout,
+        timeout_s=config.reply_timeout,
+        on_error=config.on_rollout_error,
+        num_workers=config.rollout_workers,
+    )
 
 
 def prompt_streams(

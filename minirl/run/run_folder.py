@@ -48,6 +48,8 @@ FREE_FLAGS = {
     "hang_timeout",
     "reward_timeout",
     "reward_workers",
+    "reply_timeout",
+    "rollout_workers",
     "park_frozen",
     "dry_run",
     "gpus",

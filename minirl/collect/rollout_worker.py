@@ -1,0 +1,288 @@
+"""The program that runs a user's rollout function: `main` with the arguments SOURCE FUNCTION (see `rollout_workers`).
+
+One process runs many episodes. An `async def` runs them at the same time. Others run in turn, one piece after another:
+a piece is what a function does from a turn to the next `yield`.
+
+Protocol: as of `minirl.rewards.worker`, with these messages.
+
+- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}.
+- Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
+  of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
+  for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
+- Every answer has "episode" and {"asked": the fields of `Generate`}, {"ended", "returned"} or {"error"}.
+
+Standard library only, so that the process starts quickly.
+"""
+
+import concurrent.futures
+import contextvars
+import inspect
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Coroutine, Generator
+from json import dumps, loads
+from typing import Any
+
+from minirl.collect.episode import Episode, Generate, Turn, TurnReader
+from minirl.errors import refuse
+from minirl.rewards.worker import (
+    Trainer,
+    connect,
+    find_function,
+    high_descriptor,
+    run_user_code,
+    users_traceback,
+)
+
+# Characters of what a function asks for, as JSON.
+MAX_ASKED = 1 << 22
+MAX_RETURNED = 80
+CHANGED = "given the same turns again, it asks for something else; make it a function of its turns and of episode.seed"
+
+
+def main() -> None:
+    """Load the function, then run its episodes until stdin is closed."""
+    source, name = sys.argv[1:]
+    trainer = connect(source)
+    if trainer is None:
+        return
+    function, error = run_user_code(find_function, source, name)
+    if isinstance(function, str):
+        error = function
+    if error is not None:
+        trainer.send({"error": error})
+        return
+    is_async = inspect.isasyncgenfunction(function)
+    trainer.send({"is_async": is_async})
+    server = Server(trainer, function)
+    if not is_async:
+        for line in trainer.requests:
+            run_at_once(server.answer(loads(line)))
+        return
+    # Imported late: it takes longer than all other imports of this file together.
+    import asyncio
+
+    asyncio.run(server.serve())
+
+
+class OwnRandom:
+    """The state of the global random generators as one episode has it. They are seeded when it first meets them."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self._states: dict[str, Any] = {}
+
+    def restore(self) -> None:
+        """Give the generators this state."""
+        for name, (_, set_state, seed) in _generators().items():
+            if name in self._states:
+                set_state(self._states[name])
+            else:
+                seed(self._seed)
+
+    def save(self) -> None:
+        """Take over the generators' state."""
+        self._states = {name: get_state() for name, (get_state, _, _) in _generators().items()}
+
+
+def _generators() -> dict[str, tuple[Any, Any, Any]]:
+    """How to get, set and seed each global generator that there is."""
+    found: dict[str, tuple[Any, Any, Any]] = {"random": (random.getstate, random.setstate, random.seed)}
+    if "numpy" in sys.modules:
+        # As an attribute: NumPy imports its generators when they are first used.
+        numpy = sys.modules["numpy"].random
+        found["numpy"] = (numpy.get_state, numpy.set_state, lambda seed: numpy.seed(seed % 2**32))
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"].random
+        found["torch"] = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed)
+    return found
+
+
+@types.coroutine
+def isolated(
+    coroutine: Coroutine[Any, Any, Any], own_random: OwnRandom, folder: int
+) -> Generator[Any, Any, Any]:
+    """Run a coroutine and return its result. It always finds its own random state, and this working directory.
+
+    folder: a file descriptor. In a process that user code forked and let return, does not return.
+    """
+    pid = os.getpid()
+    send: Callable[[Any], Any] = coroutine.send
+    value = None
+    while True:
+        os.fchdir(folder)
+        own_random.restore()
+        try:
+            waits_for = send(value)
+        except StopIteration as end:
+            return end.value
+        finally:
+            own_random.save()
+            if os.getpid() != pid:
+                os._exit(0)
+        try:
+            value = yield waits_for
+            send = coroutine.send
+        except BaseException as error:
+            value = error
+            send = coroutine.throw
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("only an `async def` may wait")
+
+
+# Of the episode whose code runs, in an `async def`; tasks that it begins have it too.
+episodes_random: contextvars.ContextVar[OwnRandom] = contextvars.ContextVar("episodes_random")
+
+
+class Hosted:
+    """An episode that runs here."""
+
+    def __init__(self, function: Callable[[Episode], Any], begin: dict[str, Any]):
+        row: Any = types.SimpleNamespace(**begin["row"])
+        self.own_random = OwnRandom(begin["seed"])
+        self._episode = Episode(row, begin["seed"], begin["max_tokens"], begin["tools"])
+        self._function = function
+        self._turns: Any = None
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
+        if "close" in request:
+            await self._close()
+            return {"ended": True, "returned": None}
+        answer = None
+        if self._turns is None:
+            self._turns = self._function(self._episode)
+            if not inspect.isgenerator(self._turns) and not inspect.isasyncgen(self._turns):
+                return {"error": "is no generator; write `turn = yield episode.generate()`"}
+            answer = await self._advance(None)
+        for i, turn in enumerate(request["turns"]):
+            if answer is not None and answer != {"asked": request["asked"][i]}:
+                return {"error": CHANGED}
+            answer = await self._advance(self._add(turn))
+        assert answer is not None
+        return answer
+
+    async def _close(self) -> None:
+        """Run the function's `finally`."""
+        if inspect.isasyncgen(self._turns):
+            await self._turns.aclose()
+        else:
+            self._turns.close()
+
+    def _add(self, turn: dict[str, Any]) -> Turn:
+        """Add a turn to the episode."""
+        appended = turn["appended"]
+
+        def message() -> dict[str, Any]:
+            refuse(turn["message_error"] is not None, turn["message_error"])
+            answer: dict[str, Any] = turn["message"]
+            return answer
+
+        added = Turn(
+            turn["ids"],
+            turn["logprobs"],
+            turn["finish_reason"],
+            start=len(self._episode.tokens) + len(appended),
+            reader=TurnReader(text=lambda: turn["text"], message=message, answer=lambda: turn["answer"]),
+            inserted=turn["inserted"],
+        )
+        self._episode.add(appended, added, turn["versions"])
+        return added
+
+    async def _advance(self, turn: Turn | None) -> dict[str, Any]:
+        """Let the function go on to its next `yield`, or to its end; returns the answer."""
+        try:
+            is_async = inspect.isasyncgen(self._turns)
+            asked = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
+            return _asked(asked)
+        except StopAsyncIteration:
+            return {"ended": True, "returned": None}
+        except StopIteration as end:
+            returned = None if end.value is None else repr(end.value)[:MAX_RETURNED]
+            return {"ended": True, "returned": returned}
+
+
+def _asked(asked: Any) -> dict[str, Any]:
+    """The answer for what a function has yielded, as it will be read from JSON."""
+    if not isinstance(asked, Generate):
+        return {"error": f"yields {asked!r:.80}; expected `yield episode.generate()`"}
+    after = asked.after if isinstance(asked.after, str) else list(asked.after)
+    try:
+        text = dumps({"after": after, "stop": asked.stop, "max_tokens": asked.max_tokens})
+    except (TypeError, ValueError, RecursionError):
+        return {"error": f"yields {asked!r:.80}; expected text, numbers and lists of them"}
+    if len(text) > MAX_ASKED:
+        return {"error": f"asks for a turn with {len(text)} characters; at most {MAX_ASKED}"}
+    return {"asked": loads(text)}
+
+
+class Server:
+    """Runs episodes as the trainer's requests say."""
+
+    def __init__(self, trainer: Trainer, function: Callable[[Episode], Any]):
+        self._trainer = trainer
+        self._function = function
+        self._hosted: dict[int, Hosted] = {}
+        opened = os.open(".", os.O_RDONLY)
+        self._folder = high_descriptor(opened)
+        os.close(opened)
+
+    async def answer(self, request: dict[str, Any], limit: Any = None) -> None:
+        """Answer a request. limit: an `asyncio.timeout`, for an `async def`."""
+        number = request["episode"]
+        if "begin" in request:
+            self._hosted[number] = Hosted(self._function, request["begin"])
+        hosted = self._hosted[number]
+        episodes_random.set(hosted.own_random)
+        answer = await isolated(answer_within(limit, hosted, request), hosted.own_random, self._folder)
+        if "asked" not in answer:
+            del self._hosted[number]
+        self._trainer.send({"episode": number, **answer})
+
+    async def serve(self) -> None:
+        """Answer requests, each as soon as it can be."""
+        import asyncio
+
+        def make_task(loop: Any, coroutine: Any, **options: Any) -> Any:
+            own_random = episodes_random.get(None)
+            if own_random is not None:
+                coroutine = self._isolated_task(coroutine, own_random)
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(make_task)
+        tasks = set()
+        # A thread of its own to read: user code may use up those of the loop.
+        with concurrent.futures.ThreadPoolExecutor(1) as reader:
+            while line := await loop.run_in_executor(reader, self._trainer.requests.readline):
+                request = loads(line)
+                task = loop.create_task(self.answer(request, asyncio.timeout(request["limit_s"])))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _isolated_task(self, coroutine: Any, own_random: OwnRandom) -> Any:
+        """A task that an episode begins."""
+        return await isolated(coroutine, own_random, self._folder)
+
+
+async def answer_within(limit: Any, hosted: Hosted, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request, also where user code raises. limit: an `asyncio.timeout`, or None for none."""
+    try:
+        if limit is None:
+            return await hosted.answer(request)
+        async with limit:
+            return await hosted.answer(request)
+    except BaseException as error:
+        # User code may raise anything, including SystemExit and KeyboardInterrupt.
+        if limit is not None and limit.expired():
+            return {"is_late": True}
+        return {"error": f"raised\n{users_traceback(error)}"}

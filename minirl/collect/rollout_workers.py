@@ -1,0 +1,420 @@
+"""Run a user's rollout function in worker processes (`rollout_worker`), beside decoding.
+
+A process that dies, or takes too long, is replaced. The episodes that it had are run again there, with the turns that
+they had got, and must ask for the same again. Those that had not been replied to are suspects: they are run again one
+at a time, and the one that a process dies with has failed.
+"""
+
+import itertools
+import json
+import secrets
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minirl.collect.episode import Episode, Generate
+from minirl.collect.hosts import Ended, Failed, Reply
+from minirl.errors import InputError, RolloutError
+from minirl.ranks import watchdog
+from minirl.ranks.process_group import print_here, rank
+from minirl.ranks.time_account import spent_on
+from minirl.rewards.exchange import LOAD_TIMEOUT_S, MAX_ANSWER, NO_ANSWER
+from minirl.rewards.user_process import UserProcess, escaped
+
+# A process that runs an `async def` sees itself which episode takes too long, unless it hangs.
+GRACE_S = 3.0
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from minirl.collect.rollout_worker import main; main()"
+)
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+
+
+def load_rollout(
+    spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
+) -> "RolloutWorkers":
+    """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
+    source, _, name = spec.rpartition(":")
+    is_file = source.endswith(".py")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    if not name or not (is_file or is_module):
+        raise InputError(f"--rollout {spec}: expected file.py:function or module:function")
+    if is_file and not Path(source).is_file():
+        raise InputError(f"--rollout {spec}: there is no file {source}")
+    return RolloutWorkers(source, name, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+
+
+class RolloutWorkers:
+    """A rollout function that runs in worker processes: a `hosts.Host`."""
+
+    def __init__(
+        self, source: str, name: str, *, timeout_s: float, on_error: str = "stop", num_workers: int = 1
+    ):
+        """Start the workers. source: a Python file, or a module's name.
+
+        timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where they are, "stop" none. Raises
+        InputError if the function cannot be loaded.
+        """
+        self.name = name
+        self.on_error: str | None = on_error
+        self._numbers = itertools.count()
+        self._of_episode: dict[int, _Worker] = {}
+        # The kinds of notes that were printed: each is printed once.
+        self._printed_notes: set[str] = set()
+        self.workers: list[_Worker] = []
+        try:
+            # All load the file at the same time.
+            for _ in range(num_workers):
+                self.workers.append(_Worker(source, name, timeout_s=timeout_s))
+            while not all(worker.is_ready for worker in self.workers):
+                self._wait(1.0)
+                for worker in self.workers:
+                    worker.poll()
+                    self._show_notes(worker)
+        except RolloutError as error:
+            self.stop()
+            raise InputError(f"--rollout {source}:{name}: {error}") from None
+
+    def begin(self, episode: Episode) -> int:
+        """As `Host`. Raises InputError for a row that cannot be sent as JSON."""
+        number = next(self._numbers)
+        worker = self.workers[number % len(self.workers)]
+        try:
+            worker.begin(number, episode)
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"--rollout: the row at {episode.row.place} cannot be sent to it: {error}"
+            raise InputError(message) from None
+        self._of_episode[number] = worker
+        return number
+
+    def send(self, number: int) -> None:
+        """As `Host`."""
+        self._of_episode[number].ask(number)
+
+    def close(self, number: int) -> None:
+        """As `Host`."""
+        self._of_episode.pop(number).end(number)
+
+    def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
+        """As `Host`. Raises RolloutError if a process that is to be replaced does not start."""
+        if timeout_s > 0:
+            self._wait(timeout_s)
+        found = []
+        try:
+            for worker in self.workers:
+                found += worker.poll()
+                self._show_notes(worker)
+        except RolloutError as error:
+            raise RolloutError(f"rollout {self.name}: {error}") from None
+        for number, reply in found:
+            if not isinstance(reply, Generate):
+                self._of_episode.pop(number, None)
+        return found
+
+    def stop(self) -> None:
+        """Kill the workers and the other processes of their sessions."""
+        for worker in self.workers:
+            worker.kill()
+
+    @spent_on("wait_replies")
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until something is to be read from a worker that has to reply, or one is over its time."""
+        # This wait is limited by the deadlines, not by --hang-timeout.
+        watchdog.heartbeat(f"rollout {self.name}")
+        poller = select.poll()
+        limits = [worker.register(poller) for worker in self.workers if worker.is_busy]
+        if limits:
+            poller.poll(1000 * max(0.0, min(timeout_s, *limits)))
+        watchdog.heartbeat("")
+
+    def _show_notes(self, worker: "_Worker") -> None:
+        """Print once what the user's code has printed, on rank 0: it is much the same on all; and what it raised."""
+        for kind, text in worker.take_notes().items():
+            if kind not in self._printed_notes and (rank() == 0 or kind != "printed"):
+                self._printed_notes.add(kind)
+                print_here(f"note: rollout {self.name} {kind} (said once):\n{escaped(text)}")
+
+
+@dataclass
+class _Hosted:
+    """An episode as its worker has it.
+
+    asked: what its function has asked for, answer by answer. is_there: whether the process has it. is_closing: whether
+    it is to end without a reply.
+    """
+
+    episode: Episode
+    begin: dict[str, Any]
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    is_there: bool = False
+    is_closing: bool = False
+
+
+class _Worker:
+    """One process after another that runs episodes. Nothing here waits."""
+
+    def __init__(self, source: str, name: str, *, timeout_s: float):
+        """Raises RolloutError if the system starts no process."""
+        self._source = source
+        self._name = name
+        self._timeout_s = timeout_s
+        self._hosted: dict[int, _Hosted] = {}
+        # Episodes to be sent; those to be sent before them, one at a time.
+        self._waiting: deque[int] = deque()
+        self._suspects: deque[int] = deque()
+        # Replies that are awaited, in the order of sending: when each was asked for, and for how long it may take.
+        self._awaited: dict[int, tuple[float, float]] = {}
+        self._replied_at = 0.0
+        self._notes: dict[str, str] = {}
+        self._is_async = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process that was started last; it may have ended."""
+        return self._process.pid
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the process has to send something."""
+        return not self.is_ready or bool(self._awaited)
+
+    def begin(self, number: int, episode: Episode) -> None:
+        """Call the function for a new episode. Raises what `json.dumps` raises of its row."""
+        row = episode.row
+        columns = {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place}
+        begin = {
+            "row": columns,
+            "seed": episode.seed,
+            "max_tokens": episode.max_tokens,
+            "tools": episode.tools,
+        }
+        json.dumps(begin)
+        self._hosted[number] = _Hosted(episode, begin)
+        self.ask(number)
+
+    def ask(self, number: int) -> None:
+        """Ask for the reply to an episode's beginning or newest turn."""
+        self._waiting.append(number)
+        self._feed()
+
+    def end(self, number: int) -> None:
+        """End an episode that has replied."""
+        hosted = self._hosted[number]
+        hosted.is_closing = True
+        if hosted.is_there:
+            self.ask(number)
+        else:
+            del self._hosted[number]
+
+    def register(self, poller: select.poll) -> float:
+        """Register what there is to wait for. Returns the seconds until it has taken too long."""
+        self._process.register(poller)
+        return min(self._deadlines().values()) - time.monotonic()
+
+    def poll(self) -> list[tuple[int, Reply]]:
+        """Send and read what can be; replace a process that has died or takes too long. Returns the replies.
+
+        Raises RolloutError if the function cannot be loaded.
+        """
+        replies: list[tuple[int, Reply]] = []
+        if not self.is_busy:
+            return replies
+        if self._process.has_unsent:
+            self._process.flush()
+        lines, has_ended = self._read()
+        for line in lines:
+            answer = self._parsed(line)
+            if answer is None:
+                return replies + self._replace(NO_ANSWER)
+            if answer["printed"]:
+                self._notes["printed"] = answer["printed"]
+            if not self.is_ready:
+                self._begin_serving(answer)
+            else:
+                replies += self._received(answer)
+        if has_ended:
+            return replies + self._replace(self._process.how_it_ended())
+        # After the read: this process may have been busy with something else when the answer came.
+        late = [number for number, deadline in self._deadlines().items() if time.monotonic() > deadline]
+        if late:
+            return replies + self._replace(self._lateness(), late[0])
+        self._feed()
+        return replies
+
+    def take_notes(self) -> dict[str, str]:
+        """What to tell the user, by its kind."""
+        notes, self._notes = self._notes, {}
+        return notes
+
+    def kill(self) -> None:
+        """Kill the process and all others of its session."""
+        self._process.kill()
+
+    def _start(self) -> None:
+        """Start a process, which says first whether the function is async."""
+        self.is_ready = False
+        self._key = secrets.token_hex(8)
+        self._started_at = time.monotonic()
+        try:
+            self._process = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, self._source, self._name])
+        except OSError as error:
+            raise RolloutError(f"no process can be started for it: {error}; see --rollout-workers") from None
+        self._write({"path": sys.path})
+
+    def _begin_serving(self, answer: Mapping[str, Any]) -> None:
+        """Take the first answer of a process. Raises RolloutError."""
+        if "error" in answer:
+            raise RolloutError(escaped(str(answer["error"])))
+        self.is_ready = True
+        self._is_async = answer.get("is_async") is True
+
+    def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
+        """Start another process in place of one that is no good; returns the reply of the episode that has failed.
+
+        late: the number of the episode that takes too long; of an `async def` it is one of those that may be to blame.
+        Raises RolloutError if the process was just being started.
+        """
+        self.kill()
+        if not self.is_ready:
+            raise RolloutError(why)
+        culprit = None
+        if self._suspects:
+            culprit = self._suspects.popleft()
+        elif late is not None and not self._is_async:
+            culprit = late
+        self._suspects += [number for number in self._awaited if number != culprit]
+        self._awaited.clear()
+        closing = {number for number, hosted in self._hosted.items() if hosted.is_closing}
+        for number in closing:
+            del self._hosted[number]
+        self._suspects = deque(number for number in self._suspects if number not in closing)
+        self._waiting = deque(number for number in self._waiting if number not in closing)
+        for hosted in self._hosted.values():
+            hosted.is_there = False
+        self._start()
+        if culprit is None or culprit in closing:
+            return []
+        del self._hosted[culprit]
+        return [(culprit, Failed(why))]
+
+    def _feed(self) -> None:
+        """Send what may be sent."""
+        if not self.is_ready:
+            return
+        if self._suspects:
+            if not self._awaited:
+                self._send(self._suspects[0])
+            return
+        while self._waiting:
+            self._send(self._waiting.popleft())
+
+    def _send(self, number: int) -> None:
+        """Send an episode's newest turn, with all that is before it where the process does not have the episode."""
+        hosted = self._hosted[number]
+        turns = hosted.episode.turns
+        request: dict[str, Any] = {"episode": number}
+        num_pieces = 1
+        if hosted.is_closing:
+            request |= {"close": True}
+        elif hosted.is_there:
+            request |= {"turns": [_turn(hosted.episode, len(turns) - 1)]}
+        else:
+            all_turns = [_turn(hosted.episode, i) for i in range(len(turns))]
+            request |= {"begin": hosted.begin, "turns": all_turns, "asked": hosted.asked}
+            num_pieces = 1 + len(turns)
+        limit_s = self._timeout_s * num_pieces
+        hosted.is_there = True
+        self._write({**request, "limit_s": limit_s})
+        self._awaited[number] = (time.monotonic(), limit_s)
+
+    def _write(self, request: Mapping[str, Any]) -> None:
+        self._process.write(json.dumps({"id": self._key, **request}).encode() + b"\n")
+
+    def _deadlines(self) -> dict[int, float]:
+        """When the process has taken too long, by the episode that is to blame; -1 for the loading of the file."""
+        if not self.is_ready:
+            return {-1: self._started_at + self._timeout_s + LOAD_TIMEOUT_S}
+        if self._is_async:
+            return {number: sent + limit + GRACE_S for number, (sent, limit) in self._awaited.items()}
+        # The first of them runs, since it was sent or the one before has ended; the others wait for it.
+        first = itertools.islice(self._awaited.items(), 1)
+        return {number: max(sent, self._replied_at) + limit for number, (sent, limit) in first}
+
+    def _lateness(self) -> str:
+        return f"took more than {self._timeout_s:g} s for a reply; see --reply-timeout"
+
+    def _read(self) -> tuple[list[bytes], bool]:
+        """The lines that have come, and whether no more will come."""
+        received = self._process.received
+        has_ended = False
+        size = -1
+        while not has_ended and size < len(received) <= MAX_ANSWER:
+            size = len(received)
+            has_ended = self._process.read()
+        *lines, rest = bytes(received).split(b"\n")
+        received[:] = rest
+        if len(rest) > MAX_ANSWER:
+            lines.append(b"")  # no answer
+        return lines, has_ended
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        """The answer in a line; None if it is not what the worker's own code sends."""
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        is_answer = isinstance(answer, dict) and answer.get("id") == self._key
+        if not is_answer or not isinstance(answer.get("printed"), str):
+            return None
+        return answer if not self.is_ready or answer.get("episode") in self._awaited else None
+
+    def _received(self, answer: Mapping[str, Any]) -> list[tuple[int, Reply]]:
+        """Take an answer; returns the reply in it."""
+        number = answer["episode"]
+        del self._awaited[number]
+        self._replied_at = time.monotonic()
+        if self._suspects:
+            self._suspects.popleft()
+        hosted = self._hosted[number]
+        asked = answer.get("asked")
+        if isinstance(asked, dict):
+            hosted.asked.append(asked)
+            return [(number, Generate(asked["after"], tuple(asked["stop"]), asked["max_tokens"]))]
+        del self._hosted[number]
+        error = self._lateness() if "is_late" in answer else answer.get("error")
+        if hosted.is_closing:
+            if error:
+                self._notes["failed at its end"] = error
+            return []
+        return [(number, Failed(error) if error else Ended(answer["returned"]))]
+
+
+def _turn(episode: Episode, i: int) -> dict[str, Any]:
+    """Turn i of an episode for its process, with what was appended before it."""
+    turn = episode.turns[i]
+    begin = 0
+    if i > 0:
+        begin = episode.turns[i - 1].start + len(episode.turns[i - 1].ids)
+    message: dict[str, Any] = {}
+    message_error = None
+    try:
+        message = turn.message
+    except InputError as error:  # raised there if the function asks for the message
+        message_error = str(error)
+    return {
+        "appended": episode.tokens[begin : turn.start],
+        "ids": turn.ids,
+        "logprobs": turn.logprobs,
+        "versions": episode.versions[turn.start : turn.start + len(turn.ids)],
+        "finish_reason": turn.finish_reason,
+        "inserted": turn.inserted,
+        "text": turn.text,
+        "message": message,
+        "message_error": message_error,
+        "answer": turn.answer,
+    }

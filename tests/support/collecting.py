@@ -1,0 +1,136 @@
+"""Collectors over a tiny model, whose prompts and texts are letters."""
+
+import functools
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from minirl.collect.collector import Collector
+from minirl.collect.episode import Episode
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.rollouts import Rollout, RolloutId
+from support.engines import VOCAB, cached_model, make_engine
+from support.texts import TOKENS, save_tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MAX_NEW_TOKENS = 60
+
+
+# The end of a turn is special, and so is its beginning.
+CHAT = (
+    "{% for m in messages %}<turn>{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>a:{% endif %}"
+)
+
+
+@functools.cache
+def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenizer:
+    """A tokenizer of one id per letter, of as many as the model has."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
+        tokenizer = Tokenizer(Path(folder), chat=chat, tool_format=tool_format)
+    assert len(tokenizer.backend) == VOCAB
+    return tokenizer
+
+
+class Prompts(PromptStream):
+    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
+
+    def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
+        rng = random.Random(0)
+        texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 9))) for _ in range(num_rows)]
+        rows = [Row(text, {"answer": text[:1]}, f"f:{i}") for i, text in enumerate(texts)]
+        super().__init__(
+            rows,
+            tokenizer or letter_tokenizer(),
+            purpose="train",
+            max_tokens=20 + max_new_tokens,
+            max_new_tokens=max_new_tokens,
+            vocab_size=VOCAB,
+        )
+        self._length_of = length_of
+
+    def request(self, rollout_id, prompt_ids, temperature):
+        request = super().request(rollout_id, prompt_ids, temperature)
+        if self._length_of is None:
+            return request
+        return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())
+
+
+def sums(completion_ids):
+    """A reward that tells any two completions apart."""
+    return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
+
+
+def make_collector(prompts=None, *, engine_options=None, attention="mixed", **options) -> Collector:
+    engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
+    return Collector(engine, prompts or Prompts(), {"sums": sums}, **{"group_size": 3, **options})
+
+
+def calculator(episode: Episode):
+    """Three turns at most, with a reply after each; it depends on what was sampled."""
+    turn = yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
+        turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
+
+
+def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT, *, tool_format=None) -> Prompts:
+    tokenizer = letter_tokenizer(template, chat=True, tool_format=tool_format)
+    return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
+
+
+def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What the episode answers its first turn, and its third one."""
+    first = episode.turns[0]
+    texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
+    return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
+
+
+def replying(episode: Episode):
+    """Four turns, between which are messages or text; some of them end by themselves."""
+    yield episode.generate(max_tokens=15, stop=["ab", "f"])
+    yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
+    yield episode.generate(after=" yes, ", max_tokens=3)
+    yield episode.generate(after=replies_of(episode)[1], max_tokens=9)
+
+
+def chatting(episode: Episode):
+    """Messages that repeat what the episode says of itself; a copy of it runs in workers."""
+    turn = yield episode.generate(max_tokens=9, stop="f")
+    for _ in range(2):
+        said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
+        results = [{"role": "tool", "content": said[-9:]}, {"role": "user", "content": said[:9]}]
+        yield episode.generate(after=results, max_tokens=3)
+        turn = yield episode.generate(after=turn.text[:1], max_tokens=5)
+
+
+def end_of(turn) -> list[int]:
+    """What closes a turn that has not closed itself."""
+    eos_id = TOKENS.index("<eos>")
+    return [] if turn.ids[-1] == eos_id else [eos_id]
+
+
+def facts(rollout: Rollout) -> tuple:
+    """All of a rollout that has to be equal, bit for bit."""
+    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
+    return (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+
+
+def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
+    """The rollouts and rewards of some steps."""
+    steps = []
+    for step in range(num_steps):
+        groups = collector.collect(num_groups, weight_version=step)
+        rewards = groups.rewarded.rewards.tolist()
+        steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
+        assert [r.rollout_id for r in groups.rewarded.rollouts] == [
+            RolloutId(int(o), int(s))
+            for o, s in zip(groups.table.prompt_ordinal, groups.table.sample, strict=True)
+        ]
+    return steps

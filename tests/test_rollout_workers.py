@@ -1,0 +1,552 @@
+"""Rollout functions in worker processes: the same rollouts as in this process, whatever happens there."""
+
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from minirl.collect.rollout_workers import load_rollout
+from minirl.errors import InputError, RolloutError
+from support.collecting import Prompts, chat_prompts, chatting, collected, make_collector
+from support.collecting import calculator as calculator_here
+from support.engines import VOCAB
+from support.processes import is_alive
+from support.scripts import read_metrics, run_in_pool, untimed
+
+SOURCE = """
+import asyncio, os, pathlib, random, signal, subprocess, sys, time
+
+FOLDER = pathlib.Path(__file__).parent
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+def reply_to(episode, turn):
+    return "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
+
+def calculator(episode):
+    turn = yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        turn = yield episode.generate(after=reply_to(episode, turn), stop=["ab", "e"], max_tokens=9)
+
+def slow(episode):
+    turn = yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        time.sleep(random.SystemRandom().random() / 50)
+        turn = yield episode.generate(after=reply_to(episode, turn), stop=["ab", "e"], max_tokens=9)
+
+async def overlapped(episode):
+    await asyncio.sleep(random.SystemRandom().random() / 50)
+    turn = yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        await asyncio.sleep(random.SystemRandom().random() / 20)
+        turn = yield episode.generate(after=reply_to(episode, turn), stop=["ab", "e"], max_tokens=9)
+
+def is_chosen(episode, turn_number=1, place="f:3"):
+    return episode.row.place == place and len(episode.turns) == turn_number
+
+def once(name):
+    try:
+        (FOLDER / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def dies_once(episode):
+    for turn in calculator_turns(episode):
+        if is_chosen(episode, place="f:26") and once("sync_death"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield turn
+
+def calculator_turns(episode):
+    yield episode.generate(stop="e", max_tokens=15)
+    for _ in range(2):
+        after = reply_to(episode, episode.turns[-1])
+        yield episode.generate(after=after, stop=["ab", "e"], max_tokens=9)
+
+async def dies_once_async(episode):
+    for turn in calculator_turns(episode):
+        await asyncio.sleep(0.002)
+        if is_chosen(episode, place="f:26") and once("async_death"):
+            os._exit(3)
+        yield turn
+
+if (FOLDER / "needs_numpy").exists():
+    import numpy
+
+def drawn():
+    return f"{LETTERS[random.randrange(26)]}{LETTERS[numpy.random.randint(26)]}"
+
+def random_replies(episode):
+    yield episode.generate(max_tokens=4)
+    for _ in range(2):
+        yield episode.generate(after=drawn(), max_tokens=3)
+
+async def random_replies_async(episode):
+    async def draw():
+        await asyncio.sleep(random.SystemRandom().random() / 100)
+        first = drawn()
+        await asyncio.sleep(0)
+        return first + drawn()
+
+    yield episode.generate(max_tokens=4)
+    for _ in range(2):
+        (text,) = await asyncio.gather(draw())
+        yield episode.generate(after=text, max_tokens=3)
+
+def hostile(action):
+    def function(episode):
+        yield episode.generate(max_tokens=4)
+        if is_chosen(episode):
+            asked = action(episode)
+            yield asked
+        yield episode.generate(after="a", max_tokens=3)
+    return function
+
+def hostile_async(action):
+    async def function(episode):
+        yield episode.generate(max_tokens=4)
+        if is_chosen(episode):
+            asked = action(episode)
+            if asyncio.iscoroutine(asked):
+                asked = await asked
+            yield asked
+        yield episode.generate(after="a", max_tokens=3)
+    return function
+
+def do_raise(episode):
+    raise KeyError("no such tool")
+
+def do_print(episode):
+    print("x" * 10_000_000)
+    return episode.generate(after="b", max_tokens=3)
+
+def do_fork(episode):
+    if os.fork() == 0:
+        return episode.generate(after="z")
+    os.wait()
+    return episode.generate(after="b", max_tokens=3)
+
+def do_move(episode):
+    os.chdir("/")
+    return episode.generate(after="b", max_tokens=3)
+
+raises = hostile(do_raise)
+raises_async = hostile_async(do_raise)
+exits = hostile(lambda episode: sys.exit(3))
+exits_async = hostile_async(lambda episode: sys.exit(3))
+dies = hostile(lambda episode: os._exit(3))
+dies_async = hostile_async(lambda episode: os._exit(3))
+hangs = hostile(lambda episode: time.sleep(1000))
+hangs_async = hostile_async(lambda episode: asyncio.sleep(1000))
+blocks_async = hostile_async(lambda episode: time.sleep(1000))
+strange = hostile(lambda episode: 7)
+strange_text = hostile(lambda episode: episode.generate(after=[1.5]))
+strange_object = hostile(lambda episode: episode.generate(after=[object()]))
+strange_stop = hostile(lambda episode: episode.generate(stop=[7]))
+strange_limit = hostile(lambda episode: episode.generate(max_tokens="7"))
+foreign_ids = hostile(lambda episode: episode.generate(after=[10_000]))
+huge = hostile(lambda episode: episode.generate(after="a" * 10_000_000))
+prints = hostile(do_print)
+prints_async = hostile_async(do_print)
+forks = hostile(do_fork)
+forks_async = hostile_async(do_fork)
+moves = hostile(do_move)
+closes = hostile(lambda episode: os.closerange(0, 50) or episode.generate(after="b", max_tokens=3))
+
+def always_raises(episode):
+    yield episode.generate(max_tokens=4)
+    raise KeyError("again")
+
+def returns(episode):
+    yield episode.generate(max_tokens=4)
+    if is_chosen(episode):
+        return 1.0
+
+def endless(episode):
+    while True:
+        yield episode.generate(max_tokens=1)
+
+def raises_at_its_end(episode):
+    try:
+        yield episode.generate(max_tokens=8)
+        yield episode.generate(after="a" * 1000)
+    finally:
+        raise KeyError("at its end")
+
+def no_generator(episode):
+    return episode.generate()
+
+def silent(episode):
+    if False:
+        yield
+
+def raises_first(episode):
+    raise KeyError("at its beginning")
+    yield
+
+def starts(episode):
+    process = subprocess.Popen(["sleep", "1000"])
+    with (FOLDER / "pids").open("a") as file:
+        file.write(f"{process.pid} {os.getpid()} ")
+    yield episode.generate(max_tokens=2)
+    time.sleep(1000)
+
+async def naps(episode):
+    for _ in range(3):
+        yield episode.generate(max_tokens=10)
+        await asyncio.sleep(0.02)
+
+def modules(episode):
+    heavy = {"torch", "numpy", "transformers", "tokenizers"} & sys.modules.keys()
+    assert not heavy, heavy
+    from minirl.collect.episode import Episode
+    assert type(episode) is Episode
+    assert episode.row.columns["answer"] == episode.row.prompt[:1]
+    turn = yield episode.generate(max_tokens=3)
+    assert episode.tokens == turn.ids
+    assert episode.loss_mask == [True] * 3
+    assert episode.logprobs == turn.logprobs
+    assert (episode.versions, turn.finish_reason, episode.room) == ([0] * 3, "length", 57)
+    yield episode.generate(after=[1, 2], max_tokens=4)
+    assert episode.tokens[3:5] == [1, 2]
+    assert episode.loss_mask == [True] * 3 + [False] * 2 + [True] * 4
+    (FOLDER / "seen").touch()
+
+moods = iter("abcdefghijkl" * 99)
+
+def moody(episode):
+    yield episode.generate(max_tokens=3)
+    yield episode.generate(after=next(moods), max_tokens=3)
+    if is_chosen(episode, 2, place="f:26") and once("moody_death"):
+        os._exit(3)
+"""
+HOSTILE = {
+    "raises": r"raised\nTraceback(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'",
+    "raises_async": r"raised\nTraceback(.|\n)*KeyError: 'no such tool'",
+    "exits": r"raised\n(.|\n)*SystemExit: 3",
+    "exits_async": r"raised\n(.|\n)*SystemExit: 3",
+    "dies": "ended its process, exit code 3",
+    "dies_async": "ended its process, exit code 3",
+    "hangs": "took more than 0.5 s for a reply; see --reply-timeout",
+    "hangs_async": "took more than 0.5 s for a reply; see --reply-timeout",
+    "blocks_async": "took more than 0.5 s for a reply; see --reply-timeout",
+    "strange": "yields 7; expected `yield episode.generate",
+    "strange_text": r"generate\(after=...\): expected text, token ids or messages",
+    "strange_object": "yields .*; expected text, numbers and lists of them",
+    "strange_stop": r"generate\(stop=\[7\]\): expected texts",
+    "strange_limit": r"generate\(max_tokens='7'\): must be at least 1",
+    "foreign_ids": f"token id 10000, and the model has {VOCAB}",
+    "huge": "asks for a turn with 100000.. characters; at most",
+    "returns": r"returns 1.0; rewards come from reward functions \(--reward\)",
+}
+HARMLESS = ("prints", "prints_async", "forks", "forks_async", "moves", "closes")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Functions of the file above in their workers, which are killed when the test is over."""
+    (tmp_path / "mine.py").write_text(SOURCE + inspect.getsource(chatting).replace(": Episode", ""))
+    monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
+    loaded = []
+
+    def load_function(name, **options):
+        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
+        return loaded[-1]
+
+    yield load_function
+    for workers in loaded:
+        workers.stop()
+
+
+def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
+    return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
+
+
+def by_id(steps):
+    return {row[0]: row for step in steps for row in step}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("name", ["calculator", "slow", "overlapped"])
+def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
+    load, name, num_workers
+):
+    """Also with a cache so small that rows which wait are dropped and computed again."""
+    engine_options = {"cache_tokens": 512, "max_running_requests": 5} if num_workers == 3 else {}
+    found = rollouts_of(load(name, num_workers=num_workers), 2, engine_options=engine_options)
+    assert found == rollouts_of(calculator_here, 2)
+
+
+def test_messages_and_answers_are_the_same_in_a_worker(load):
+    options = {"decode_budget": 8, "max_staleness": 3}
+    prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
+    expected = rollouts_of(chatting, 3, 2, prompts=prompts[0], **options)
+    assert rollouts_of(load("chatting"), 3, 2, prompts=prompts[1], **options) == expected
+
+
+def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(load):
+    rollouts_of(load("calculator"), prompts=chat_prompts())
+    with pytest.raises(RolloutError, match="no response template that transformers can read"):
+        rollouts_of(load("chatting"), prompts=chat_prompts())
+
+
+def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_episode(load, tmp_path):
+    rollouts_of(load("modules"), 1, 1, prompts=Prompts(lambda _: 60))
+    assert (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize("name", ["calculator", "overlapped"])
+def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
+    """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
+    options = {"decode_budget": 6, "max_staleness": 3}
+    expected = rollouts_of(calculator_here, 4, 2, **options)
+    assert rollouts_of(load(name), 4, 2, **options) == expected
+    first = make_collector(rollout=load(name), **options)
+    before = collected(first, 2, 2)
+    second = make_collector(rollout=load(name, num_workers=2), **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    after = []
+    for step in (2, 3):
+        groups = second.collect(2, weight_version=step)
+        after.append([r.tokens.tolist() for r in groups.rewarded.rollouts])
+    assert before == expected[:2]
+    tokens_of = {row[0]: row for step in expected for row in step}
+    assert len(tokens_of) == 4 * 2 * 3
+    assert after == [[row[2] for row in step] for step in expected[2:]]
+
+
+@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
+    """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
+    workers = load(name, num_workers=2)
+    pids = [worker.pid for worker in workers.workers]
+    assert rollouts_of(workers, 2) == rollouts_of(calculator_here, 2)
+    assert sum(is_alive(pid) for pid in pids) == 1
+
+
+def test_row_54_a_kill_of_every_worker_in_the_middle_changes_nothing(load):
+    workers = load("slow", num_workers=2)
+    collector = make_collector(rollout=workers, group_size=4)
+    runner_step = collector._runner.step
+    kills = []
+
+    def step():
+        worker = workers.workers[len(kills) % 2]
+        if len(kills) < 2 and collector._runner._num_sampled > 40 and worker.is_ready:
+            kills.append(worker.pid)
+            os.kill(kills[-1], signal.SIGKILL)
+        return runner_step()
+
+    collector._runner.step = step
+    assert collected(collector, 1, 5) == rollouts_of(calculator_here, group_size=4)
+    assert len(kills) == 2
+
+
+def test_row_54_an_episode_that_asks_for_something_else_when_it_is_run_again_has_failed(load):
+    with pytest.raises(
+        RolloutError, match=r"moody.*asks for something else; make it a function of its turns"
+    ):
+        rollouts_of(load("moody"), num_groups=8)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_53_a_failure_stops_the_run_with_function_row_and_turn(load, name):
+    expected = rf"rollout {name} for the row at f:3, after turn 1: (\w+\(episode\).*)?{HOSTILE[name]}"
+    with pytest.raises(RolloutError) as raised:
+        rollouts_of(load(name, timeout_s=0.5), num_groups=40, group_size=1)
+    assert re.match(expected, str(raised.value)), str(raised.value)
+    assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
+    """Of 40 episodes one fails; the others are those of a function that does not fail."""
+    collector = make_collector(rollout=load(name, timeout_s=0.5, on_error="end"), group_size=1)
+    found = by_id(collected(collector, 1, 40))
+    (failed,) = [rollout_id for rollout_id, row in found.items() if row[1] == "error"]
+    assert found[failed][3].count(True) == 4
+    assert collector.take_num_failed() == 1
+    assert collector.take_num_failed() == 0
+    if name != "returns":
+        expected = by_id(rollouts_of(load("prints"), num_groups=40, group_size=1))
+        assert {i: row for i, row in found.items() if i != failed} == {
+            i: row for i, row in expected.items() if i != failed
+        }
+
+
+def test_row_53_more_failures_than_are_forgiven_stop_the_run(load):
+    """5 % of 60 episodes are three."""
+    collector = make_collector(rollout=load("always_raises", on_error="end"))
+    with pytest.raises(
+        RolloutError, match=r"rollout always_raises for the row at f:\d+, after turn 1: raised"
+    ):
+        collector.collect(20)
+    assert collector.take_num_failed() == 3
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_row_55_what_touches_only_its_process_is_harmless(load, name, capfd):
+    found = rollouts_of(load(name), num_groups=40, group_size=1)
+    assert found == rollouts_of(load("prints"), num_groups=40, group_size=1)
+    out = capfd.readouterr().out
+    assert "printed (said once):\nxxx" in out
+    assert len(out) < 10_000
+
+
+@pytest.mark.parametrize("name", ["no_generator", "silent", "raises_first"])
+@pytest.mark.parametrize("on_error", ["stop", "end"])
+def test_row_53_a_failure_before_the_first_turn_is_never_forgiven(load, name, on_error):
+    """There is nothing of the episode that could be trained on."""
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, before its first turn: "):
+        rollouts_of(load(name, on_error=on_error))
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_row_53_an_endless_episode_ends_at_its_limit_of_turns(load, is_worker):
+    def endless(episode):
+        while True:
+            yield episode.generate(max_tokens=1)
+
+    rollout = load("endless") if is_worker else endless
+    for row in rollouts_of(rollout, max_turns=7, prompts=Prompts(lambda _: 60))[0]:
+        assert (row[1], row[3].count(True)) == ("max_turns", 7)
+    for row in rollouts_of(rollout, prompts=Prompts(lambda _: 60))[0]:
+        assert (row[1], row[3].count(True)) == ("length", 60)
+
+
+def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, capfd):
+    collector = make_collector(rollout=load("raises_at_its_end"), prompts=Prompts(lambda _: 60))
+    for row in [row for step in collected(collector, 2) for row in step]:
+        assert (row[1], row[3].count(True)) == ("length", 8)
+    assert capfd.readouterr().out.count("failed at its end (said once)") == 1
+
+
+@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
+def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
+    """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
+    (tmp_path / "needs_numpy").touch()
+    alone = rollouts_of(load(name), 1, 1, group_size=1)[0]
+    found = by_id(rollouts_of(load(name), num_groups=12))
+    again = by_id(rollouts_of(load(name, num_workers=3), num_groups=12))
+    assert found == again
+    assert [found[row[0]] for row in alone] == alone
+    assert len({tuple(row[2]) for row in found.values()}) == len(found)
+
+
+def test_the_engine_decodes_while_replies_are_awaited(load):
+    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows."""
+    collector = make_collector(rollout=load("naps"), prompts=Prompts(lambda _: 60), group_size=8)
+    collector.collect(8)
+    stats = collector._runner._engine.take_stats()
+    assert stats.decode_tokens > 64 * 25
+    assert stats.decode_tokens / stats.decode_steps > 8
+
+
+def test_no_process_is_left_after_stop_and_after_a_kill_of_the_trainer(tmp_path):
+    """Nor what user code has started."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    program = (
+        "from support.collecting import make_collector\n"
+        "from minirl.collect.rollout_workers import load_rollout\n"
+        f"rollout = load_rollout('{tmp_path}/mine.py:starts', num_workers=2)\n"
+        "make_collector(rollout=rollout).collect(2)\n"
+    )
+    tests = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": f"{os.path.dirname(tests)}:{tests}"}
+    trainer = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    pids = tmp_path / "pids"
+    until = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 12:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    processes = [int(pid) for pid in pids.read_text().split()]
+    assert all(map(is_alive, processes))
+    trainer.kill()
+    trainer.wait()
+    while any(map(is_alive, processes)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_stop_kills_the_workers(load):
+    workers = load("calculator", num_workers=2)
+    workers.stop()
+    assert not any(is_alive(worker.pid) for worker in workers.workers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("mine.py", "expected file.py:function or module:function"),
+        ("none.py:f", "there is no file none.py"),
+        ("none_such:f", "there is no module 'none_such' here"),
+        ("MINE:none", "has no function none"),
+        ("BROKEN:f", r"raised\n(.|\n)*ZeroDivisionError"),
+        ("DEAD:f", "ended its process, exit code 5"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, spec, said):
+    for name, text in {"MINE": SOURCE, "BROKEN": "1 / 0", "DEAD": "import os\nos._exit(5)"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = spec.replace(f"{name}:", f"{tmp_path}/{name}.py:")
+    with pytest.raises(InputError, match=rf"--rollout .*: (.|\n)*{said}"):
+        load_rollout(spec)
+
+
+def test_a_file_that_has_gone_when_a_worker_is_replaced_is_an_error(load, tmp_path):
+    workers = load("dies")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(RolloutError, match=r"rollout dies: raised\n(.|\n)*FileNotFoundError"):
+        rollouts_of(workers, num_groups=40, group_size=1)
+
+
+def test_an_async_function_in_this_process_is_refused_with_the_flag():
+    async def function(episode):
+        yield episode.generate()
+
+    with pytest.raises(
+        InputError, match=r"is `async def`; such a function runs in a worker process, with --rollout"
+    ):
+        rollouts_of(function)
+
+
+def test_a_row_that_json_cannot_hold_is_refused_by_its_place(load):
+    prompts = Prompts(num_rows=4)
+    for i in range(4):
+        prompts.row(i).columns["tensor"] = torch.zeros(1)
+    with pytest.raises(InputError, match=r"--rollout: the row at f:\d cannot be sent to it: .*Tensor"):
+        rollouts_of(load("calculator"), prompts=prompts)
+
+
+def test_a_run_takes_its_rollouts_from_the_flag(one_rank, two_ranks, runs, tmp_path):
+    """On any number of ranks and workers the same numbers, with evaluations and over a resume; failures are counted."""
+    (tmp_path / "mine.py").write_text(
+        "async def f(episode):\n"
+        "    turn = yield episode.generate(max_tokens=3)\n"
+        "    yield episode.generate(after='=' if '1' in turn.text else '==')\n"
+    )
+    flags = (
+        "--num-steps 3 --prompts-per-step 4 --group-size 4 --eval-rows 6 --eval-every 2 --num-minibatches 1"
+    )
+    flags += " --save-every 1 --decode-budget 3 --max-staleness 2 --on-rollout-error end"
+    flags += f" --rollout {tmp_path}/mine.py:f"
+
+    def train(pool, name, *more):
+        run_in_pool(pool, "train_grpo.py", *flags.split(), *more, "--run-name", name, runs=runs)
+        lines = [untimed(line) for line in read_metrics(runs / name)]
+        # How full decode steps are depends on when replies come.
+        return [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
+
+    metrics = train(two_ranks, "workers")
+    assert [line["count/rollout_errors"] for line in metrics] == [0] * 3
+    train(two_ranks, "workers-resumed", "--num-steps", "2")
+    resumed = train(two_ranks, "workers-resumed", "--resume", "force", "--rollout-workers", "2")
+    assert resumed == metrics
+    one = train(one_rank, "workers-one", "--num-steps", "1")
+    assert one[0]["reward/mean"] == pytest.approx(metrics[0]["reward/mean"])
