@@ -491,7 +491,7 @@ class Run:
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
-            return embedded_model_folder(runs_root())
+            return embedded_model_folder(runs_root(), self.config.warm_start_task)
         return resolve_folder(self.config.model)
 
     def _keep_reference(self) -> None:
