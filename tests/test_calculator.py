@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from test_resume import digests, interrupted_copy
 
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
+from support.resuming import digests, interrupted_copy
 from support.scripts import ROOT, read_metrics, run_in_pool, run_script, start_script, untimed, wait_for
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
@@ -201,6 +201,13 @@ def test_the_task_holds_out_pairs_and_its_calls_are_rare_examples():
     assert len(first_turns) == 2000
     assert 60 < sum(calls([row.columns["answer"] for row in first_turns])) < 140
     assert not any(row.prompt.startswith(tuple(held_out)) for row in task.warm_start_rows)
+
+
+def test_the_page_shows_the_function_of_the_example():
+    """In full, and it has fewer than 15 lines."""
+    _, _, function = EXAMPLE.read_text().partition("def calculator")
+    assert function in (ROOT / "docs" / "episodes.md").read_text()
+    assert function.count("\n") < 15
 
 
 def test_only_the_answer_behind_the_last_result_is_rewarded():

@@ -1,7 +1,6 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
 import ast
-import hashlib
 import json
 import os
 import random
@@ -15,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from minirl.files.value_files import read_values
 from support.rank_pool import RankPool
-from support.scripts import run_in_pool, run_script, start_script, untimed, wait_for
+from support.resuming import digests, interrupted_copy
+from support.scripts import run_in_pool, run_script, start_script, wait_for
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -71,31 +71,6 @@ def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
     """Train on all ranks of a pool; what rank 0 prints."""
     script, flags = CASES[case]
     return run_in_pool(pool, script, *COMMON.split(), *flags.split(), *more, "--run-name", name, runs=runs)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time."""
-    files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
-    files += (folder / "checkpoints").rglob("resume/**/*.json")
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    for path in (folder / "checkpoints").glob("*/manifest.json"):
-        found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        found[f"metrics {line['step']}"] = json.dumps(untimed(line)).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
-
-
-def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
-    """The run as a kill leaves it some time after the checkpoint of `last_step` (0: before the first)."""
-    copy = folder.with_name(name)
-    shutil.copytree(folder, copy)
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name) > last_step:
-            shutil.rmtree(path)
-    (copy / "checkpoints" / f".tmp-{last_step + 1:06d}-0").mkdir()
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "reward/me')
-    return copy
 
 
 EVERY_SPLIT = range(NUM_STEPS + 1)
