@@ -26,9 +26,8 @@ class ModelAndData:
     """Model and data"""
 
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
-    task: Literal["auto", "sorting", "calculator", "gsm8k", "jsonl"] = (
-        "auto"  # auto: jsonl with --data, else sorting
-    )
+    task: Literal["auto", "sorting", "calculator", "gsm8k", "jsonl"] = "auto"
+    """auto: jsonl with --data, else sorting"""
     data: str | None = None  # JSONL file of training prompts
     eval_data: tuple[str, ...] = ()  # JSONL files of held-out prompts, each with its own metric
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
