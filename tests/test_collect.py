@@ -3,16 +3,19 @@
 import functools
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import one_turn
+from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.errors import InputError
+from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
@@ -35,6 +38,7 @@ from support.collecting import (
     sums,
 )
 from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
+from support.rollouts import in_two_branches
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
@@ -371,12 +375,14 @@ def test_a_function_that_does_not_repeat_itself_is_refused_at_a_resume():
         second.restore(first.state(), first.records())
 
 
-def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
-    """By prompt the rewards of its rollouts, each of one token behind a prompt of one."""
+def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
+    """By prompt the rewards of its rollouts, each of so many tokens behind a prompt of one."""
+    length = 1 + num_tokens
     rollouts, rewards = [], []
     for ordinal, values in rewards_of.items():
         for sample, value in enumerate(values):
-            streams = (torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), torch.zeros(2))
+            mask = torch.arange(length) > 0
+            streams = (torch.arange(length), mask, -mask.float(), mask.int())
             rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
@@ -394,6 +400,52 @@ def test_the_first_complete_groups_are_selected_whatever_their_rewards():
     assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4, 9, 9, 12, 12]
     assert (selection.num_selected, selection.num_missing) == (2, 0)
     assert selection.ended == {3, 7}
+
+
+def test_complete_groups_count_rollouts_and_have_all_their_branches():
+    """Two branches of one rollout are not two rollouts; one row for each, but one reward and one text for both."""
+    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1]}, num_tokens=2)
+    pool = replace(
+        pool, rollouts=[in_two_branches(r) if r.rollout_id.sample == 0 else r for r in pool.rollouts]
+    )
+    selection = select_step(pool, 3, 1, 1)
+    groups = selection.groups
+    assert groups.table.ids == [
+        RolloutId(3, 0, 0),
+        RolloutId(3, 0, 1),
+        RolloutId(7, 0, 0),
+        RolloutId(7, 0, 1),
+    ]
+    assert groups.table.episode.tolist() == [0, 0, 1, 1]
+    assert groups.rewards[:, :, 0].tolist() == [[1], [0]]
+    assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
+    assert [r.rollout_id for r in groups.rewarded.rollouts] == [RolloutId(3, 0, 1), RolloutId(7, 0, 1)]
+    assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]
+    assert [r.rollout_id for r in selection.left.rollouts] == [RolloutId(4, 0, 1)]
+    assert (selection.num_selected, selection.num_missing) == (2, 1)
+
+
+def as_tuples(rollout: Rollout) -> list[tuple]:
+    return [
+        (*facts(branch), branch.num_prompt_tokens, branch.weight_version.tolist())
+        for branch in rollout.branches
+    ]
+
+
+def test_a_record_has_all_branches_and_one_of_before_there_were_any_still_loads(tmp_path):
+    (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
+    branched = in_two_branches(rollout)
+    record = finished_record(FinishedRollout(branched, [None, 0.5], failed=True))
+    ValueCopy.of({"in_flight": [record]}, "records").write(tmp_path, "records")
+    (saved,) = read_values(tmp_path / "records")["in_flight"]
+    finished = finished_of(saved)
+    assert as_tuples(finished.rollout) == as_tuples(branched)
+    assert (finished.rewards, finished.failed) == ([None, 0.5], True)
+
+    old = finished_record(FinishedRollout(rollout))
+    del old["earlier"]
+    old["id"] = [4, 0]
+    assert as_tuples(finished_of(old).rollout) == as_tuples(rollout)
 
 
 def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():

@@ -1,7 +1,8 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
     return {
         **_tokens_record(finished.rollout),
-        "finish_reason": finished.rollout.finish_reason,
+        "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -42,17 +43,18 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
-        "id": [rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample],
+        "id": list(dataclasses.astuple(rollout.rollout_id)),
         "prompt": rollout.tokens[:start].clone(),
         "tokens": rollout.tokens[start:].clone(),
         "logprobs": rollout.sample_logprobs[start:].clone(),
         "versions": rollout.weight_version[start:].clone(),
         "is_sampled": rollout.loss_mask[start:].clone(),
+        "finish_reason": rollout.finish_reason,
     }
 
 
 def id_of(record: Mapping[str, Any]) -> RolloutId:
-    """Whose record it is."""
+    """Whose record it is. Records of before there were branches have no number of one."""
     return RolloutId(*record["id"])
 
 
@@ -64,13 +66,20 @@ def sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
 
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
     """The rollout of `finished_record`."""
+    earlier = tuple(_rollout_of(branch) for branch in record.get("earlier", ()))
+    rollout = replace(_rollout_of(record), earlier=earlier)
+    return FinishedRollout(rollout, record["rewards"], record["failed"])
+
+
+def _rollout_of(record: Mapping[str, Any]) -> Rollout:
+    """The branch of `_tokens_record`."""
     prompt = record["prompt"]
 
     def stream(name: str) -> Tensor:
         tokens: Tensor = record[name]
         return torch.cat([tokens.new_zeros(len(prompt)), tokens])
 
-    rollout = Rollout(
+    return Rollout(
         tokens=torch.cat([prompt, record["tokens"]]),
         loss_mask=stream("is_sampled"),
         sample_logprobs=stream("logprobs"),
@@ -79,4 +88,3 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
     )
-    return FinishedRollout(rollout, record["rewards"], record["failed"])

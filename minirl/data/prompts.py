@@ -143,11 +143,12 @@ class PromptStream:
             purpose=self.purpose,
             prompt_ordinal=rollout_id.prompt_ordinal,
             sample=rollout_id.sample,
+            branch=rollout_id.branch,
         )
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout's completion, without special tokens."""
-        return self.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
+        return self.tokenizer.decode(rollout.completion)
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""
