@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from minirl.files.value_files import read_values
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import run_in_pool, run_script, start_script, wait_for
+from support.scripts import branching_fork, run_in_pool, run_script, start_script, wait_for
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -115,6 +115,26 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
             f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
         )
         assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
+    """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
+    fork = str(branching_fork(tmp_path, "train_grpo.py"))
+    flags = (*COMMON.split(), "--decode-budget", "2", "--max-staleness", "2", "--run-name")
+    run_in_pool(two_ranks, fork, *flags, "branches", runs=runs)
+    expected = digests(runs / "branches")
+    folder = runs / "branches" / "checkpoints" / "000001" / "resume" / "records"
+    records = [record for rank in range(2) for record in read_values(folder / f"{rank}-of-2")["in flight"]]
+    assert any(record.get("earlier") for record in records), "no rollout in flight has branches"
+    copy = interrupted_copy(runs / "branches", "branches-resumed", 1)
+    run_in_pool(two_ranks, fork, *flags, copy.name, runs=runs)
+    assert digests(copy) == expected
+
+    fewer = interrupted_copy(runs / "branches", "branches-fewer", 1)
+    run_in_pool(one_rank, fork, *flags, fewer.name, runs=runs)
+    lines = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "branches", fewer)]
+    found = [[(x["id"], x["completion"]) for x in map(json.loads, text.splitlines())] for text in lines]
+    assert found[0] == found[1]
 
 
 def negate_weights(folder: Path) -> None:

@@ -31,11 +31,14 @@ class Generate:
     after: text, token ids or, between turns of a chat, messages.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
+    branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
     """
 
     after: "After" = ""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    branch: int = 0
+    prompt: str | Messages = ""
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,36 @@ class TurnReader:
 
 
 class Turn:
-    """A turn that was sampled, without what was appended before it.
+    """A turn that was sampled.
 
-    ids: the token ids, including the stop token. logprobs: of these tokens. finish_reason: "stop" or "length". start:
-    where the turn begins among the episode's tokens. inserted: the messages that were appended before it.
+    ids: the token ids, including the stop token. logprobs: of these tokens. versions: of the weights that sampled them.
+    finish_reason: "stop" or "length". appended: the token ids that were appended before it. inserted: the messages, if
+    it was messages. branch: its number. start: where the turn begins among the branch's tokens after its prompt. limit:
+    of all these tokens, `Branch.max_tokens`.
     """
 
     def __init__(
         self,
         ids: list[int],
         logprobs: list[float],
+        versions: list[int],
         finish_reason: str,
         *,
+        branch: int,
         start: int,
-        reader: TurnReader,
+        limit: int,
+        appended: list[int],
         inserted: Messages,
+        reader: TurnReader,
     ):
         self.ids = ids
         self.logprobs = logprobs
+        self.versions = versions
         self.finish_reason = finish_reason
+        self.branch = branch
         self.start = start
+        self.limit = limit
+        self.appended = appended
         self.inserted = inserted
         self._reader = reader
 
@@ -95,20 +108,18 @@ class Turn:
 
 
 @dataclass
-class Episode:
-    """One rollout while it is made. The lists have one element per token after the prompt.
+class Branch:
+    """A prompt with the turns behind it. The lists have one element per token after the prompt.
 
-    row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    max_tokens: limit of all tokens after the prompt, appended ones included. tools: JSON schemas of those that the
-    prompt tells of. turns: those that have ended.
+    number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
+    where the episode began it, that of the episode, until its first turn is there. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
     """
 
-    row: "Row"
-    seed: int
+    prompt: str | Messages
     max_tokens: int
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    number: int = 0
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -127,7 +138,7 @@ class Episode:
         An answer is all text between messages, without special tokens: what was sampled and what was appended as text
         or ids. One that continues the prompt's last message is one with it.
         """
-        messages = [dict(message) for message in as_messages(self.row.prompt)]
+        messages = [dict(message) for message in as_messages(self.prompt)]
         before = None
         for turn in self.turns:
             if turn.inserted:
@@ -136,15 +147,6 @@ class Episode:
             before = turn
         _add_answer(messages, before)
         return messages
-
-    def add(self, appended: Sequence[int], turn: Turn, versions: Sequence[int]) -> None:
-        """Add a turn that has ended, with the tokens that were appended before it. For who runs the episode."""
-        none = [0] * len(appended)
-        self.tokens += [*appended, *turn.ids]
-        self.loss_mask += [False] * len(appended) + [True] * len(turn.ids)
-        self.logprobs += [*none, *turn.logprobs]
-        self.versions += [*none, *versions]
-        self.turns.append(turn)
 
     def generate(
         self,
@@ -159,7 +161,42 @@ class Episode:
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        return Generate("" if appended is None else appended, strings, max_tokens)
+        prompt = self.prompt if self.number > 0 else ""
+        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn that has ended. For who runs the episode."""
+        self.max_tokens = turn.limit
+        none = [0] * len(turn.appended)
+        self.tokens += [*turn.appended, *turn.ids]
+        self.loss_mask += [False] * len(turn.appended) + [True] * len(turn.ids)
+        self.logprobs += [*none, *turn.logprobs]
+        self.versions += [*none, *turn.versions]
+        self.turns.append(turn)
+
+
+class Episode(Branch):
+    """One rollout while it is made. It is a branch itself, the one behind the row's prompt.
+
+    row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
+    tools: JSON schemas of those that the prompt tells of. branches: all of them by number, this one is 0.
+    """
+
+    def __init__(self, row: "Row", seed: int, max_tokens: int, tools: list[dict[str, Any]] | None = None):
+        super().__init__(row.prompt, max_tokens)
+        self.row = row
+        self.seed = seed
+        self.tools = tools or []
+        self.branches: dict[int, Branch] = {0: self}
+
+    def branch(self, prompt: str | Messages) -> Branch:
+        """A further branch, behind another prompt: a conversation that is written anew, or another one.
+
+        It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
+        """
+        branch = Branch(prompt, self.max_tokens, number=len(self.branches))
+        self.branches[branch.number] = branch
+        return branch
 
 
 def _add_answer(messages: Messages, turn: Turn | None) -> None:
