@@ -6,15 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turns
+from minirl.collect.episode import End, Episode, Generate, RolloutFunction, Turns
 from minirl.errors import refuse
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing."""
+    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing.
+
+    reason: the finish reason that it gave (`Episode.end`).
+    """
 
     returned: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Host(Protocol):
 
     def close(self, number: int) -> None:
         """End a function that has asked for a turn which it does not get. There is no reply."""
+
+    def seconds(self, number: int) -> float:
+        """How long a function that asks for a turn has worked and waited by itself so far."""
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         """The replies that are there, in any order. If there are none, wait for some, for at most so many seconds."""
@@ -84,15 +91,23 @@ class InProcess:
         _, turns = self._running.pop(number)
         turns.close()
 
+    def seconds(self, number: int) -> float:
+        return 0.0
+
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         replies, self._replies = self._replies, []
         return replies
 
     def _advance(self, number: int, next_turn: Callable[[], Any]) -> None:
         reply: Any
+        episode, turns = self._running[number]
         try:
             reply = next_turn()
+            if isinstance(reply, End):
+                turns.close()
+                reply = Ended(reason=reply.reason)
         except StopIteration as end:
+            reply = Ended(None if end.value is None else f"{end.value!r:.80}", episode.end_reason)
+        if isinstance(reply, Ended):
             del self._running[number]
-            reply = Ended(None if end.value is None else f"{end.value!r:.80}")
         self._replies.append((number, reply))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode_runner import RunningEpisode
-from minirl.rollouts import Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, Sampled, rollout_of
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ def episode_record(running: RunningEpisode) -> dict[str, Any]:
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
+    episode = finished.rollout.episode
     return {
         **_tokens_record(finished.rollout),
         "finish_reason": finished.rollout.finish_reason,
+        "episode": None if episode is None else episode.to_json(),
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -65,6 +67,7 @@ def sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
     """The rollout of `finished_record`."""
     prompt = record["prompt"]
+    episode = record.get("episode")  # a checkpoint from before it was recorded has none
 
     def stream(name: str) -> Tensor:
         tokens: Tensor = record[name]
@@ -78,5 +81,6 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
+        episode=None if episode is None else EpisodeRecord.from_json(episode),
     )
     return FinishedRollout(rollout, record["rewards"], record["failed"])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
+from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
@@ -278,7 +279,9 @@ class Run:
             self.prompts,
             self._reward_functions,
             rollout=self._rollout_workers or rollout,
-            max_turns=self.config.max_turns,
+            limits=EpisodeLimits(
+                self.config.max_turns, self.config.max_sampled_tokens, self.config.max_episode_seconds
+            ),
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,

@@ -37,7 +37,7 @@ class RolloutTable:
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: the length limit ended the completion
+    is_truncated: Tensor  # bool: a limit cut the completion off
     rewards: Tensor  # fp64 [N, K], one column per reward
 
     @property
@@ -196,7 +196,7 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
                 rollout.num_prompt_tokens,
                 len(rollout.tokens),
                 int(rollout.loss_mask.sum()),
-                rollout.finish_reason == "length",
+                rollout.is_truncated,
             ]
         )
     # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.
