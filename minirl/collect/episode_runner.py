@@ -325,7 +325,7 @@ class EpisodeRunner:
         self._forget(running)
 
     def _record(self, running: RunningEpisode) -> EpisodeRecord | None:
-        """What there is to tell of an episode; None if it is no more than one answer, which was read if asked for."""
+        """What there is to tell of an episode; None if it is one answer, and no more."""
         episode = running.episode
         turns = [
             TurnRecord(turn.start, len(turn.ids), turn.finish_reason, turn.parse_error)

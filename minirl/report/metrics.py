@@ -338,8 +338,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation and of the
     update, where there were such. Replaces counts of finish reasons by shares; that of turns by their mean, or by
-    nothing where each rollout is one answer; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by
-    the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    nothing where each rollout is one answer; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and
+    by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
     for name in metrics:

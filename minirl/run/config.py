@@ -58,9 +58,8 @@ class Generate:
     on_rollout_error: Literal["stop", "end"] = "stop"
     """end: where --rollout fails the completion ends, for up to 5 % of a step's completions on a rank"""
     max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
-    max_sampled_tokens: int = (
-        0  # sampled tokens of a completion, over all its turns; 0: --max-new-tokens alone
-    )
+    max_sampled_tokens: int = 0
+    """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
     max_episode_seconds: float = 0.0
     """seconds that --rollout works and waits for a completion, checked between turns; 0: no limit"""
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
