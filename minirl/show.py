@@ -122,12 +122,13 @@ def paragraphs(rollout: Rollout, paint: Paint) -> Iterator[str]:
         yield paint("label", f"rewards: {listed(rollout['rewards'])}")
     yield paint("label", "prompt:")
     yield escaped(prompt_text(rollout["prompt"]))
-    if "segments" not in rollout:
+    segments = rollout.get("segments", [])
+    if not segments:
         yield paint("label", "sampled:")
         yield paint("sampled", rollout["completion"])
         return
-    turns = iter(enumerate(rollout["turns"], 1))
-    for segment in rollout["segments"]:
+    turns = iter(enumerate(rollout.get("turns", []), 1))
+    for segment in segments:
         count = f"{segment['num_tokens']} tokens"
         if segment["kind"] == "sampled":
             yield paint("label", turn_label(*next(turns), count))

@@ -103,7 +103,7 @@ def find_run(name: str, part: str) -> Path:
     """
     folders = [Path(name), runs_root() / name]
     for folder in folders:
-        if (folder / part).exists():
+        if os.path.exists(folder / part):  # which a name that no file can have does not make raise
             return folder
     raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
 
