@@ -1,8 +1,10 @@
 """What ends an episode, what is said of its end, and what is recorded of its turns."""
 
 import json
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from support.collecting import (
     Prompts,
     calculator,
     chat_prompts,
-    chatting,
     collected,
     letter_tokenizer,
     make_collector,
@@ -295,13 +296,28 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment(metrics_of):
     assert plain["finish/length"] == 1
 
 
-def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of):
-    """Letters say no call: every answer is read, but for one that begins a call and does not end it."""
-    asked = rollouts_of(chatting, prompts=chat_prompts(200, tool_format="hermes"))
-    assert "count/parse_errors" not in metrics_of(asked)
-    turns = [replace(turn, parse_error="call 1: has no </tool_call>") for turn in asked[0].turns[:2]]
-    broken = replace(asked[0], episode=replace(asked[0].episode, turns=turns))
-    assert metrics_of([broken, *asked[1:]])["count/parse_errors"] == 2
+def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, monkeypatch):
+    """With the function of docs/episodes.md that tells the model so."""
+
+    def parsed(tokenizer, ids, before):
+        error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
+        return {"role": "assistant", "content": "", **error}
+
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", parsed)
+    page = (Path(__file__).parent.parent / "docs" / "episodes.md").read_text()
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
+    names = {}
+    exec(source.replace("generate(", "generate(max_tokens=9, "), names)
+    rollouts = rollouts_of(names["rollout"], 8, prompts=chat_prompts(400))
+    num_errors = 0
+    for rollout in rollouts:
+        told = [turn.parse_error for turn in rollout.turns]
+        assert told[:-1] == ["has an a"] * (len(told) - 1)
+        assert (rollout.finish_reason == "parse_error") == (told == ["has an a"] * 4)
+        num_errors += told.count("has an a")
+    assert metrics_of(rollouts)["count/parse_errors"] == num_errors > 8
+    unasked = rollouts_of(calculator, prompts=chat_prompts(400))
+    assert "count/parse_errors" not in metrics_of(unasked)
 
 
 def test_a_limit_that_has_no_effect_is_refused():

@@ -487,7 +487,7 @@ class Run:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder.path
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
-        print0(f"rollouts   {folder}/rollouts/")
+        print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
         print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
