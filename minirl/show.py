@@ -39,12 +39,12 @@ def step_file(run: str, step: int | None) -> Path:
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
     refuse(not files, f"{folder}: has no rollouts yet")
-    chosen = max(files) if step is None else step
+    number = max(files) if step is None else step
     refuse(
-        chosen not in files,
-        f"{folder}: has none of step {chosen}; there are steps {min(files)} to {max(files)}",
+        number not in files,
+        f"{folder}: has none of step {number}; there are steps {min(files)} to {max(files)}",
     )
-    return files[chosen]
+    return files[number]
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -211,11 +211,10 @@ def main() -> int:
             print("\n".join(paragraphs(rollout, paint)), end="\n\n")
         print(f"{len(rollouts)} rollouts in {path}", flush=True)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {escaped(str(error))}", file=sys.stderr)
         return error.exit_code
-    except (
-        BrokenPipeError
-    ):  # its reader, as `head`, has enough; what is left unsent would be sent at the exit
+    except BrokenPipeError:
+        # Its reader, `head` for example, has enough; without this the rest would be sent, and fail, at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
