@@ -218,11 +218,9 @@ def modules(episode):
     assert episode.loss_mask == [True] * 3 + [False] * 2 + [True] * 4
     (FOLDER / "seen").touch()
 
-moods = iter("abcdefghijkl" * 99)
-
 def moody(episode):
     yield episode.generate(max_tokens=3)
-    yield episode.generate(after=next(moods), max_tokens=3)
+    yield episode.generate(after=random.SystemRandom().choices(range(3, 20), k=9), max_tokens=3)
     if is_chosen(episode, 2, place="f:26") and once("moody_death"):
         os._exit(3)
 """
