@@ -13,7 +13,7 @@ from typing import Any
 
 from minirl.errors import InputError
 from minirl.report.logger import read_metrics
-from minirl.run.run_folder import runs_root
+from minirl.run.run_folder import find_run
 
 CAUSES = {  # of the account of time, from the ground up
     "prefill": "#1f4e8c",
@@ -37,12 +37,7 @@ SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 
 def read_run(name: str) -> tuple[str, list[dict[str, Any]]]:
     """A run's name and the numbers of its steps. Raises InputError where there are none."""
-    folders = [Path(name), runs_root() / name]
-    folder = next((path for path in folders if (path / "metrics.jsonl").is_file()), None)
-    if folder is None:
-        raise InputError(
-            f"{name}: no metrics.jsonl in {folders[0]} or {folders[1]}; give a run's folder or name"
-        )
+    folder = find_run(name, "metrics.jsonl")
     lines, damaged = read_metrics(folder / "metrics.jsonl")
     for number in damaged:
         print(f"note: {folder}/metrics.jsonl:{number} is no whole line and is left out", file=sys.stderr)

@@ -1,12 +1,15 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+# The finish reasons of rollouts that a limit has cut off: of all tokens, turns, sampled tokens, seconds.
+CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,67 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TurnRecord:
+    """A turn of an episode that has ended: `num_tokens` sampled tokens, from `start` among those after the prompt.
+
+    finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if it
+    was asked for. rewards: that were given in it, by name.
+    """
+
+    start: int
+    num_tokens: int
+    finish_reason: str
+    branch: int = 0
+    parse_error: str | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that were sampled or appended, one after another, or a further branch's prompt.
+
+    text: special tokens are spelt out in it. branch: its number.
+    """
+
+    kind: Literal["sampled", "environment", "prompt"]
+    text: str
+    num_tokens: int
+    branch: int = 0
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """What there is to tell of an episode that was more than one answer.
+
+    messages: the conversation (of the last branch), each with role, content and what else of it is text. segments: all
+    tokens after the row's prompt, branch by branch; the sampled ones are those of `turns`, in order.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    segments: Sequence[Segment]
+    turns: Sequence[TurnRecord]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, by the names above."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
+        """The record of `to_json`."""
+        return EpisodeRecord(
+            messages=values["messages"],
+            segments=[Segment(**segment) for segment in values["segments"]],
+            turns=[TurnRecord(**turn) for turn in values["turns"]],
+        )
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
     A completion of several turns has appended tokens between them, which are no part of the loss mask.
+    finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also one of `CUT_OFF`, one that its
+    function gives (`collect.episode.END_REASONS`), or "error". episode: None where it was no more than one answer.
 
     Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it
     has several branches: each a prompt with a completion and a sample of its own in training, with the reward and the
@@ -93,8 +153,8 @@ class Rollout:
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
-    # "stop" (by a stop id or the stop test), "length"; of episodes also "max_turns" and "error"
     finish_reason: str
+    episode: EpisodeRecord | None = None
     earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
 
     @property
@@ -106,6 +166,21 @@ class Rollout:
     def num_sampled(self) -> int:
         """How many tokens the policy sampled, in all branches."""
         return sum(int(branch.loss_mask.sum()) for branch in self.branches)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit cut it off, so that it might have gone on."""
+        return self.finish_reason in CUT_OFF
+
+    @property
+    def turns(self) -> Sequence[TurnRecord]:
+        """Its turns, as far as they are recorded: none of a rollout that was no more than one answer."""
+        return () if self.episode is None else self.episode.turns
+
+    @property
+    def num_turns(self) -> int:
+        """How many turns were sampled."""
+        return max(1, len(self.turns))
 
     @property
     def completion(self) -> list[int]:

@@ -31,6 +31,7 @@ ORDER = (
     "collect",
     "run",
     "plot",
+    "show",
 )
 HEAVY = (
     "matplotlib",

@@ -85,7 +85,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
 def test_every_flag_that_a_page_names_exists(page):
-    """Of the scripts, of torchrun, of pytest or of the plot."""
+    """Of the scripts, of torchrun, of pytest or of the commands that show a run."""
     known = {
         flag_of(field)
         for config in (train_grpo.Config, train_ppo.Config)
@@ -98,6 +98,9 @@ def test_every_flag_that_a_page_names_exists(page):
         "--signals-to-handle",
         "--max-restarts",
         "--output",
+        "--num",
+        "--best",
+        "--worst",
         "--help",
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))

@@ -34,7 +34,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, Segment, TurnRecord
 from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
@@ -381,6 +381,10 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
         "len/empty": 0.5,
         "count/tokens": 6.0,
         "count/rollouts": 2.0,
+        "finish/stop": 1.0,
+        "finish/length": 1.0,
+        "env/turns": 2.0,
+        "env/tokens": 0.0,
         "reward/mean": 0.75,
         "reward/std": 0.5,
         "reward/frac_equal_groups": 0.5,
@@ -561,6 +565,7 @@ def said(capsys: pytest.CaptureFixture) -> str:
 TROUBLES = {
     "easier prompts": {"reward/frac_equal_groups": 1.0, "policy/loss": 0.0},
     "--max-new-tokens": {"len/truncated": 0.96},
+    "--max-sampled-tokens": {"len/truncated": 0.96, "finish/length": 0.1, "finish/max_tokens": 0.86},
     "entropy is collapsing": {"policy/entropy": 0.02, "reward/mean": 0.4},
     "is exploding": {"policy/kl_old_k3": 0.3},
     "KL divergence": {"policy/kl_ref_k3": 2.1},
@@ -699,7 +704,11 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
     rollouts = [
         make_rollout(2, 3),
-        dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0)),
+        dataclasses.replace(
+            make_rollout(1, 1, "length"),
+            rollout_id=RolloutId(4, 0),
+            episode=EpisodeRecord(chat, [Segment("sampled", "2", 1)], [TurnRecord(0, 1, "length")]),
+        ),
     ]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
@@ -714,6 +723,14 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
     assert lines[2:] == [""]
     assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
+    episode = {
+        "messages": chat,
+        "segments": [{"kind": "sampled", "text": "2", "num_tokens": 1}],
+        "turns": [
+            {"start": 0, "num_tokens": 1, "finish_reason": "length", "parse_error": None, "rewards": {}}
+        ],
+    }
+    assert strict_json(lines[0]).items() >= episode.items()
     assert strict_json(lines[1]) == {
         "id": [4, 1],
         "row": "f:1",

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
@@ -236,11 +237,9 @@ def modules(episode):
     assert episode.loss_mask == [True] * 3 + [False] * 2 + [True] * 4
     (FOLDER / "seen").touch()
 
-moods = iter("abcdefghijkl" * 99)
-
 def moody(episode):
     yield episode.generate(max_tokens=3)
-    yield episode.generate(after=next(moods), max_tokens=3)
+    yield episode.generate(after=random.SystemRandom().choices(range(3, 20), k=9), max_tokens=3)
     if is_chosen(episode, 2, place="f:26") and once("moody_death"):
         os._exit(3)
 """
@@ -457,7 +456,7 @@ def test_row_53_an_endless_episode_ends_at_its_limit_of_turns(load, is_worker):
             yield episode.generate(max_tokens=1)
 
     rollout = load("endless") if is_worker else endless
-    for row in rollouts_of(rollout, max_turns=7, prompts=Prompts(lambda _: 60))[0]:
+    for row in rollouts_of(rollout, limits=EpisodeLimits(max_turns=7), prompts=Prompts(lambda _: 60))[0]:
         assert (row[1], row[3].count(True)) == ("max_turns", 7)
     for row in rollouts_of(rollout, prompts=Prompts(lambda _: 60))[0]:
         assert (row[1], row[3].count(True)) == ("length", 60)

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode import RolloutFunction, one_turn
-from minirl.collect.episode_runner import NO_BUDGET, EpisodeRunner, RecordedEpisode, RunningEpisode
+from minirl.collect.episode_runner import (
+    NO_BUDGET,
+    NO_LIMITS,
+    EpisodeLimits,
+    EpisodeRunner,
+    RecordedEpisode,
+    RunningEpisode,
+)
 from minirl.collect.in_flight import (
     FinishedRollout,
     episode_record,
@@ -57,7 +64,7 @@ class Collector:
         functions: Mapping[str, RewardFunction],
         *,
         rollout: RolloutFunction | RolloutWorkers = one_turn,
-        max_turns: int = 0,
+        limits: EpisodeLimits = NO_LIMITS,
         group_size: int = 1,
         num_greedy: int = 0,
         temperature: float = 1.0,
@@ -68,7 +75,7 @@ class Collector:
     ):
         """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
-        max_turns: of an episode, 0: as many as it likes.
+        limits: of an episode.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
         max_refills: replace groups of equal first rewards by groups of new prompts, at most so many times in a step;
         then they fill it up. None: do not replace them.
@@ -80,7 +87,7 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._rollout = rollout
-        self._max_turns = max_turns
+        self._limits = limits
         self._prompts = prompts
         self._functions = functions
         self._group_size = group_size
@@ -90,7 +97,7 @@ class Collector:
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
         self._frozen = frozen
-        self._runner = EpisodeRunner(engine, rollout, prompts, max_turns=max_turns)
+        self._runner = EpisodeRunner(engine, rollout, prompts, limits=limits)
         # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
         # and those with rewards.
         self._paused: list[RunningEpisode] = []
@@ -151,7 +158,7 @@ class Collector:
             prompts,
             self._functions,
             rollout=self._rollout,
-            max_turns=self._max_turns,
+            limits=self._limits,
             group_size=0,
             num_greedy=1,
         )

@@ -18,10 +18,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minirl.data.task import Messages, as_messages
+from minirl.errors import refuse
 
 if TYPE_CHECKING:
     from minirl.data.chat_turns import After
     from minirl.data.task import Row
+
+# What `Episode.end` takes.
+END_REASONS = (
+    "stop",
+    "length",
+    "max_turns",
+    "max_tokens",
+    "tool_error",
+    "parse_error",
+    "timeout",
+    "env_done",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,13 @@ class Generate:
     max_tokens: int | None = None
     branch: int = 0
     prompt: str | Messages = ""
+
+
+@dataclass(frozen=True)
+class End:
+    """What an episode says in place of `Generate`: that it ends here. See `Episode.end`."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,12 @@ class Turn:
         """
         return self._reader.message()
 
+    @property
+    def parse_error(self) -> str | None:
+        """Why its message could not be read in whole; None where it could, or where nobody has asked for it."""
+        error: str | None = vars(self).get("message", {}).get("parse_error")
+        return error
+
     @functools.cached_property
     def answer(self) -> str:
         """The text of the message that the turn belongs to, up to the turn's end, without special tokens."""
@@ -115,6 +141,7 @@ class Branch:
     where the episode began it, that of the episode, until its first turn is there. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
+    end_reason: that `end` was called with.
     """
 
     prompt: str | Messages
@@ -125,6 +152,7 @@ class Branch:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    end_reason: str | None = None
 
     @property
     def room(self) -> int:
@@ -157,8 +185,9 @@ class Branch:
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing.
+        after: also a single message; None for nothing. Raises InputError after `end`.
         """
+        refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         prompt = self.prompt if self.number > 0 else ""
@@ -198,6 +227,18 @@ class Episode(Branch):
         self.branches[branch.number] = branch
         return branch
 
+    def end(self, reason: str) -> End:
+        """What to yield, or to call before the function returns, for the episode to end with this finish reason.
+
+        reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends as its last turn did.
+        """
+        refuse(
+            reason not in END_REASONS,
+            f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
+        )
+        self.end_reason = reason
+        return End(reason)
+
 
 def _add_answer(messages: Messages, turn: Turn | None) -> None:
     """Add the answer of its last turn to a conversation. Only the prompt's last message can be the assistant's too."""
@@ -209,8 +250,8 @@ def _add_answer(messages: Messages, turn: Turn | None) -> None:
         messages.append({"role": "assistant", "content": turn.answer})
 
 
-Turns = Generator[Generate, Turn, None]
-AsyncTurns = AsyncGenerator[Generate, Turn]
+Turns = Generator[Generate | End, Turn, None]
+AsyncTurns = AsyncGenerator[Generate | End, Turn]
 RolloutFunction = Callable[[Episode], Turns]
 
 

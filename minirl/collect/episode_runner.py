@@ -23,13 +23,39 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import (
+    EpisodeRecord,
+    Request,
+    Rollout,
+    RolloutId,
+    Sampled,
+    Segment,
+    TurnRecord,
+    appended,
+    rollout_of,
+)
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Where an episode ends that asks for a further turn; 0: no limit.
+
+    max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
+    has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
+    """
+
+    max_turns: int = 0
+    max_sampled_tokens: int = 0
+    max_seconds: float = 0.0
+
+
+NO_LIMITS = EpisodeLimits()
 
 
 class TurnEnd(NamedTuple):
@@ -126,14 +152,14 @@ class EpisodeRunner:
         rollout: RolloutFunction | RolloutWorkers,
         prompts: PromptStream,
         *,
-        max_turns: int = 0,
+        limits: EpisodeLimits = NO_LIMITS,
     ):
-        """rollout: a generator function, see `episode`. max_turns: an episode has no more, 0: as many as it likes."""
+        """rollout: a generator function, see `episode`."""
         self._engine = engine
         self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
         self._name = self._host.name
         self._prompts = prompts
-        self._max_turns = max_turns
+        self._limits = limits
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
@@ -275,13 +301,11 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, running.turn_ends[-1].finish_reason)
+            self._end(running, reply.reason or self._reason_of_last_turn(running))
         elif new_ids is None:  # there was no room for what it asked for
-            self._host.close(running.number)
-            self._end(running, "length")
-        elif 0 < self._max_turns <= len(running.turn_ends):
-            self._host.close(running.number)
-            self._end(running, "max_turns")
+            self._cut_off(running, "length")
+        elif limit := self._reached_limit(running):
+            self._cut_off(running, limit)
         elif not running.turn_ends:
             self._begin_first_turn(running, new_ids)
         elif running.budget == 0:
@@ -334,15 +358,76 @@ class EpisodeRunner:
             self._number_of[present.request.rollout_id] = running.number
         self._engine.submit(requests, weight_version=self._weight_version)
 
+    def _reached_limit(self, running: RunningEpisode) -> str | None:
+        """The finish reason of an episode that may not have the turn it asks for; None if it may."""
+        limits = self._limits
+        if 0 < limits.max_turns <= len(running.turn_ends):
+            return "max_turns"
+        if self._room_to_sample(running) < 1:
+            return "max_tokens"
+        if running.turn_ends and 0 < limits.max_seconds < self._host.seconds(running.number):
+            return "timeout"
+        return None
+
+    def _room_to_sample(self, running: RunningEpisode) -> int:
+        """How many more tokens may be sampled, whatever is appended."""
+        limit = self._limits.max_sampled_tokens or sys.maxsize
+        return limit - sum(sum(branch.loss_mask) for branch in running.episode.branches.values())
+
+    def _reason_of_last_turn(self, running: RunningEpisode) -> str:
+        """The finish reason of an episode that ends because its function does."""
+        reason = running.turn_ends[-1].finish_reason
+        return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
+
+    def _cut_off(self, running: RunningEpisode, limit: str) -> None:
+        """End an episode whose function goes on."""
+        self._host.close(running.number)
+        self._end(running, limit)
+
     def _end(self, running: RunningEpisode, finish_reason: str) -> None:
         """End an episode behind its last turn."""
         rollout = running.rollout(finish_reason)
         assert rollout is not None
-        self._ended.append(rollout)
+        self._ended.append(replace(rollout, episode=self._record(running)))
         for branch in running.branches.values():
             if branch.is_held:
                 self._engine.release(branch.request.rollout_id)
         self._forget(running)
+
+    def _record(self, running: RunningEpisode) -> EpisodeRecord | None:
+        """What there is to tell of an episode; None if it is one answer, and no more."""
+        begun = [branch for branch in running.episode.branches.values() if branch.turns]
+        all_turns = [turn for branch in begun for turn in branch.turns]
+        only = all_turns[0] if len(all_turns) == 1 else None
+        if only is not None and only.start == only.branch == 0 and only.parse_error is None:
+            return None
+        turns = []
+        for turn in all_turns:
+            turns.append(
+                TurnRecord(turn.start, len(turn.ids), turn.finish_reason, turn.branch, turn.parse_error)
+            )
+        messages = []
+        for message in begun[-1].messages:
+            messages.append({key: value for key, value in message.items() if isinstance(value, str)})
+        segments = [segment for branch in begun for segment in self._segments(running, branch)]
+        return EpisodeRecord(messages, segments, turns)
+
+    def _segments(self, running: RunningEpisode, branch: Branch) -> list[Segment]:
+        """A branch's tokens as texts, turn by turn with what was appended before it; its prompt, if not the row's."""
+        number = branch.number
+        segments = []
+        if number > 0:
+            ids = running.branches[number].request.prompt_ids
+            segments.append(Segment("prompt", self._spelt(ids), len(ids), number))
+        for turn in branch.turns:
+            if turn.appended:
+                text = self._spelt(turn.appended)
+                segments.append(Segment("environment", text, len(turn.appended), number))
+            segments.append(Segment("sampled", self._spelt(turn.ids), len(turn.ids), number))
+        return segments
+
+    def _spelt(self, ids: Sequence[int]) -> str:
+        return self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _forget(self, running: RunningEpisode) -> None:
         del self._running[running.number]
@@ -439,7 +524,9 @@ class EpisodeRunner:
             return None
         running.present = present
         present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
-        present.turn_limit = turn_start + min(room, asked.max_tokens or room)
+        # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
+        room_to_sample = max(1, self._room_to_sample(running))
+        present.turn_limit = turn_start + min(room, room_to_sample, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
         present.request = replace(present.request, turn_start=turn_start, stop_test=stop_test)
         return new_ids

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turn, Turns
+from minirl.collect.episode import End, Episode, Generate, RolloutFunction, Turn, Turns
 from minirl.errors import refuse
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing."""
+    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing.
+
+    reason: the finish reason that it gave (`Episode.end`).
+    """
 
     returned: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Host(Protocol):
     def close(self, number: int) -> None:
         """End a function that has asked for a turn which it does not get. There is no reply."""
 
+    def seconds(self, number: int) -> float:
+        """How long a function that asks for a turn has worked and waited by itself so far."""
+
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         """The replies that are there, in any order. If there are none, wait for some, for at most so many seconds."""
 
@@ -58,7 +65,7 @@ class InProcess:
         self.name = getattr(function, "__name__", "rollout")
         self._function = function
         self._numbers = itertools.count()
-        self._running: dict[int, Turns] = {}
+        self._running: dict[int, tuple[Episode, Turns]] = {}
         self._replies: list[tuple[int, Reply]] = []
 
     def begin(self, episode: Episode) -> int:
@@ -72,16 +79,20 @@ class InProcess:
             f"{self.name}(episode): is no generator; write `turn = yield episode.generate()`",
         )
         number = next(self._numbers)
-        self._running[number] = turns
+        self._running[number] = (episode, turns)
         self._advance(number, turns.__next__)
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        turns = self._running[number]
+        _, turns = self._running[number]
         self._advance(number, lambda: turns.send(turn))
 
     def close(self, number: int) -> None:
-        self._running.pop(number).close()
+        _, turns = self._running.pop(number)
+        turns.close()
+
+    def seconds(self, number: int) -> float:
+        return 0.0
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         replies, self._replies = self._replies, []
@@ -89,9 +100,14 @@ class InProcess:
 
     def _advance(self, number: int, next_turn: Callable[[], Any]) -> None:
         reply: Any
+        episode, turns = self._running[number]
         try:
             reply = next_turn()
+            if isinstance(reply, End):
+                turns.close()
+                reply = Ended(reason=reply.reason)
         except StopIteration as end:
+            reply = Ended(None if end.value is None else f"{end.value!r:.80}", episode.end_reason)
+        if isinstance(reply, Ended):
             del self._running[number]
-            reply = Ended(None if end.value is None else f"{end.value!r:.80}")
         self._replies.append((number, reply))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, rollout_of
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpi
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
+    episode = finished.rollout.episode
     return {
         **_tokens_record(finished.rollout),
         "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
+        "episode": None if episode is None else episode.to_json(),
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -94,6 +96,7 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
 def _rollout_of(record: Mapping[str, Any]) -> Rollout:
     """The branch of `_tokens_record`."""
     prompt = record["prompt"]
+    episode = record.get("episode")  # a checkpoint from before it was recorded has none
 
     def stream(name: str) -> Tensor:
         tokens: Tensor = record[name]
@@ -107,4 +110,5 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
+        episode=None if episode is None else EpisodeRecord.from_json(episode),
     )

@@ -9,7 +9,8 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode" and {"asked": the fields of `Generate`}, {"ended", "returned"} or {"error"}.
+- Every answer has "episode", the "seconds" that it took, and {"asked": the fields of `Generate`},
+  {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -20,12 +21,13 @@ import inspect
 import os
 import random
 import sys
+import time
 import types
 from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate, Turn, TurnReader
+from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader
 from minirl.errors import refuse
 from minirl.rewards.worker import (
     Trainer,
@@ -157,7 +159,7 @@ class Hosted:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
         if "close" in request:
             await self._close()
-            return {"ended": True, "returned": None}
+            return self._ended(None)
         answer = None
         if self._turns is None:
             self._turns = self._function(self._episode)
@@ -206,12 +208,18 @@ class Hosted:
         try:
             is_async = inspect.isasyncgen(self._turns)
             asked = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
-            return _asked(asked)
         except StopAsyncIteration:
-            return {"ended": True, "returned": None}
+            return self._ended(None)
         except StopIteration as end:
-            returned = None if end.value is None else repr(end.value)[:MAX_RETURNED]
-            return {"ended": True, "returned": returned}
+            return self._ended(end.value)
+        if isinstance(asked, End):
+            await self._close()
+            return self._ended(None)
+        return _asked(asked)
+
+    def _ended(self, returned: Any) -> dict[str, Any]:
+        shown = None if returned is None else repr(returned)[:MAX_RETURNED]
+        return {"ended": True, "returned": shown, "reason": self._episode.end_reason}
 
 
 def _asked(asked: Any) -> dict[str, Any]:
@@ -246,10 +254,12 @@ class Server:
             self._hosted[number] = Hosted(self._function, request["begin"])
         hosted = self._hosted[number]
         episodes_random.set(hosted.own_random)
+        began = time.monotonic()
         answer = await isolated(answer_within(limit, hosted, request), hosted.own_random, self._folder)
+        seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, **answer})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

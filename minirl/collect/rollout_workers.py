@@ -99,6 +99,10 @@ class RolloutWorkers:
         """As `Host`."""
         self._of_episode.pop(number).end(number)
 
+    def seconds(self, number: int) -> float:
+        """As `Host`. In the process that it has: one that died does not count."""
+        return self._of_episode[number].seconds(number)
+
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         """As `Host`. Raises RolloutError if a process that is to be replaced does not start."""
         if timeout_s > 0:
@@ -144,7 +148,8 @@ class _Hosted:
     """An episode as its worker has it.
 
     turns: those that have ended. asked: what its function has asked for, answer by answer.
-    is_there: whether the process has it. is_closing: whether it is to end without a reply.
+    is_there: whether the process has it. is_closing: whether it is to end without a reply. seconds: that its function
+    has taken in this process.
     """
 
     begin: dict[str, Any]
@@ -152,6 +157,7 @@ class _Hosted:
     asked: list[dict[str, Any]] = field(default_factory=list)
     is_there: bool = False
     is_closing: bool = False
+    seconds: float = 0.0
 
 
 class _Worker:
@@ -215,6 +221,10 @@ class _Worker:
             self.ask(number)
         else:
             del self._hosted[number]
+
+    def seconds(self, number: int) -> float:
+        """How long the function of an episode has taken in this process."""
+        return self._hosted[number].seconds
 
     def register(self, poller: select.poll) -> float:
         """Register what there is to wait for. Returns the seconds until it has taken too long."""
@@ -332,6 +342,7 @@ class _Worker:
             all_turns = [_fields(turn) for turn in turns]
             request |= {"begin": hosted.begin, "turns": all_turns, "asked": hosted.asked}
             num_pieces = 1 + len(turns)
+            hosted.seconds = 0.0
         limit_s = self._timeout_s * num_pieces
         hosted.is_there = True
         self._write({**request, "limit_s": limit_s})
@@ -386,6 +397,7 @@ class _Worker:
         if self._suspects:
             self._suspects.popleft()
         hosted = self._hosted[number]
+        hosted.seconds += answer["seconds"]
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
@@ -396,7 +408,7 @@ class _Worker:
             if error:
                 self._notes["failed at its end"] = error
             return []
-        return [(number, Failed(error) if error else Ended(answer["returned"]))]
+        return [(number, Failed(error) if error else Ended(answer["returned"], answer["reason"]))]
 
 
 def _fields(turn: Turn) -> dict[str, Any]:

@@ -27,6 +27,12 @@ from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
 
+LIMIT_FLAGS = {  # by finish reason
+    "length": "--max-new-tokens",
+    "max_turns": "--max-turns",
+    "max_tokens": "--max-sampled-tokens",
+    "timeout": "--max-episode-seconds",
+}
 GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
 
 
@@ -45,7 +51,8 @@ def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -
     if m["len/empty"] > 0.95:
         yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
     if m["len/truncated"] > 0.95:
-        yield "nearly every completion was cut off before it ended: raise --max-new-tokens"
+        limit = max(LIMIT_FLAGS, key=lambda reason: m[f"finish/{reason}"])
+        yield f"nearly every completion was cut off before it ended: raise {LIMIT_FLAGS[limit]}"
     entropy = metrics.get("policy/entropy", math.inf)  # not measured where no rollout is trained on
     if entropy < 0.1 * first["policy/entropy"] and m["reward/mean"] <= first["reward/mean"]:
         yield (
@@ -159,6 +166,8 @@ class Logger:
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
             line["num_tokens"] = rollout.num_sampled
             line["finish_reason"] = rollout.finish_reason
+            if rollout.episode is not None:
+                line |= rollout.episode.to_json()
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

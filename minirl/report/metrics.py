@@ -165,15 +165,19 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
-    is_truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
-    # A completion of one token that was not cut off is the stop token alone.
-    is_empty = (lengths == 1) & ~is_truncated.bool()
+    is_truncated = torch.tensor([rollout.is_truncated for rollout in rollouts])
+    # A completion of one token that ended by itself is the stop token alone.
+    has_stopped = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
+    is_empty = (lengths == 1) & has_stopped.bool()
     metrics.add_values("len/mean", lengths)
     metrics.add_max("len/max", lengths)
     metrics.add_values("len/truncated", is_truncated)
     metrics.add_values("len/empty", is_empty)
     metrics.add_total("count/tokens", lengths.sum())
     metrics.add_total("count/rollouts", len(rollouts))
+    for rollout in rollouts:
+        metrics.add_total(f"finish/{rollout.finish_reason}", 1)
+    _add_turns(metrics, rollouts)
     scored = without_nan(grouped_rewards)
     if scored.numel() < grouped_rewards.numel():
         metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
@@ -185,6 +189,19 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
     if group_size > 1:
         frac_equal = are_equal(grouped_rewards).double().mean()
         metrics.add("reward/frac_equal_groups", frac_equal)
+
+
+def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
+    """Add how many turns this rank's rollouts have, and what was appended between them."""
+    num_environment_tokens = 0
+    num_parse_errors = 0
+    for rollout in rollouts:
+        num_environment_tokens += len(rollout.completion) - rollout.num_sampled
+        num_parse_errors += sum(turn.parse_error is not None for turn in rollout.turns)
+    metrics.add_total("env/turns", sum(rollout.num_turns for rollout in rollouts))
+    metrics.add_total("env/tokens", num_environment_tokens)
+    if num_parse_errors:
+        metrics.add_total("count/parse_errors", num_parse_errors)
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
@@ -319,10 +336,19 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation and of the
-    update, where there were such. Replaces the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the
-    effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    update, where there were such. Replaces counts of finish reasons by shares; that of turns by their mean, or by
+    nothing where each rollout is one answer; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and
+    by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
+    for name in metrics:
+        if name.startswith("finish/"):
+            all_metrics[name] /= metrics["count/rollouts"]
+    num_turns = all_metrics.pop("env/turns", 0.0)
+    if metrics.get("env/tokens") or num_turns > metrics.get("count/rollouts", 0.0):
+        all_metrics["env/turns_mean"] = num_turns / metrics["count/rollouts"]
+    else:
+        all_metrics.pop("env/tokens", None)
     seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
     idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]

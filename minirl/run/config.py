@@ -46,7 +46,8 @@ class Generate:
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
     max_new_tokens: int | None = None
-    """limit of a completion; none: the task's (sorting 10, calculator 32, gsm8k 512, jsonl 256)"""
+    """limit of a completion, appended tokens included; none: the task's (sorting 10, calculator 32, gsm8k 512, jsonl
+    256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     decode_budget: int | None = None
     """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
@@ -59,6 +60,10 @@ class Generate:
     on_rollout_error: Literal["stop", "end"] = "stop"
     """end: where --rollout fails the completion ends, for up to 5 % of a step's completions on a rank"""
     max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
+    max_sampled_tokens: int = 0
+    """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
+    max_episode_seconds: float = 0.0
+    """seconds that --rollout works and waits for a completion, checked between turns; 0: no limit"""
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
@@ -101,7 +106,7 @@ class PolicyLoss:
     dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
     drop_truncated: bool = False
-    """no loss for completions that --max-new-tokens cut off; baselines count them"""
+    """no loss for completions that a limit cut off; baselines count them"""
     entropy_coef: float = 0.0  # weight of the entropy bonus
     old_logprobs: Literal["auto", "sampled", "scored"] = "auto"
     """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
@@ -257,7 +262,12 @@ def check_shared(config: RunConfig) -> None:
             "rollout_workers": "rollout",
             "reply_timeout": "rollout",
             "on_rollout_error": "rollout",
+            "max_episode_seconds": "rollout",
         },
+    )
+    refuse(
+        config.max_new_tokens and config.max_sampled_tokens >= config.max_new_tokens,
+        f"--max-sampled-tokens {config.max_sampled_tokens}: has no effect, --max-new-tokens is not greater",
     )
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)

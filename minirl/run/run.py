@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
+from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
@@ -278,7 +279,9 @@ class Run:
             self.prompts,
             self._reward_functions,
             rollout=self._rollout_workers or rollout,
-            max_turns=self.config.max_turns,
+            limits=EpisodeLimits(
+                self.config.max_turns, self.config.max_sampled_tokens, self.config.max_episode_seconds
+            ),
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
@@ -486,7 +489,7 @@ class Run:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder.path
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
-        print0(f"rollouts   {folder}/rollouts/")
+        print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
         print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 

@@ -96,6 +96,18 @@ def runs_root() -> Path:
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
 
 
+def find_run(name: str, part: str) -> Path:
+    """A run's folder by its path or its name among the runs: the one that has this file or folder.
+
+    Raises InputError if there is none.
+    """
+    folders = [Path(name), runs_root() / name]
+    for folder in folders:
+        if os.path.exists(folder / part):  # which a name that no file can have does not make raise
+            return folder
+    raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
+
+
 def run_before_restart() -> str | None:
     """The name of the run that this torchrun began before it restarted its ranks (--max-restarts), or None.
 

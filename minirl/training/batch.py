@@ -38,7 +38,7 @@ class RolloutTable:
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: the length limit ended the rollout, in its last branch
+    is_truncated: Tensor  # bool: a limit cut the rollout off
     rewards: Tensor  # fp64 [N, K], one column per reward; those of the rollout
 
     @property
@@ -217,7 +217,7 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
                     branch.num_prompt_tokens,
                     len(branch.tokens),
                     int(branch.loss_mask.sum()),
-                    rollout.finish_reason == "length",
+                    rollout.is_truncated,
                 ]
             )
     # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.

@@ -1,0 +1,347 @@
+"""What ends an episode, what is said of its end, and what is recorded of its turns."""
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl.collect.episode import END_REASONS, Episode, one_turn
+from minirl.collect.episode_runner import EpisodeLimits
+from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.collect.rollout_workers import load_rollout
+from minirl.errors import InputError, RolloutError
+from minirl.report.metrics import StepMetrics, add_rollouts, derived
+from minirl.rollouts import CUT_OFF
+from minirl.run.config import RunConfig, check_shared
+from support.collecting import (
+    CHAT,
+    Prompts,
+    branching,
+    calculator,
+    chat_prompts,
+    collected,
+    letter_tokenizer,
+    make_collector,
+    replying,
+)
+
+SOURCE = """
+import asyncio, time
+from minirl.collect.episode import END_REASONS
+
+def reason_of(episode):
+    return END_REASONS[episode.seed % len(END_REASONS)]
+
+def yields_end(episode):
+    yield episode.generate(max_tokens=3)
+    try:
+        yield episode.end(reason_of(episode))
+    finally:
+        episode.row.columns["closed"] = True
+    raise RuntimeError("ran on")
+
+def calls_end(episode):
+    yield episode.generate(max_tokens=3)
+    episode.end(reason_of(episode))
+
+async def yields_end_async(episode):
+    yield episode.generate(max_tokens=3)
+    await asyncio.sleep(0)
+    yield episode.end(reason_of(episode))
+    raise RuntimeError("ran on")
+
+async def calls_end_async(episode):
+    yield episode.generate(max_tokens=3)
+    episode.end(reason_of(episode))
+
+def ends_first(episode):
+    yield episode.end("env_done")
+
+def unknown(episode):
+    yield episode.generate(max_tokens=3)
+    yield episode.end("won")
+
+def goes_on(episode):
+    yield episode.generate(max_tokens=3)
+    episode.end("env_done")
+    yield episode.generate(max_tokens=3)
+
+def naps(episode):
+    while True:
+        yield episode.generate(max_tokens=2)
+        time.sleep(0.04)
+
+async def naps_async(episode):
+    while True:
+        yield episode.generate(max_tokens=2)
+        await asyncio.sleep(0.04)
+"""
+HERE = {}
+exec(SOURCE, HERE)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Functions of the text above in worker processes, which are killed when the test is over."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    loaded = []
+
+    def load_function(name, **options):
+        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", timeout_s=20.0, **options))
+        return loaded[-1]
+
+    yield load_function
+    for workers in loaded:
+        workers.stop()
+
+
+def rollouts_of(rollout, num_groups=4, **options):
+    options = {"prompts": Prompts(lambda _: 60), **options}
+    return make_collector(rollout=rollout, **options).collect(num_groups).rewarded.rollouts
+
+
+def num_sampled(rollout):
+    return int(rollout.loss_mask.sum())
+
+
+def endless(episode: Episode):
+    while True:
+        yield episode.generate(after="xyz", max_tokens=7)
+
+
+def leaves_it_at_two(episode: Episode):
+    yield episode.generate(max_tokens=7)
+    yield episode.generate(after="xyz", max_tokens=7)
+
+
+@pytest.mark.parametrize("function", [endless, leaves_it_at_two])
+def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else(function):
+    """It cuts the turn in which it is reached, and is the reason also where the function ends by itself then."""
+    for rollout in rollouts_of(function, limits=EpisodeLimits(max_sampled_tokens=10)):
+        assert num_sampled(rollout) == 10
+        assert len(rollout.completion) > 10
+        assert rollout.finish_reason == "max_tokens"
+    for rollout in rollouts_of(leaves_it_at_two, limits=EpisodeLimits(max_sampled_tokens=15)):
+        assert (num_sampled(rollout), rollout.finish_reason) == (14, "length")
+    assert {r.finish_reason for r in rollouts_of(endless, limits=EpisodeLimits(2, 100))} == {"max_turns"}
+
+
+def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
+    """With a budget that ends within turns, between them and at the limit itself."""
+    options = {"limits": EpisodeLimits(max_sampled_tokens=13), "decode_budget": 5, "max_staleness": 4}
+    expected = collected(make_collector(rollout=calculator, **options), 4, 2)
+    whole = collected(make_collector(rollout=calculator, limits=options["limits"]), 4, 2)
+    assert {row[0]: row[1:3] for step in expected for row in step}.items() >= {
+        row[0]: row[1:3] for row in whole[0]
+    }.items()
+    assert {row[1] for step in expected for row in step} >= {"max_tokens"}
+    first = make_collector(rollout=calculator, **options)
+    collected(first, 2, 2)
+    second = make_collector(rollout=calculator, **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    again = second.collect(2, weight_version=2).rewarded.rollouts
+    assert [r.tokens.tolist() for r in again] == [row[2] for row in expected[2]]
+    assert [r.finish_reason for r in again] == [row[1] for row in expected[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_worker"),
+    [
+        ("yields_end", False),
+        ("calls_end", False),
+        ("yields_end", True),
+        ("calls_end", True),
+        ("yields_end_async", True),
+        ("calls_end_async", True),
+    ],
+)
+def test_an_episode_ends_with_the_reason_that_it_gives(load, name, is_worker):
+    """Yielded or called before the end, in this process and in another one; only limits count as such."""
+    collector = make_collector(
+        rollout=load(name) if is_worker else HERE[name], prompts=Prompts(lambda _: 60), group_size=8
+    )
+    groups = collector.collect(4)
+    rollouts = groups.rewarded.rollouts
+    keys = [collector._prompts.key(rollout.rollout_id) for rollout in rollouts]
+    assert [r.finish_reason for r in rollouts] == [END_REASONS[key % len(END_REASONS)] for key in keys]
+    assert {r.finish_reason for r in rollouts} == set(END_REASONS)
+    assert groups.table.is_truncated.tolist() == [r.finish_reason in CUT_OFF for r in rollouts]
+    assert {num_sampled(r) for r in rollouts} == {3}
+
+
+def test_a_function_that_has_yielded_its_end_is_closed():
+    prompts = Prompts(lambda _: 60, num_rows=2)
+    rollouts_of(HERE["yields_end"], 2, prompts=prompts)
+    assert all(prompts.row(i).columns["closed"] for i in range(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ends_first", "ended without a turn"),
+        ("unknown", r"episode.end\('won'\): expected one of stop, length, .*env_done"),
+        ("goes_on", r"episode.generate\(\) after episode.end\('env_done'\)"),
+    ],
+)
+def test_an_end_that_means_nothing_is_refused(load, name, said):
+    with pytest.raises(InputError, match=said):
+        rollouts_of(HERE[name])
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+(.|\n)*{said}"):
+        rollouts_of(load(name))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({}, "length"),
+        ({"max_turns": 3}, "max_turns"),
+        ({"max_sampled_tokens": 5}, "max_tokens"),
+        ({"max_seconds": 0.1}, "timeout"),
+    ],
+)
+def test_row_56_each_limit_ends_an_endless_episode_with_its_own_reason(load, limits, reason):
+    for rollout in rollouts_of(load("naps"), 1, limits=EpisodeLimits(**limits)):
+        assert rollout.finish_reason == reason
+        assert rollout.is_truncated
+
+
+@pytest.mark.parametrize("name", ["naps", "naps_async"])
+def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
+    """Not of its neighbours in the process, nor of decoding; it ends an episode between turns."""
+    for rollout in rollouts_of(load(name), 2, limits=EpisodeLimits(max_seconds=0.1)):
+        assert rollout.finish_reason == "timeout"
+        assert 2 <= num_sampled(rollout) <= 6
+    limits = EpisodeLimits(max_turns=3, max_seconds=1.0)
+    began = time.monotonic()
+    assert {r.finish_reason for r in rollouts_of(load(name), 8, limits=limits)} == {"max_turns"}
+    assert name == "naps_async" or time.monotonic() - began > 8 * 3 * 3 * 0.04
+
+
+def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
+    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint."""
+    prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
+    options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
+    first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)
+    first.collect(2)
+    paused = [record for record in first.records() if record["finish_reason"] is None]
+    second = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=0.01), **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    rollouts = second.collect(2, weight_version=1).rewarded.rollouts
+    kept = {tuple(record["id"][:2]): len(record["branches"][0]["tokens"]) for record in paused}
+    assert kept
+    for rollout in rollouts:
+        rollout_id = (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample)
+        assert rollout.finish_reason == "timeout"
+        assert len(rollout.completion) >= kept.get(rollout_id, 1)
+
+
+def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():
+    for rollout in rollouts_of(branching, prompts=chat_prompts()):
+        segments = rollout.episode.segments
+        for branch in rollout.branches:
+            number = branch.rollout_id.branch
+            own = [segment for segment in segments if segment.branch == number]
+            prompts = [segment.num_tokens for segment in own if segment.kind == "prompt"]
+            assert prompts == ([branch.num_prompt_tokens] if number else [])
+            start = 0 if number else branch.num_prompt_tokens
+            assert sum(segment.num_tokens for segment in own) == len(branch.tokens) - start
+            text = letter_tokenizer(CHAT, chat=True).decode(branch.tokens[start:], skip_special_tokens=False)
+            assert "".join(segment.text for segment in own) == text
+        sampled = [segment.num_tokens for segment in segments if segment.kind == "sampled"]
+        assert sampled == [turn.num_tokens for turn in rollout.turns]
+        assert sum(sampled) == rollout.num_sampled
+
+
+@pytest.mark.parametrize(("function", "is_chat"), [(calculator, False), (replying, True)])
+def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_checkpoint(function, is_chat):
+    """The segments are the runs of the loss mask, but for turns that follow one another; texts are those of the ids."""
+    for rollout in rollouts_of(function, prompts=chat_prompts(200) if is_chat else Prompts()):
+        record = rollout.episode
+        mask = rollout.loss_mask[rollout.num_prompt_tokens :].tolist()
+        kinds = [segment.kind for segment in record.segments for _ in range(segment.num_tokens)]
+        assert [kind == "sampled" for kind in kinds] == mask
+        sampled = [segment for segment in record.segments if segment.kind == "sampled"]
+        assert [segment.num_tokens for segment in sampled] == [turn.num_tokens for turn in record.turns]
+        for turn in record.turns:
+            assert all(mask[turn.start : turn.start + turn.num_tokens])
+        text = letter_tokenizer().decode(rollout.completion, skip_special_tokens=False)
+        assert "".join(segment.text for segment in record.segments).replace(" ", "") == text.replace(" ", "")
+        roles = [message["role"] for message in record.messages]
+        tools = ["tool", "tool", "tool", "assistant", "user", "assistant"] if is_chat else []
+        assert roles == ["user", "assistant", *tools][: len(roles)]
+        saved = json.loads(json.dumps(record.to_json()))
+        finished = finished_record(FinishedRollout(rollout)) | {"episode": saved}
+        assert finished_of(finished).rollout.episode == record
+
+
+def test_a_rollout_of_one_answer_has_no_record():
+    for rollout in rollouts_of(one_turn):
+        assert rollout.episode is None
+        assert rollout.num_turns == 1
+
+
+@pytest.fixture
+def metrics_of(monkeypatch):
+    """The metrics of a step with these rollouts, on one rank."""
+    monkeypatch.setattr("minirl.report.metrics.gather_objects", lambda value: [value])
+
+    def metrics_of_step(rollouts):
+        metrics = StepMetrics()
+        add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
+        others = {"count/sampled_tokens": 0.0, "time/step": 1.0}
+        return derived(metrics.reduce() | others)
+
+    return metrics_of_step
+
+
+def test_metrics_tell_sampled_tokens_from_those_of_the_environment(metrics_of):
+    rollouts = rollouts_of(endless, limits=EpisodeLimits(max_sampled_tokens=10))
+    rollouts = [*rollouts[:9], *(replace(rollout, finish_reason="env_done") for rollout in rollouts[9:])]
+    found = metrics_of(rollouts)
+    assert found["len/mean"] == found["len/max"] == 10
+    assert found["count/tokens"] == 10 * 12
+    assert found["env/tokens"] == sum(len(r.completion) for r in rollouts) - 120
+    assert found["env/turns_mean"] == 2
+    assert (found["finish/max_tokens"], found["finish/env_done"]) == (9 / 12, 3 / 12)
+    assert found["len/truncated"] == 9 / 12
+    plain = metrics_of(rollouts_of(one_turn))
+    assert not any(name.startswith("env/") for name in plain)
+    assert plain["finish/length"] == 1
+
+
+def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, monkeypatch):
+    """With the function of docs/episodes.md that tells the model so."""
+
+    def parsed(tokenizer, ids, before):
+        error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
+        return {"role": "assistant", "content": "", **error}
+
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", parsed)
+    page = (Path(__file__).parent.parent / "docs" / "episodes.md").read_text()
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
+    names = {}
+    exec(source.replace("generate(", "generate(max_tokens=9, "), names)
+    rollouts = rollouts_of(names["rollout"], 8, prompts=chat_prompts(400))
+    num_errors = 0
+    for rollout in rollouts:
+        told = [turn.parse_error for turn in rollout.turns]
+        assert told[:-1] == ["has an a"] * (len(told) - 1)
+        assert (rollout.finish_reason == "parse_error") == (told == ["has an a"] * 4)
+        num_errors += told.count("has an a")
+    assert metrics_of(rollouts)["count/parse_errors"] == num_errors > 8
+    unasked = rollouts_of(calculator, prompts=chat_prompts(400))
+    assert "count/parse_errors" not in metrics_of(unasked)
+
+
+def test_a_limit_that_has_no_effect_is_refused():
+    with pytest.raises(InputError, match=r"--max-episode-seconds 3\.0: has no effect without --rollout"):
+        check_shared(RunConfig(max_episode_seconds=3.0))
+    with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
+        check_shared(RunConfig(max_sampled_tokens=9, max_new_tokens=9))
+    check_shared(RunConfig(max_sampled_tokens=8, max_new_tokens=9))
