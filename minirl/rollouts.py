@@ -1,7 +1,7 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,6 +75,31 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TurnRecord:
+    """A turn of an episode that has ended. start, end: where its tokens are among those after the prompt.
+
+    inserted: the messages that were appended before it. rewards: by name, what was given behind it, before the next.
+    """
+
+    start: int
+    end: int
+    finish_reason: str
+    inserted: list[dict[str, str]] = field(default_factory=list)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """What is known of an episode that has ended, beside its tokens.
+
+    rewards: by name, all that was given or returned; None for one that does not apply.
+    """
+
+    turns: tuple[TurnRecord, ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
@@ -90,6 +115,8 @@ class Rollout:
     finish_reason: (
         str  # "stop" (by a stop id or the stop test), "length"; of episodes also "max_turns" and "error"
     )
+    # Of a rollout that no episode runner has made: without turns.
+    episode: EpisodeRecord = field(default_factory=EpisodeRecord)
 
     @property
     def completion(self) -> list[int]:

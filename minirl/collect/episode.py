@@ -17,11 +17,18 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minirl.data.task import Messages, as_messages
+from minirl.data.task import Messages, as_messages, conversation
+from minirl.errors import InputError, refuse
+from minirl.rewards.worker import MAX_REWARD, shown, validate_number
 
 if TYPE_CHECKING:
     from minirl.data.chat_turns import After
     from minirl.data.task import Row
+
+# The name of a reward that is given without one.
+REWARD = "reward"
+# Characters of a reward's name.
+MAX_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,8 @@ class Episode:
     prompt tells of. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
+    rewards: by name, what was given before the first turn, and behind each. is_closed: whether the function has ended,
+    or is being ended.
     """
 
     row: "Row"
@@ -114,6 +123,8 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    rewards: list[dict[str, float]] = field(default_factory=lambda: [{}])
+    is_closed: bool = False
 
     @property
     def room(self) -> int:
@@ -127,15 +138,8 @@ class Episode:
         An answer is all text between messages, without special tokens: what was sampled and what was appended as text
         or ids. One that continues the prompt's last message is one with it.
         """
-        messages = [dict(message) for message in as_messages(self.row.prompt)]
-        before = None
-        for turn in self.turns:
-            if turn.inserted:
-                _add_answer(messages, before)
-                messages += (dict(message) for message in turn.inserted)
-            before = turn
-        _add_answer(messages, before)
-        return messages
+        turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
+        return conversation(as_messages(self.row.prompt), turns)
 
     def add(self, appended: Sequence[int], turn: Turn, versions: Sequence[int]) -> None:
         """Add a turn that has ended, with the tokens that were appended before it. For who runs the episode."""
@@ -145,6 +149,19 @@ class Episode:
         self.logprobs += [*none, *turn.logprobs]
         self.versions += [*none, *versions]
         self.turns.append(turn)
+        self.rewards.append({})
+
+    def reward(self, value: float, name: str = REWARD) -> None:
+        """Add to a reward of the episode, for the turns so far: it belongs to the last token of the last one.
+
+        Raises InputError for what is no finite number, and once the episode has ended.
+        """
+        place = f"episode.reward, for the row at {self.row.place}:"
+        refuse(self.is_closed, f"{place} the episode has ended; give rewards before a `yield`")
+        _check_name(name, place)
+        given = self.rewards[-1]
+        checked = _checked_reward(value, f"{place} {name!r} is")
+        given[name] = _checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
     def generate(
         self,
@@ -162,17 +179,38 @@ class Episode:
         return Generate("" if appended is None else appended, strings, max_tokens)
 
 
-def _add_answer(messages: Messages, turn: Turn | None) -> None:
-    """Add the answer of its last turn to a conversation. Only the prompt's last message can be the assistant's too."""
-    if turn is None:
-        return
-    if messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += turn.answer
-    else:
-        messages.append({"role": "assistant", "content": turn.answer})
+def returned_rewards(returned: Any) -> dict[str, float | None]:
+    """The rewards that a function has returned: a number is the one named "reward", None is none.
+
+    Raises InputError saying what is wrong.
+    """
+    if returned is None:
+        return {}
+    if not isinstance(returned, dict):
+        return {REWARD: _checked_reward(returned, "returns")}
+    rewards: dict[str, float | None] = {}
+    for name, value in returned.items():
+        _check_name(name, "returns")
+        rewards[name] = None if value is None else _checked_reward(value, f"returns {name!r}:")
+    return rewards
 
 
-Turns = Generator[Generate, Turn, None]
+def _check_name(name: Any, what: str) -> None:
+    is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+    refuse(not is_name, f"{what} a reward named {name!r:.80}; expected text of at most {MAX_NAME} characters")
+
+
+def _checked_reward(value: Any, what: str) -> float:
+    """A reward as a float. Raises InputError for what is no finite number, beginning with `what`."""
+    checked = validate_number(value)
+    # A comparison that was meant to be something else is easily taken for a number.
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if is_bool or not isinstance(checked, float):
+        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+    return checked
+
+
+Turns = Generator[Generate, Turn, Any]
 AsyncTurns = AsyncGenerator[Generate, Turn]
 RolloutFunction = Callable[[Episode], Turns]
 

@@ -5,12 +5,13 @@ and the others are decoded.
 """
 
 import functools
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turn, TurnReader
+from minirl.collect.episode import REWARD, Episode, Generate, RolloutFunction, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.data.answers import parsed_answer
@@ -22,7 +23,16 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import (
+    EpisodeRecord,
+    Request,
+    Rollout,
+    RolloutId,
+    Sampled,
+    TurnRecord,
+    appended,
+    rollout_of,
+)
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
@@ -93,13 +103,19 @@ class EpisodeRunner:
         prompts: PromptStream,
         *,
         max_turns: int = 0,
+        reward_names: Collection[str] = (),
     ):
-        """rollout: a generator function, see `episode`. max_turns: an episode has no more, 0: as many as it likes."""
+        """rollout: a generator function, see `episode`. max_turns: an episode has no more, 0: as many as it likes.
+
+        reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
+        0, and one whose function fails None.
+        """
         self._engine = engine
         self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
         self._name = self._host.name
         self._prompts = prompts
         self._max_turns = max_turns
+        self._reward_names = reward_names
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
@@ -228,7 +244,7 @@ class EpisodeRunner:
             return
         if isinstance(reply, Ended):
             assert running.rollout is not None
-            self._end(running, running.rollout.finish_reason)
+            self._end(running, running.rollout.finish_reason, reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._host.close(running.number)
             self._end(running, "length")
@@ -267,10 +283,15 @@ class EpisodeRunner:
             requests.append(replace(running.request, max_new_tokens=running.part_limit, holds=True))
         self._engine.submit(requests, weight_version=self._weight_version)
 
-    def _end(self, running: RunningEpisode, finish_reason: str) -> None:
-        """End an episode behind its last turn."""
+    def _end(
+        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+    ) -> None:
+        """End an episode behind its last turn. returned: by its function, if that has ended."""
         assert running.rollout is not None
-        self._ended.append(replace(running.rollout, finish_reason=finish_reason))
+        missing = None if finish_reason == "error" else 0.0
+        record = _record_of(running.episode, returned or {})
+        record = replace(record, rewards={**dict.fromkeys(self._reward_names, missing), **record.rewards})
+        self._ended.append(replace(running.rollout, finish_reason=finish_reason, episode=record))
         self._engine.release(running.request.rollout_id)
         self._forget(running)
 
@@ -335,11 +356,8 @@ class EpisodeRunner:
         Returns the token ids to append, None if there is no room for a turn or the function has ended.
         """
         if isinstance(asked, Ended):
-            refuse(
-                asked.returned is not None,
-                f"{self._name}(episode): returns {asked.returned}; rewards come from reward functions (--reward)",
-            )
             refuse(not running.turn_ends, f"{self._name}(episode): ended without a turn; it must yield one")
+            self._check_rewards(running.episode, asked.returned)
             return None
         refuse(
             not isinstance(asked, Generate),
@@ -366,6 +384,23 @@ class EpisodeRunner:
         stop_test = self._stop_test(asked.stop) if asked.stop else None
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
         return new_ids
+
+    def _check_rewards(self, episode: Episode, returned: Mapping[str, float | None]) -> None:
+        """Refuse rewards that nothing is done with, and those that are to be given and are not."""
+        given = sorted({*returned, *itertools.chain(*episode.rewards)})
+        listed = ", ".join(map(repr, given)) or "none"
+        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in given)
+        refuse(
+            given and not self._reward_names,
+            f"{place}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
+        )
+        for name in self._reward_names:
+            refuse(
+                name not in given,
+                f"{place}: has ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+                f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
+            )
 
     def _appended_ids(self, episode: Episode, after: After) -> list[int]:
         """The token ids of what a function appends behind the turns so far.
@@ -423,3 +458,17 @@ class EpisodeRunner:
             f"{self._name}(episode), for the row at {running.episode.row.place}: given the same turns as in the run "
             "that is resumed, it does something else; make it a function of its turns and of episode.seed"
         )
+
+
+def _record_of(episode: Episode, returned: Mapping[str, float | None]) -> EpisodeRecord:
+    """The record of an episode that has ended. returned: rewards that are added to those given; None stays None."""
+    rewards = dict(returned)
+    for given in episode.rewards:
+        for name, value in given.items():
+            so_far = rewards.get(name, 0.0)
+            rewards[name] = None if so_far is None else so_far + value
+    turns = (
+        TurnRecord(turn.start, turn.start + len(turn.ids), turn.finish_reason, turn.inserted, given)
+        for turn, given in zip(episode.turns, episode.rewards[1:], strict=True)
+    )
+    return EpisodeRecord(tuple(turns), rewards)

@@ -3,18 +3,18 @@
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turns
-from minirl.errors import refuse
+from minirl.collect.episode import Episode, Generate, RolloutFunction, Turns, returned_rewards
+from minirl.errors import InputError, refuse
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing."""
+    """A function has ended. returned: the rewards that it returned, by name; None for one that does not apply."""
 
-    returned: str | None = None
+    returned: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ Reply = Generate | Ended | Failed
 
 class Host(Protocol):
     """Runs one function for many episodes. Nothing here is collective, and only `replies` waits.
+
+    With a reply the episode has the rewards that were given before it.
 
     name: of the function. on_error: what is done about failures, "stop" or "end"; None where it never replies `Failed`.
     """
@@ -81,7 +83,8 @@ class InProcess:
         self._advance(number, lambda: turns.send(episode.turns[-1]))
 
     def close(self, number: int) -> None:
-        _, turns = self._running.pop(number)
+        episode, turns = self._running.pop(number)
+        episode.is_closed = True
         turns.close()
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
@@ -93,6 +96,13 @@ class InProcess:
         try:
             reply = next_turn()
         except StopIteration as end:
-            del self._running[number]
-            reply = Ended(None if end.value is None else f"{end.value!r:.80}")
+            episode, _ = self._running.pop(number)
+            episode.is_closed = True
+            reply = Ended(self._returned(episode, end.value))
         self._replies.append((number, reply))
+
+    def _returned(self, episode: Episode, value: Any) -> dict[str, float | None]:
+        try:
+            return returned_rewards(value)
+        except InputError as error:
+            raise InputError(f"{self.name}(episode), for the row at {episode.row.place}: {error}") from None

@@ -1,5 +1,6 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode_runner import RunningEpisode
-from minirl.rollouts import Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, Sampled, TurnRecord, rollout_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
         "finish_reason": finished.rollout.finish_reason,
         "rewards": finished.rewards,
         "failed": finished.failed,
+        "episode": dataclasses.asdict(finished.rollout.episode),
     }
 
 
@@ -70,6 +72,9 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
         tokens: Tensor = record[name]
         return torch.cat([tokens.new_zeros(len(prompt)), tokens])
 
+    # A checkpoint from before episodes gave rewards has none.
+    episode = record.get("episode", {"turns": [], "rewards": {}})
+    turns = tuple(TurnRecord(**turn) for turn in episode["turns"])
     rollout = Rollout(
         tokens=torch.cat([prompt, record["tokens"]]),
         loss_mask=stream("is_sampled"),
@@ -78,5 +83,6 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
+        episode=EpisodeRecord(turns, episode["rewards"]),
     )
     return FinishedRollout(rollout, record["rewards"], record["failed"])

@@ -9,7 +9,8 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode" and {"asked": the fields of `Generate`}, {"ended", "returned"} or {"error"}.
+- Every answer has "episode" and {"asked": the fields of `Generate`}, {"ended", "returned"} or {"error"}; and "rewards",
+  what was given since the last turn.
 
 Standard library only, so that the process starts quickly.
 """
@@ -25,8 +26,8 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate, Turn, TurnReader
-from minirl.errors import refuse
+from minirl.collect.episode import Episode, Generate, Turn, TurnReader, returned_rewards
+from minirl.errors import InputError, refuse
 from minirl.rewards.worker import (
     Trainer,
     connect,
@@ -38,7 +39,6 @@ from minirl.rewards.worker import (
 
 # Characters of what a function asks for, as JSON.
 MAX_ASKED = 1 << 22
-MAX_RETURNED = 80
 CHANGED = "given the same turns again, it asks for something else; make it a function of its turns and of episode.seed"
 
 
@@ -153,11 +153,16 @@ class Hosted:
         self._function = function
         self._turns: Any = None
 
+    @property
+    def given(self) -> dict[str, float]:
+        """The rewards that were given since the last turn."""
+        return self._episode.rewards[-1]
+
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
         if "close" in request:
             await self._close()
-            return {"ended": True, "returned": None}
+            return {"ended": True, "returned": {}}
         answer = None
         if self._turns is None:
             self._turns = self._function(self._episode)
@@ -169,10 +174,12 @@ class Hosted:
                 return {"error": CHANGED}
             answer = await self._advance(self._add(turn))
         assert answer is not None
+        self._episode.is_closed = "ended" in answer
         return answer
 
     async def _close(self) -> None:
         """Run the function's `finally`."""
+        self._episode.is_closed = True
         if inspect.isasyncgen(self._turns):
             await self._turns.aclose()
         else:
@@ -205,10 +212,17 @@ class Hosted:
             asked = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
             return _asked(asked)
         except StopAsyncIteration:
-            return {"ended": True, "returned": None}
+            return {"ended": True, "returned": {}}
         except StopIteration as end:
-            returned = None if end.value is None else repr(end.value)[:MAX_RETURNED]
-            return {"ended": True, "returned": returned}
+            return _ended(end.value)
+
+
+def _ended(returned: Any) -> dict[str, Any]:
+    """The answer for what a function has returned."""
+    try:
+        return {"ended": True, "returned": returned_rewards(returned)}
+    except InputError as error:
+        return {"error": str(error)}
 
 
 def _asked(asked: Any) -> dict[str, Any]:
@@ -246,7 +260,7 @@ class Server:
         answer = await isolated(answer_within(limit, hosted, request), hosted.own_random, self._folder)
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, **answer})
+        self._trainer.send({"episode": number, **answer, "rewards": hosted.given})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate
+from minirl.collect.episode import Episode, Generate, returned_rewards
 from minirl.collect.hosts import Ended, Failed, Reply
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
@@ -371,7 +371,9 @@ class _Worker:
         is_answer = isinstance(answer, dict) and answer.get("id") == self._key
         if not is_answer or not isinstance(answer.get("printed"), str):
             return None
-        return answer if not self.is_ready or answer.get("episode") in self._awaited else None
+        if self.is_ready and (answer.get("episode") not in self._awaited or not _has_rewards(answer)):
+            return None
+        return answer
 
     def _received(self, answer: Mapping[str, Any]) -> list[tuple[int, Reply]]:
         """Take an answer; returns the reply in it."""
@@ -381,6 +383,7 @@ class _Worker:
         if self._suspects:
             self._suspects.popleft()
         hosted = self._hosted[number]
+        hosted.episode.rewards[-1] = answer["rewards"]
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
@@ -392,6 +395,19 @@ class _Worker:
                 self._notes["failed at its end"] = error
             return []
         return [(number, Failed(error) if error else Ended(answer["returned"]))]
+
+
+def _has_rewards(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has rewards as the worker's own code sends them."""
+    given, returned = answer.get("rewards"), answer.get("returned", {})
+    if not isinstance(given, dict) or not isinstance(returned, dict) or None in given.values():
+        return False
+    try:
+        returned_rewards(given)
+        returned_rewards(returned)
+    except InputError:
+        return False
+    return True
 
 
 def _turn(episode: Episode, i: int) -> dict[str, Any]:

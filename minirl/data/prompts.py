@@ -1,16 +1,17 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
+import functools
 import itertools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from minirl.data.chat_turns import After, following_ids, is_messages
-from minirl.data.task import Row
+from minirl.data.task import Messages, Row, conversation
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
@@ -148,6 +149,19 @@ class PromptStream:
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout's completion, without special tokens."""
         return self.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
+
+    def messages(self, rollout: Rollout, before: Messages) -> Messages:
+        """Return the conversation of a rollout behind the messages `before` it, without special tokens."""
+        start = rollout.num_prompt_tokens
+        answer_start = start
+        turns: list[tuple[Messages, Callable[[], str]]] = []
+        for turn in rollout.episode.turns:
+            if turn.inserted:
+                answer_start = start + turn.start
+            ids = rollout.tokens[answer_start : start + turn.end]
+            turns.append((turn.inserted, functools.partial(self.tokenizer.decode, ids)))
+        whole = functools.partial(self.completion_text, rollout)
+        return conversation(before, turns or [([], whole)])
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""

@@ -16,7 +16,7 @@ from minirl.errors import InputError
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights, resolve_folder
 from minirl.ranks.process_group import device_type, local_rank, local_world_size, print0, world_size
-from minirl.rewards.functions import compute_rewards
+from minirl.rewards.functions import EpisodeReward, compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.memory import (
@@ -190,6 +190,8 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
         samples = ["", _sample_completion(row)]
         sample_ids = [tokenizer.backend(sample, add_special_tokens=False)["input_ids"] for sample in samples]
         for name, function in {**task.rewards, **task.extra_scores}.items():
+            if isinstance(function, EpisodeReward):
+                continue  # no rollout has been made
             values = compute_rewards(function, [row, row], completions=samples, completion_ids=sample_ids)
             given = ", ".join(
                 f"{_shown(sample)} gets {value}" for sample, value in zip(samples, values, strict=True)
