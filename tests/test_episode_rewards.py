@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+import train_ppo
 from minirl.collect.collector import Collector
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
@@ -17,6 +18,7 @@ from minirl.rewards.functions import EpisodeReward, check_columns
 from minirl.rewards.rewarded import turn_rewards
 from minirl.rewards.worker_process import load_reward
 from minirl.run.load_task import load_task
+from minirl.training.batch import pack
 from support.collecting import Prompts, chat_prompts, collected
 from support.engines import cached_model, make_engine
 from support.scripts import read_metrics, run_in_pool, untimed
@@ -217,6 +219,25 @@ def test_a_reward_that_is_returned_as_none_does_not_apply():
     assert not turn_rewards(groups.rewarded.rollouts, {"early": 1.0}).any()
 
 
+def test_an_episode_that_is_run_again_in_another_process_gives_each_reward_once(load):
+    dies_once = """
+def dies_once(episode):
+    for turn in giving(episode):
+        if len(episode.turns) == 2 and episode.row.place == "f:3":
+            try:
+                open(__file__ + ".died", "x").close()
+            except FileExistsError:
+                pass
+            else:
+                os._exit(3)
+        yield turn
+    return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
+"""
+    groups = collector_of(OF_EPISODE, load("dies_once", dies_once), group_size=1).collect(40)
+    assert groups.rewards[:, 0].tolist() == [by_hand(rollout) for rollout in groups.rewarded.rollouts]
+    assert groups.rewards.max() > 1000
+
+
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
     """With groups judged whole; the steps are those of an uninterrupted run, which are those without a budget."""
@@ -293,6 +314,37 @@ def test_turn_rewards_add_up_to_the_column_times_its_weight():
     is_last = torch.zeros(len(kl), dtype=torch.bool)
     is_last[lengths.cumsum(0) - 1] = True
     assert torch.equal(rewards[~is_last], of_turns[~is_last])
+
+
+def ppo_returns(rank):
+    """Returns of PPO with values of 0 and no discount: what is paid from a token on; and the same by hand."""
+    rollouts = collector_of(OF_EPISODE, giving).collect(2).rewarded.rollouts
+    weights = {"total": 0.5, "early": 0.25}
+    scores = (
+        torch.tensor([by_hand(r) for r in rollouts], dtype=torch.float64) @ torch.tensor([0.5, 0.25]).double()
+    )
+    batch = pack(rollouts).replace(
+        turn_rewards=turn_rewards(rollouts, weights), table_index=torch.arange(len(rollouts))
+    )
+    batch = batch.replace(values=torch.zeros(len(batch.tokens)))
+    nothing = torch.zeros(len(rollouts))
+    config = train_ppo.Config(gae_lambda=1.0)
+    _, returns = train_ppo.advantages_and_returns(
+        config, scores, nothing.bool(), torch.zeros(len(batch.tokens)), nothing, batch, kl_coef=0.0
+    )
+    expected = []
+    for rollout, score in zip(rollouts, scores.tolist(), strict=True):
+        first = rollout.episode.turns[0]
+        num_tokens, num_first = int(rollout.loss_mask.sum()), first.end - first.start
+        behind = score - 0.25 * (num_first + 10)
+        expected += [score] * num_first + [behind] * (num_tokens - num_first)
+    return returns.tolist(), expected
+
+
+def test_ppo_pays_what_a_turn_was_given_at_the_end_of_that_turn(one_rank):
+    ((returns, expected),) = one_rank.run(ppo_returns)
+    assert len(set(expected)) > 6
+    assert returns == pytest.approx(expected, abs=1e-6)
 
 
 # Groups

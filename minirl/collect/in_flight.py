@@ -37,7 +37,10 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
         "finish_reason": finished.rollout.finish_reason,
         "rewards": finished.rewards,
         "failed": finished.failed,
-        "episode": dataclasses.asdict(finished.rollout.episode),
+        "episode": {
+            "turns": [dataclasses.asdict(turn) for turn in finished.rollout.episode.turns],
+            "rewards": dict(finished.rollout.episode.rewards),
+        },
     }
 
 
