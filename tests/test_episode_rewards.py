@@ -388,17 +388,23 @@ def split_groups(rank):
     """The groups of three steps on this rank: 3 rollouts of 3 prompts, so that groups are shared."""
     functions = {"last": of_last_turn, **OF_EPISODE}
     options = {"decode_budget": 6, "max_staleness": 3}
-    return collected(collector_of(functions, giving, **options), 3, 3)
+    collector = collector_of(functions, giving, **options)
+    steps = []
+    for step in range(3):
+        rewarded = collector.collect(3, weight_version=step).rewarded
+        ids = [(r.rollout_id.prompt_ordinal, r.rollout_id.sample) for r in rewarded.rollouts]
+        steps.append(list(zip(ids, rewarded.rewards.tolist(), strict=True)))
+    return steps
 
 
 def test_groups_that_ranks_share_are_judged_as_on_one(two_ranks, one_rank):
     (expected,) = one_rank.run(split_groups)
     parts = two_ranks.run(split_groups)
     for step in range(3):
-        assert sorted(parts[0][step] + parts[1][step], key=str) == sorted(expected[step], key=str)
-    makers = [{row[0].prompt_ordinal for step in part for row in step} for part in parts]
+        assert sorted(parts[0][step] + parts[1][step]) == expected[step]
+    makers = [{ordinal for step in part for (ordinal, _), _ in step} for part in parts]
     assert makers[0] & makers[1], "no group is shared"
-    assert not any(math.isnan(row[-1][0]) for row in itertools.chain(*expected))
+    assert not any(math.isnan(rewards[0]) for _, rewards in itertools.chain(*expected))
 
 
 BAD_GROUPS = """
@@ -548,6 +554,10 @@ def score(completion_ids):
 """
 
 
+# How full decode steps are depends on when replies come.
+AWAY = ("perf/decode",)
+
+
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     one_rank, two_ranks, runs, tmp_path, script
@@ -558,16 +568,25 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
         "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
     )
     flags += " --save-every 1 --decode-budget 3 --max-staleness 2"
-    flags += " --baseline greedy" if "grpo" in script else ""
+    flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
     def train(pool, name, rollout, reward, *more):
         extra = ("--rollout", f"{tmp_path}/mine.py:{rollout}", "--reward", reward, "--run-name", name)
         run_in_pool(pool, script, *flags.split(), *extra, *more, runs=runs)
         lines = [untimed(line) for line in read_metrics(runs / name)]
-        return [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
+        return [{k: v for k, v in line.items() if not k.startswith(AWAY)} for line in lines]
 
     expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:score")
-    assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
+    found = train(two_ranks, f"{script}-returned", "rollout", "episode")
+    print(
+        [
+            [k, x.get(k), y.get(k)]
+            for x, y in zip(found, expected)
+            for k in x.keys() | y.keys()
+            if x.get(k) != y.get(k)
+        ]
+    )
+    assert found == expected
     train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
     resumed = train(two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force")
     assert resumed == expected
