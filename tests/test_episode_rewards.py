@@ -127,7 +127,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_reward_is_refused_with_function_row_and_value(name):
+def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
     value, message = HOSTILE[name]
 
     def mine(episode):
@@ -148,7 +148,7 @@ def test_what_is_no_reward_is_refused_with_function_row_and_value(name):
         ([1e12, 1e12], r"f:\d+: 'total' adds up to 2000000000000.0; a reward is"),
     ],
 )
-def test_what_is_given_is_checked_at_once(values, message):
+def test_row_24_what_is_given_is_checked_at_once(values, message):
     def mine(episode):
         yield episode.generate(max_tokens=3)
         for value in values:
@@ -549,7 +549,7 @@ def silent(episode):
     turn = yield episode.generate(max_tokens=3)
     turn = yield episode.generate(after="=" if "1" in turn.text else "==")
 
-def score(completion_ids):
+def episode(completion_ids):
     return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]
 """
 
@@ -576,17 +576,8 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
         lines = [untimed(line) for line in read_metrics(runs / name)]
         return [{k: v for k, v in line.items() if not k.startswith(AWAY)} for line in lines]
 
-    expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:score")
-    found = train(two_ranks, f"{script}-returned", "rollout", "episode")
-    print(
-        [
-            [k, x.get(k), y.get(k)]
-            for x, y in zip(found, expected)
-            for k in x.keys() | y.keys()
-            if x.get(k) != y.get(k)
-        ]
-    )
-    assert found == expected
+    expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
+    assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
     train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
     resumed = train(two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force")
     assert resumed == expected
