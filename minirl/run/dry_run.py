@@ -192,7 +192,7 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
         for name, function in {**task.rewards, **task.extra_scores}.items():
             if asked_of_episodes([function]) - {"messages"}:
                 print0(
-                    f"reward   {name}: asks for more than there is of completions that no episode has made"
+                    f"reward   {name}: asks for what only episodes have, and none was made"
                 )
                 continue
             values = compute_rewards(
