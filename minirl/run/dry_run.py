@@ -191,9 +191,7 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
         sample_ids = [tokenizer.backend(sample, add_special_tokens=False)["input_ids"] for sample in samples]
         for name, function in {**task.rewards, **task.extra_scores}.items():
             if asked_of_episodes([function]) - {"messages"}:
-                print0(
-                    f"reward   {name}: asks for what only episodes have, and none was made"
-                )
+                print0(f"reward   {name}: asks for what only episodes have, and none was made")
                 continue
             values = compute_rewards(
                 function,
