@@ -13,8 +13,9 @@ value model, update both models on sums over tokens of
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
 A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
-token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token; where a rollout
-has several branches, at the last token of each. Policy and value model share no weights.
+token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token, what an episode was
+given at a turn at that turn's; where a rollout has several branches, at the last token of each. Policy and value model
+share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -134,8 +135,13 @@ def advantages_and_returns(
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
+    of_turns = None if batch.turn_rewards is None else batch.turn_rewards[batch.loss_mask].double()
     rewards = token_rewards(
-        own_scores.nan_to_num(0.0), kl[batch.loss_mask].double(), batch.num_loss_tokens, kl_coef=kl_coef
+        own_scores.nan_to_num(0.0),
+        kl[batch.loss_mask].double(),
+        batch.num_loss_tokens,
+        kl_coef=kl_coef,
+        of_turns=of_turns,
     )
     is_bootstrapped = is_truncated[batch.table_index] & config.bootstrap_truncated
     estimates = gae(
@@ -234,8 +240,8 @@ def main(config: Config) -> int:
         plan = run.plan_updates(table)
         minibatches = plan.of_rank(rank())
         microbatches = list(itertools.chain(*minibatches))
-        early = collector.early_streams(rewarded.rollouts)
-        batch = exchange(rewarded.rollouts, table, plan.rank_of, early).to(run.device)
+        streams = collector.early_streams(rewarded.rollouts) | run.turn_rewards(rewarded.rollouts)
+        batch = exchange(rewarded.rollouts, table, plan.rank_of, streams).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
         for model in frozen:
             batch = model.add_to(batch, run.show_progress("score", microbatches))

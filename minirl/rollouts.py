@@ -83,8 +83,8 @@ class Request:
 class TurnRecord:
     """A turn of an episode that has ended: `num_tokens` sampled tokens, from `start` among those after the prompt.
 
-    finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if it
-    was asked for. rewards: that were given in it, by name.
+    finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if
+    that was asked. rewards: by name, what was given behind it, before the next.
     """
 
     start: int
@@ -93,6 +93,11 @@ class TurnRecord:
     branch: int = 0
     parse_error: str | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """Behind its last token."""
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -110,15 +115,25 @@ class Segment:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """What there is to tell of an episode that was more than one answer.
+    """What is known of an episode that has ended, beside its tokens. Empty where no episode made the rollout.
 
-    messages: the conversation (of the last branch), each with role, content and what else of it is text. segments: all
-    tokens after the row's prompt, branch by branch; the sampled ones are those of `turns`, in order.
+    turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
+    Of an episode that was more than one answer also messages: the conversation (of the last branch), each with role,
+    content and what else of it is text; and segments: all tokens after the row's prompt, branch by branch, the sampled
+    ones are those of `turns`.
     """
 
-    messages: Sequence[Mapping[str, str]]
-    segments: Sequence[Segment]
-    turns: Sequence[TurnRecord]
+    turns: Sequence[TurnRecord] = field(default_factory=list)
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, str]] = field(default_factory=list)
+    segments: Sequence[Segment] = field(default_factory=list)
+
+    @property
+    def is_one_answer(self) -> bool:
+        """Whether it is a turn behind the prompt, with nothing to tell of it but its tokens and rewards at its end."""
+        if len(self.turns) > 1:
+            return False
+        return all(turn.start == turn.branch == 0 and turn.parse_error is None for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, by the names above."""
@@ -128,9 +143,10 @@ class EpisodeRecord:
     def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
         """The record of `to_json`."""
         return EpisodeRecord(
+            turns=[TurnRecord(**turn) for turn in values["turns"]],
+            rewards=values["rewards"],
             messages=values["messages"],
             segments=[Segment(**segment) for segment in values["segments"]],
-            turns=[TurnRecord(**turn) for turn in values["turns"]],
         )
 
 
@@ -140,7 +156,7 @@ class Rollout:
 
     A completion of several turns has appended tokens between them, which are no part of the loss mask.
     finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also one of `CUT_OFF`, one that its
-    function gives (`collect.episode.END_REASONS`), or "error". episode: None where it was no more than one answer.
+    function gives (`collect.episode.END_REASONS`), or "error".
 
     Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it
     has several branches: each a prompt with a completion and a sample of its own in training, with the reward and the
@@ -154,7 +170,7 @@ class Rollout:
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str
-    episode: EpisodeRecord | None = None
+    episode: EpisodeRecord = field(default_factory=EpisodeRecord)
     earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
 
     @property
@@ -171,16 +187,6 @@ class Rollout:
     def is_truncated(self) -> bool:
         """Whether a limit cut it off, so that it might have gone on."""
         return self.finish_reason in CUT_OFF
-
-    @property
-    def turns(self) -> Sequence[TurnRecord]:
-        """Its turns, as far as they are recorded: none of a rollout that was no more than one answer."""
-        return () if self.episode is None else self.episode.turns
-
-    @property
-    def num_turns(self) -> int:
-        """How many turns were sampled."""
-        return max(1, len(self.turns))
 
     @property
     def completion(self) -> list[int]:

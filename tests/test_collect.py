@@ -307,7 +307,10 @@ def foreign_ids(episode):
         (no_generator, "no_generator.*is no generator; write `turn = yield"),
         (silent, "silent.*ended without a turn"),
         (strange, "strange.*yields 'a turn'; expected `yield episode.generate"),
-        (returning, r"returning.*returns 1.0; rewards come from reward functions \(--reward\)"),
+        (
+            returning,
+            r"returning.*gives rewards \('reward'\) that the run does not have: add --reward episode",
+        ),
         (empty_turn, r"empty_turn.*max_tokens=0\): must be at least 1"),
         (
             early_message,

@@ -254,7 +254,7 @@ def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():
             text = letter_tokenizer(CHAT, chat=True).decode(branch.tokens[start:], skip_special_tokens=False)
             assert "".join(segment.text for segment in own) == text
         sampled = [segment.num_tokens for segment in segments if segment.kind == "sampled"]
-        assert sampled == [turn.num_tokens for turn in rollout.turns]
+        assert sampled == [turn.num_tokens for turn in rollout.episode.turns]
         assert sum(sampled) == rollout.num_sampled
 
 
@@ -280,10 +280,12 @@ def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_che
         assert finished_of(finished).rollout.episode == record
 
 
-def test_a_rollout_of_one_answer_has_no_record():
+def test_the_record_of_one_answer_has_a_turn_and_no_texts():
     for rollout in rollouts_of(one_turn):
-        assert rollout.episode is None
-        assert rollout.num_turns == 1
+        (turn,) = rollout.episode.turns
+        assert (turn.start, turn.num_tokens) == (0, len(rollout.completion))
+        assert not rollout.episode.messages
+        assert not rollout.episode.segments
 
 
 @pytest.fixture
@@ -330,7 +332,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
     rollouts = rollouts_of(names["rollout"], 8, prompts=chat_prompts(400))
     num_errors = 0
     for rollout in rollouts:
-        told = [turn.parse_error for turn in rollout.turns]
+        told = [turn.parse_error for turn in rollout.episode.turns]
         assert told[:-1] == ["has an a"] * (len(told) - 1)
         assert (rollout.finish_reason == "parse_error") == (told == ["has an a"] * 4)
         num_errors += told.count("has an a")

@@ -342,6 +342,19 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, c
     assert max(got) - min(got) > 0.1
 
 
+@pytest.mark.parametrize("begun", ["", "i"])
+def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_folder, begun):
+    """Also where the first answer continues the prompt's last message. Pitfall 18."""
+    folder, oracle = reward_folder
+    prompt = [*CHAT, {"role": "assistant", "content": begun}] if begun else CHAT
+    answers = [{"role": role, "content": text} for role, text in (("assistant", "is."), ("user", "so"))]
+    text = (
+        f"<bos><turn>system:be kind<turn>user:hello<turn>assistant:{begun}is.<turn>user:so<turn>assistant:a b"
+    )
+    got = load(folder)([prompt], [[*answers, {"role": "assistant", "content": "a b"}]])
+    assert got == pytest.approx([oracle(text)], rel=1e-5, abs=1e-5)
+
+
 def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):
     """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts. Pitfall 18."""
     folder, oracle = reward_folder

@@ -44,6 +44,8 @@ from minirl.data.task import RewardFunction
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
+from minirl.rewards.functions import EpisodeReward, judges_groups
+from minirl.rewards.group_rewards import GroupRewards
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
@@ -97,11 +99,18 @@ class Collector:
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
         self._frozen = frozen
-        self._runner = EpisodeRunner(engine, rollout, prompts, limits=limits)
+        reward_names = [
+            function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
+        ]
+        self._runner = EpisodeRunner(engine, rollout, prompts, limits=limits, reward_names=reward_names)
         # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
         # and those with rewards.
         self._paused: list[RunningEpisode] = []
         self._ended: dict[int, list[Rollout]] = {}
+        self._group_rewards = GroupRewards(functions, prompts, size=group_size + num_greedy)
+        self._single_functions = {
+            name: function for name, function in functions.items() if not judges_groups(function)
+        }
         self._rewarded = reward_rollouts(functions, prompts, [])
         # The same on every rank: how many steps were collected, and in which of them each prompt in flight was begun.
         self._num_steps = 0
@@ -123,6 +132,7 @@ class Collector:
             new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
             self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
             self._wait_for_ranks()
+            self._rewarded = self._group_rewards.add(self._rewarded)
             selection = select_step(
                 self._rewarded,
                 num_groups,
@@ -137,6 +147,7 @@ class Collector:
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
+        self._group_rewards.forget(selection.ended)
         return selection.groups
 
     def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
@@ -147,9 +158,12 @@ class Collector:
         return streams
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
-        """The rollouts of these requests with their rewards, in order of their ids. Not collective."""
+        """The rollouts of these requests with their rewards, in order of their ids. Not collective.
+
+        Functions that judge groups get those of each prompt that are among them.
+        """
         episodes = [self._runner.begin(request) for request in requests]
-        return self._run(episodes, (), weight_version=weight_version)
+        return self._group_rewards.add_here(self._run(episodes, (), weight_version=weight_version))
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """What makes a greedy rollout of each of other prompts, by the same engine, rewards and rollout function."""
@@ -176,6 +190,7 @@ class Collector:
         return {
             "num_steps": self._num_steps,
             "begun_in": [list(item) for item in self._begun_in.items()],
+            "judged_groups": sorted(self._group_rewards.done),
         }
 
     def records(self) -> list[dict[str, Any]]:
@@ -198,6 +213,8 @@ class Collector:
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
+        # A checkpoint from before there were such groups has none.
+        self._group_rewards.done = set(state.get("judged_groups", ()))
         paused = [record for record in records if record["finish_reason"] is None]
         self._paused = self._runner.restore([self._recorded_episode(record) for record in paused])
         finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
@@ -278,7 +295,7 @@ class Collector:
             running.budget = NO_BUDGET if is_due else self._decode_budget or NO_BUDGET
         # At most: those that are paused get none in this phase.
         num_rollouts = len(episodes) + sum(map(len, self._ended.values()))
-        queue = RewardQueue(self._functions, self._prompts, num_rollouts=num_rollouts)
+        queue = RewardQueue(self._single_functions, self._prompts, num_rollouts=num_rollouts)
         whole: list[Rollout] = []
 
         def reward_if_whole(ordinal: int) -> None:
@@ -316,7 +333,7 @@ class Collector:
         for model in self._frozen:
             model.score_early(is_waiting)
         whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
-        return queue.finish(whole)
+        return self._group_rewards.make_room(queue.finish(whole))
 
 
 def ordinal_of(running: RunningEpisode) -> int:

@@ -17,8 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minirl.data.task import Messages, as_messages
-from minirl.errors import refuse
+from minirl.data.task import Messages, as_messages, conversation
+from minirl.errors import InputError, refuse
+from minirl.rewards.worker import MAX_REWARD, shown, validate_number
 
 if TYPE_CHECKING:
     from minirl.data.chat_turns import After
@@ -35,6 +36,10 @@ END_REASONS = (
     "timeout",
     "env_done",
 )
+# The name of a reward that is given without one.
+REWARD = "reward"
+# Characters of a reward's name.
+MAX_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -166,15 +171,8 @@ class Branch:
         An answer is all text between messages, without special tokens: what was sampled and what was appended as text
         or ids. One that continues the prompt's last message is one with it.
         """
-        messages = [dict(message) for message in as_messages(self.prompt)]
-        before = None
-        for turn in self.turns:
-            if turn.inserted:
-                _add_answer(messages, before)
-                messages += (dict(message) for message in turn.inserted)
-            before = turn
-        _add_answer(messages, before)
-        return messages
+        turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
+        return conversation(as_messages(self.prompt), turns)
 
     def generate(
         self,
@@ -194,7 +192,7 @@ class Branch:
         return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
 
     def add(self, turn: Turn) -> None:
-        """Add a turn that has ended. For who runs the episode."""
+        """Add a turn of this branch, see `Episode.take`."""
         self.max_tokens = turn.limit
         none = [0] * len(turn.appended)
         self.tokens += [*turn.appended, *turn.ids]
@@ -208,7 +206,9 @@ class Episode(Branch):
     """One rollout while it is made. It is a branch itself, the one behind the row's prompt.
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    tools: JSON schemas of those that the prompt tells of. branches: all of them by number, this one is 0.
+    tools: JSON schemas of those that the prompt tells of. branches: all of them by number, this one is 0. all_turns: of
+    all branches, in their order. rewards: by name, what was given before the first turn, and behind each.
+    is_closed: whether the function has ended, or is being ended.
     """
 
     def __init__(self, row: "Row", seed: int, max_tokens: int, tools: list[dict[str, Any]] | None = None):
@@ -217,6 +217,15 @@ class Episode(Branch):
         self.seed = seed
         self.tools = tools or []
         self.branches: dict[int, Branch] = {0: self}
+        self.all_turns: list[Turn] = []
+        self.rewards: list[dict[str, float]] = [{}]
+        self.is_closed = False
+
+    def take(self, turn: Turn) -> None:
+        """Add a turn that has ended to its branch. For who runs the episode."""
+        self.branches[turn.branch].add(turn)
+        self.all_turns.append(turn)
+        self.rewards.append({})
 
     def branch(self, prompt: str | Messages) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, or another one.
@@ -226,6 +235,18 @@ class Episode(Branch):
         branch = Branch(prompt, self.max_tokens, number=len(self.branches))
         self.branches[branch.number] = branch
         return branch
+
+    def reward(self, value: float, name: str = REWARD) -> None:
+        """Add to a reward of the episode, for the turns so far: it belongs to the last token of the last one.
+
+        Raises InputError for what is no finite number, and once the episode has ended.
+        """
+        place = f"episode.reward, for the row at {self.row.place}:"
+        refuse(self.is_closed, f"{place} the episode has ended; give rewards before a `yield`")
+        _check_name(name, place)
+        given = self.rewards[-1]
+        checked = _checked_reward(value, f"{place} {name!r} is")
+        given[name] = _checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
     def end(self, reason: str) -> End:
         """What to yield, or to call before the function returns, for the episode to end with this finish reason.
@@ -240,17 +261,38 @@ class Episode(Branch):
         return End(reason)
 
 
-def _add_answer(messages: Messages, turn: Turn | None) -> None:
-    """Add the answer of its last turn to a conversation. Only the prompt's last message can be the assistant's too."""
-    if turn is None:
-        return
-    if messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += turn.answer
-    else:
-        messages.append({"role": "assistant", "content": turn.answer})
+def returned_rewards(returned: Any) -> dict[str, float | None]:
+    """The rewards that a function has returned: a number is the one named "reward", None is none.
+
+    Raises InputError saying what is wrong.
+    """
+    if returned is None:
+        return {}
+    if not isinstance(returned, dict):
+        return {REWARD: _checked_reward(returned, "returns")}
+    rewards: dict[str, float | None] = {}
+    for name, value in returned.items():
+        _check_name(name, "returns")
+        rewards[name] = None if value is None else _checked_reward(value, f"returns {name!r}:")
+    return rewards
 
 
-Turns = Generator[Generate | End, Turn, None]
+def _check_name(name: Any, what: str) -> None:
+    is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+    refuse(not is_name, f"{what} a reward named {name!r:.80}; expected text of at most {MAX_NAME} characters")
+
+
+def _checked_reward(value: Any, what: str) -> float:
+    """A reward as a float. Raises InputError for what is no finite number, beginning with `what`."""
+    checked = validate_number(value)
+    # A comparison that was meant to be something else is easily taken for a number.
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if is_bool or not isinstance(checked, float):
+        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+    return checked
+
+
+Turns = Generator[Generate | End, Turn, Any]
 AsyncTurns = AsyncGenerator[Generate | End, Turn]
 RolloutFunction = Callable[[Episode], Turns]
 

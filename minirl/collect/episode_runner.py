@@ -5,13 +5,14 @@ and the others are decoded.
 """
 
 import functools
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from minirl.collect.episode import Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
+from minirl.collect.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.data.answers import parsed_answer
@@ -153,13 +154,19 @@ class EpisodeRunner:
         prompts: PromptStream,
         *,
         limits: EpisodeLimits = NO_LIMITS,
+        reward_names: Collection[str] = (),
     ):
-        """rollout: a generator function, see `episode`."""
+        """rollout: a generator function, see `episode`.
+
+        reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
+        0, and one whose function fails None.
+        """
         self._engine = engine
         self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
         self._name = self._host.name
         self._prompts = prompts
         self._limits = limits
+        self._reward_names = reward_names
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
@@ -301,7 +308,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._reason_of_last_turn(running))
+            self._end(running, reply.reason or self._reason_of_last_turn(running), reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -384,33 +391,39 @@ class EpisodeRunner:
         self._host.close(running.number)
         self._end(running, limit)
 
-    def _end(self, running: RunningEpisode, finish_reason: str) -> None:
-        """End an episode behind its last turn."""
+    def _end(
+        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+    ) -> None:
+        """End an episode behind its last turn. returned: by its function, if that has ended."""
         rollout = running.rollout(finish_reason)
         assert rollout is not None
-        self._ended.append(replace(rollout, episode=self._record(running)))
+        missing = None if finish_reason == "error" else 0.0
+        rewards = dict.fromkeys(self._reward_names, missing) | _sum_of_rewards(
+            running.episode, returned or {}
+        )
+        self._ended.append(replace(rollout, episode=self._record(running, rewards)))
         for branch in running.branches.values():
             if branch.is_held:
                 self._engine.release(branch.request.rollout_id)
         self._forget(running)
 
-    def _record(self, running: RunningEpisode) -> EpisodeRecord | None:
-        """What there is to tell of an episode; None if it is one answer, and no more."""
-        begun = [branch for branch in running.episode.branches.values() if branch.turns]
-        all_turns = [turn for branch in begun for turn in branch.turns]
-        only = all_turns[0] if len(all_turns) == 1 else None
-        if only is not None and only.start == only.branch == 0 and only.parse_error is None:
-            return None
+    def _record(self, running: RunningEpisode, rewards: Mapping[str, float | None]) -> EpisodeRecord:
+        """What there is to tell of an episode that has ended."""
         turns = []
-        for turn in all_turns:
-            turns.append(
-                TurnRecord(turn.start, len(turn.ids), turn.finish_reason, turn.branch, turn.parse_error)
-            )
+        given = running.episode.rewards[1:]
+        for turn, of_turn in zip(running.episode.all_turns, given, strict=True):
+            facts = (turn.start, len(turn.ids), turn.finish_reason, turn.branch, turn.parse_error, of_turn)
+            turns.append(TurnRecord(*facts))
+        turns.sort(key=lambda turn: turn.branch)
+        record = EpisodeRecord(turns=turns, rewards=rewards)
+        if record.is_one_answer:
+            return record
+        begun = [branch for branch in running.episode.branches.values() if branch.turns]
         messages = []
         for message in begun[-1].messages:
             messages.append({key: value for key, value in message.items() if isinstance(value, str)})
         segments = [segment for branch in begun for segment in self._segments(running, branch)]
-        return EpisodeRecord(messages, segments, turns)
+        return replace(record, messages=messages, segments=segments)
 
     def _segments(self, running: RunningEpisode, branch: Branch) -> list[Segment]:
         """A branch's tokens as texts, turn by turn with what was appended before it; its prompt, if not the row's."""
@@ -475,7 +488,7 @@ class EpisodeRunner:
         present.rollout = rollout
         present.num_before = len(rollout.tokens) - num_prompt_tokens
         running.turn_ends.append(TurnEnd(present.num_before, rollout.finish_reason, present.branch.number))
-        present.branch.add(turn)
+        running.episode.take(turn)
         self._host.send(running.number, turn)
 
     def _reader(self, rollout: Rollout, turn_start: int, answer_start: int) -> TurnReader:
@@ -494,11 +507,8 @@ class EpisodeRunner:
         Returns the token ids to append, None if there is no room for a turn or the function has ended.
         """
         if isinstance(asked, Ended):
-            refuse(
-                asked.returned is not None,
-                f"{self._name}(episode): returns {asked.returned}; rewards come from reward functions (--reward)",
-            )
             refuse(not running.turn_ends, f"{self._name}(episode): ended without a turn; it must yield one")
+            self._check_rewards(running.episode, asked.returned)
             return None
         refuse(
             not isinstance(asked, Generate),
@@ -554,6 +564,23 @@ class EpisodeRunner:
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]
 
+    def _check_rewards(self, episode: Episode, returned: Mapping[str, float | None]) -> None:
+        """Refuse rewards that nothing is done with, and those that are to be given and are not."""
+        given = sorted({*returned, *itertools.chain(*episode.rewards)})
+        listed = ", ".join(map(repr, given)) or "none"
+        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in given)
+        refuse(
+            given and not self._reward_names,
+            f"{place}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
+        )
+        for name in self._reward_names:
+            refuse(
+                name not in given,
+                f"{place}: has ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+                f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
+            )
+
     def _appended_ids(self, episode: Episode, branch: Branch, after: After) -> list[int]:
         """The token ids of what a function appends behind the turns so far.
 
@@ -604,3 +631,13 @@ class EpisodeRunner:
             f"{self._name}(episode), for the row at {running.episode.row.place}: given the same turns as in the run "
             "that is resumed, it does something else; make it a function of its turns and of episode.seed"
         )
+
+
+def _sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The rewards that were given and returned; one that was returned as None stays None."""
+    rewards = dict(returned)
+    for given in episode.rewards:
+        for name, value in given.items():
+            so_far = rewards.get(name, 0.0)
+            rewards[name] = None if so_far is None else so_far + value
+    return rewards

@@ -3,21 +3,22 @@
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.collect.episode import End, Episode, Generate, RolloutFunction, Turn, Turns
-from minirl.errors import refuse
+from minirl.collect.episode import End, Episode, Generate, RolloutFunction, Turn, Turns, returned_rewards
+from minirl.errors import InputError, refuse
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A function has ended. returned: the beginning of the repr of what it returned; None if it returned nothing.
+    """A function has ended.
 
-    reason: the finish reason that it gave (`Episode.end`).
+    returned: the rewards that it returned, by name; None for one that does not apply. reason: the finish reason that it
+    gave (`Episode.end`).
     """
 
-    returned: str | None = None
+    returned: dict[str, float | None] = field(default_factory=dict)
     reason: str | None = None
 
 
@@ -33,6 +34,8 @@ Reply = Generate | Ended | Failed
 
 class Host(Protocol):
     """Runs one function for many episodes. Nothing here is collective, and only `replies` waits.
+
+    With a reply the episode has the rewards that were given before it.
 
     name: of the function. on_error: what is done about failures, "stop" or "end"; None where it never replies `Failed`.
     """
@@ -88,7 +91,8 @@ class InProcess:
         self._advance(number, lambda: turns.send(turn))
 
     def close(self, number: int) -> None:
-        _, turns = self._running.pop(number)
+        episode, turns = self._running.pop(number)
+        episode.is_closed = True
         turns.close()
 
     def seconds(self, number: int) -> float:
@@ -107,7 +111,14 @@ class InProcess:
                 turns.close()
                 reply = Ended(reason=reply.reason)
         except StopIteration as end:
-            reply = Ended(None if end.value is None else f"{end.value!r:.80}", episode.end_reason)
+            reply = Ended(self._returned(episode, end.value), episode.end_reason)
         if isinstance(reply, Ended):
+            episode.is_closed = True
             del self._running[number]
         self._replies.append((number, reply))
+
+    def _returned(self, episode: Episode, value: Any) -> dict[str, float | None]:
+        try:
+            return returned_rewards(value)
+        except InputError as error:
+            raise InputError(f"{self.name}(episode), for the row at {episode.row.place}: {error}") from None

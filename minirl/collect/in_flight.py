@@ -52,11 +52,10 @@ def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpi
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
-    episode = finished.rollout.episode
     return {
         **_tokens_record(finished.rollout),
         "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
-        "episode": None if episode is None else episode.to_json(),
+        "episode": finished.rollout.episode.to_json(),
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -110,5 +109,5 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
-        episode=None if episode is None else EpisodeRecord.from_json(episode),
+        episode=EpisodeRecord() if episode is None else EpisodeRecord.from_json(episode),
     )

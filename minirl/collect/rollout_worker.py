@@ -9,8 +9,8 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", the "seconds" that it took, and {"asked": the fields of `Generate`},
-  {"ended", "returned", "reason"} or {"error"}.
+- Every answer has "episode", the "seconds" that it took, "rewards", what was given since the last turn, and
+  {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -27,8 +27,8 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader
-from minirl.errors import refuse
+from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader, returned_rewards
+from minirl.errors import InputError, refuse
 from minirl.rewards.worker import (
     Trainer,
     connect,
@@ -40,7 +40,6 @@ from minirl.rewards.worker import (
 
 # Characters of what a function asks for, as JSON.
 MAX_ASKED = 1 << 22
-MAX_RETURNED = 80
 CHANGED = "given the same turns again, it asks for something else; make it a function of its turns and of episode.seed"
 
 
@@ -155,6 +154,11 @@ class Hosted:
         self._function = function
         self._turns: Any = None
 
+    @property
+    def given(self) -> dict[str, float]:
+        """The rewards that were given since the last turn."""
+        return self._episode.rewards[-1]
+
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
         if "close" in request:
@@ -171,10 +175,12 @@ class Hosted:
                 return {"error": CHANGED}
             answer = await self._advance(self._add(turn))
         assert answer is not None
+        self._episode.is_closed = "ended" in answer
         return answer
 
     async def _close(self) -> None:
         """Run the function's `finally`."""
+        self._episode.is_closed = True
         if inspect.isasyncgen(self._turns):
             await self._turns.aclose()
         else:
@@ -200,7 +206,7 @@ class Hosted:
             inserted=turn["inserted"],
             reader=TurnReader(text=lambda: turn["text"], message=message, answer=lambda: turn["answer"]),
         )
-        self._episode.branches[added.branch].add(added)
+        self._episode.take(added)
         return added
 
     async def _advance(self, turn: Turn | None) -> dict[str, Any]:
@@ -218,8 +224,12 @@ class Hosted:
         return _asked(asked)
 
     def _ended(self, returned: Any) -> dict[str, Any]:
-        shown = None if returned is None else repr(returned)[:MAX_RETURNED]
-        return {"ended": True, "returned": shown, "reason": self._episode.end_reason}
+        """The answer of a function that has ended."""
+        try:
+            rewards = returned_rewards(returned)
+        except InputError as error:
+            return {"error": str(error)}
+        return {"ended": True, "returned": rewards, "reason": self._episode.end_reason}
 
 
 def _asked(asked: Any) -> dict[str, Any]:
@@ -259,7 +269,7 @@ class Server:
         seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, "seconds": seconds, **answer})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer, "rewards": hosted.given})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate, Turn
+from minirl.collect.episode import Episode, Generate, Turn, returned_rewards
 from minirl.collect.hosts import Ended, Failed, Reply
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
@@ -93,7 +93,7 @@ class RolloutWorkers:
 
     def send(self, number: int, turn: Turn) -> None:
         """As `Host`."""
-        self._of_episode[number].send(number, turn)
+        self._of_episode[number].ask(number)
 
     def close(self, number: int) -> None:
         """As `Host`."""
@@ -147,13 +147,13 @@ class RolloutWorkers:
 class _Hosted:
     """An episode as its worker has it.
 
-    turns: those that have ended. asked: what its function has asked for, answer by answer.
+    asked: what its function has asked for, answer by answer.
     is_there: whether the process has it. is_closing: whether it is to end without a reply. seconds: that its function
     has taken in this process.
     """
 
+    episode: Episode
     begin: dict[str, Any]
-    turns: list[Turn] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     is_there: bool = False
     is_closing: bool = False
@@ -200,18 +200,13 @@ class _Worker:
             "tools": episode.tools,
         }
         json.dumps(begin)
-        self._hosted[number] = _Hosted(begin)
+        self._hosted[number] = _Hosted(episode, begin)
         self.ask(number)
 
     def ask(self, number: int) -> None:
         """Ask for the reply to an episode's beginning, its newest turn or its end."""
         self._waiting.append(number)
         self._feed()
-
-    def send(self, number: int, turn: Turn) -> None:
-        """Ask for the reply to a turn of an episode."""
-        self._hosted[number].turns.append(turn)
-        self.ask(number)
 
     def end(self, number: int) -> None:
         """End an episode that has replied."""
@@ -331,7 +326,7 @@ class _Worker:
     def _send(self, number: int) -> None:
         """Send an episode's newest turn, with all that is before it where the process does not have the episode."""
         hosted = self._hosted[number]
-        turns = hosted.turns
+        turns = hosted.episode.all_turns
         request: dict[str, Any] = {"episode": number}
         num_pieces = 1
         if hosted.is_closing:
@@ -387,7 +382,9 @@ class _Worker:
         is_answer = isinstance(answer, dict) and answer.get("id") == self._key
         if not is_answer or not isinstance(answer.get("printed"), str):
             return None
-        return answer if not self.is_ready or answer.get("episode") in self._awaited else None
+        if self.is_ready and (answer.get("episode") not in self._awaited or not _has_rewards(answer)):
+            return None
+        return answer
 
     def _received(self, answer: Mapping[str, Any]) -> list[tuple[int, Reply]]:
         """Take an answer; returns the reply in it."""
@@ -398,6 +395,7 @@ class _Worker:
             self._suspects.popleft()
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
+        hosted.episode.rewards[-1] = answer["rewards"]
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
@@ -409,6 +407,19 @@ class _Worker:
                 self._notes["failed at its end"] = error
             return []
         return [(number, Failed(error) if error else Ended(answer["returned"], answer["reason"]))]
+
+
+def _has_rewards(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has rewards as the worker's own code sends them."""
+    given, returned = answer.get("rewards"), answer.get("returned", {})
+    if not isinstance(given, dict) or not isinstance(returned, dict) or None in given.values():
+        return False
+    try:
+        returned_rewards(given)
+        returned_rewards(returned)
+    except InputError:
+        return False
+    return True
 
 
 def _fields(turn: Turn) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
+import functools
 import itertools
 import random
 from array import array
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.chat_turns import After, following_ids, is_message, is_messages
-from minirl.data.task import Row
+from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
@@ -149,6 +150,28 @@ class PromptStream:
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout's completion, without special tokens."""
         return self.tokenizer.decode(rollout.completion)
+
+    def messages(self, rollout: Rollout) -> Messages:
+        """Return a rollout's conversation, without special tokens; that of its last branch, if it has several."""
+        if rollout.episode.messages:
+            return [dict(message) for message in rollout.episode.messages]
+        row = self.row(rollout.rollout_id.prompt_ordinal)
+        return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
+
+    def answers(self, rollout: Rollout) -> Messages:
+        """Return `messages` behind the row's prompt, as far as they begin with it."""
+        row = self.row(rollout.rollout_id.prompt_ordinal)
+        messages = self.messages(rollout)
+        for asked in as_messages(row.prompt):
+            said = messages[0]
+            if said == asked:
+                del messages[0]
+                continue
+            # An answer that continues the prompt's last message is one with it.
+            if asked["role"] == said["role"] == "assistant" and said["content"].startswith(asked["content"]):
+                said["content"] = said["content"].removeprefix(asked["content"])
+            break
+        return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""

@@ -4,7 +4,7 @@ Each task is a module with a `load...` function that returns a `Task`. A new tas
 changing the package, a JSONL file and a reward function (`jsonl`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from typing import Any
 RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+# What those reward functions get too that name them.
+EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes")
 # Each has "role" and "content".
 Messages = list[dict[str, str]]
 
@@ -21,6 +23,33 @@ def as_messages(prompt: str | Messages) -> Messages:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
+
+
+def conversation(before: Messages, turns: Iterable[tuple[Messages, Callable[[], str]]]) -> Messages:
+    """Return the messages of an episode behind those `before` it; an answer that continues the last one is one with it.
+
+    turns: the messages that were appended before each turn, and the text of the answer that the turn belongs to, up to
+    its end. An answer goes up to the next messages.
+    """
+    messages = [dict(message) for message in before]
+    last: Callable[[], str] | None = None
+    for inserted, answer in turns:
+        if inserted:
+            _add_answer(messages, last)
+            messages += (dict(message) for message in inserted)
+        last = answer
+    _add_answer(messages, last)
+    return messages
+
+
+def _add_answer(messages: Messages, answer: Callable[[], str] | None) -> None:
+    """Add an answer to a conversation. Only the message before the episode can be the assistant's too."""
+    if answer is None:
+        return
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1]["content"] += answer()
+    else:
+        messages.append({"role": "assistant", "content": answer()})
 
 
 @dataclass(frozen=True)

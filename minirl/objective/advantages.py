@@ -175,13 +175,19 @@ def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
     return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
-def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float, of_turns: Tensor | None = None
+) -> Tensor:
     """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
     kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
-    dropped.
+    dropped. of_turns [M]: parts of the scores that earlier tokens get; the last one gets the rest.
     """
     rewards = -kl_coef * kl
+    if of_turns is not None:
+        rewards = rewards + of_turns
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+        scores = scores.index_add(0, sequences, of_turns, alpha=-1)
     has_tokens = lengths > 0
     last_tokens = lengths.cumsum(0)[has_tokens] - 1
     rewards[last_tokens] += scores[has_tokens]

@@ -166,8 +166,9 @@ class Logger:
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
             line["num_tokens"] = rollout.num_sampled
             line["finish_reason"] = rollout.finish_reason
-            if rollout.episode is not None:
-                line |= rollout.episode.to_json()
+            if rollout.episode.segments:
+                facts = rollout.episode.to_json()
+                line |= {name: facts[name] for name in ("messages", "segments", "turns")}
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

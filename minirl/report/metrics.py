@@ -197,8 +197,8 @@ def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
     num_parse_errors = 0
     for rollout in rollouts:
         num_environment_tokens += len(rollout.completion) - rollout.num_sampled
-        num_parse_errors += sum(turn.parse_error is not None for turn in rollout.turns)
-    metrics.add_total("env/turns", sum(rollout.num_turns for rollout in rollouts))
+        num_parse_errors += sum(turn.parse_error is not None for turn in rollout.episode.turns)
+    metrics.add_total("env/turns", sum(max(1, len(rollout.episode.turns)) for rollout in rollouts))
     metrics.add_total("env/tokens", num_environment_tokens)
     if num_parse_errors:
         metrics.add_total("count/parse_errors", num_parse_errors)

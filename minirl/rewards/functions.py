@@ -4,24 +4,35 @@ The interface is TRL's. A reward function is called with keyword arguments: `pro
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
 arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
 1e12, or None where it does not apply. It may be an `async def`.
-Text prompts come with text completions, chat prompts with `[{"role": "assistant", "content": text}]`.
+Text prompts come with text completions, chat prompts with the messages behind the prompt, as
+`[{"role": "assistant", "content": text}]`.
+
+A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (a field
+of the data with this name comes instead); `rewards_given`, what the episode has given, by name; `episodes`, objects
+with all of that (`episode_facts`). With `episodes` it gets all rollouts of a prompt together, whichever ranks made
+them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
 (`reward_model`).
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.data.task import STANDARD_ARGUMENTS, RewardFunction, Row
+from minirl.data.prompts import PromptStream
+from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
+from minirl.rollouts import Rollout
+
+# Of TRL's arguments, those that only its trainer can give.
+OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
@@ -39,6 +50,17 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
         return rewards
 
     return overlong
+
+
+class EpisodeReward:
+    """The reward function of what an episode has given itself: the reward of one name, None where none applies."""
+
+    def __init__(self, reward_name: str = "reward"):
+        """reward_name: as in `episode.reward(value, reward_name)`; what is returned as a number is "reward"."""
+        self.reward_name = reward_name
+
+    def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
+        return [rewards.get(self.reward_name) for rewards in rewards_given]
 
 
 def functions_and_weights(
@@ -72,43 +94,141 @@ def check_columns(functions: Mapping[str, RewardFunction], rows: Iterable[Row]) 
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires."""
     required = {}
     for name, function in functions.items():
-        required[name] = required_arguments(function).difference(STANDARD_ARGUMENTS)
-    if not any(required.values()):
+        required[name] = required_arguments(function).difference(STANDARD_ARGUMENTS, EPISODE_ARGUMENTS)
+    asked = asked_of_episodes(functions.values())
+    if not any(required.values()) and not asked:
         return  # each row would be read from its file for nothing
     for row in rows:
+        _check_not_taken(asked, row.columns)
         for name, columns in required.items():
             missing = sorted(columns - row.columns.keys())
             if missing:
                 available = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
                 raise InputError(
-                    f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; {available}"
+                    f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; "
+                    f"{_instead_of(missing[0]) or available}"
                 )
 
 
-def accepted_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `arguments` that the function takes. Raises InputError if a required one is missing."""
+def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
+    """Return those of EPISODE_ARGUMENTS that one of these functions names."""
+    named = {name for function in functions for name in inspect.signature(function).parameters}
+    return named.intersection(EPISODE_ARGUMENTS)
+
+
+def judges_groups(function: RewardFunction) -> bool:
+    """Return whether the function gets all rollouts of a prompt together."""
+    return "episodes" in asked_of_episodes([function])
+
+
+def _check_not_taken(asked: Collection[str], columns: Collection[str]) -> None:
+    """Raise InputError if the data has a field with the name of what functions get from episodes, but for messages."""
+    taken = sorted(set(asked).intersection(columns) - {"messages"})
+    if taken:
+        raise InputError(
+            f"a reward asks for {taken[0]!r}, which every episode has; rename the data's field {taken[0]!r}"
+        )
+
+
+def _instead_of(name: str) -> str:
+    """What to do about an argument of TRL's reward functions that there is not here; "" for other names."""
+    if name not in OF_TRL:
+        return ""
+    return f"TRL's trainer gives it, minirl does not: give it a default, {name}=None, or ask for `episodes`"
+
+
+def accepted_arguments(
+    function: RewardFunction, arguments: Mapping[str, Any], of_episodes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return those of `arguments` that the function takes, and those `of_episodes` that it names.
+
+    Raises InputError if a required one is missing, or is in both.
+    """
+    asked = asked_of_episodes([function])
+    _check_not_taken(asked, arguments)
+    named = {name: values for name, values in (of_episodes or {}).items() if name in asked}
+    arguments = {**named, **arguments}
     missing = sorted(required_arguments(function) - arguments.keys())
     if missing:
-        raise InputError(
-            f"reward {_name_of(function)} asks for {missing[0]!r}; the data has {sorted(arguments)}"
-        )
+        there = _instead_of(missing[0]) or f"the data has {sorted(arguments)}"
+        raise InputError(f"reward {_name_of(function)} asks for {missing[0]!r}; {there}")
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+def episode_arguments(
+    prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
+) -> dict[str, list[Any]]:
+    """Return what functions get of rollouts of one prompt, by argument name: completions, and what is asked."""
+    row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
+    arguments: dict[str, list[Any]] = {"completions": []}
+    for rollout, text in zip(rollouts, texts, strict=True):
+        shaped = _shaped(row, text)
+        if not isinstance(shaped, str) and rollout.episode.messages:
+            shaped = prompts.answers(rollout)
+        arguments["completions"].append(shaped)
+    if "messages" in asked:
+        arguments["messages"] = [prompts.messages(rollout) for rollout in rollouts]
+    if "rewards_given" in asked:
+        arguments["rewards_given"] = [dict(rollout.episode.rewards) for rollout in rollouts]
+    if "episodes" in asked:
+        arguments["episodes"] = [
+            episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
+        ]
+    return arguments
+
+
+def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
+    """Return what `episodes` has of a rollout, as JSON has it; functions get it as an object.
+
+    row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
+    finish_reason. turns: text, num_tokens, finish_reason and rewards of each; none where no episode made the rollout.
+    rewards: by name, all that the episode gave, None for one that does not apply.
+    """
+    row = prompts.row(rollout.rollout_id.prompt_ordinal)
+    tokens = rollout.completion
+    turns = []
+    branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
+    for turn in rollout.episode.turns:
+        branch = branches[turn.branch]
+        start = branch.num_prompt_tokens + turn.start
+        turns.append(
+            {
+                "text": prompts.tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
+                "num_tokens": turn.num_tokens,
+                "finish_reason": turn.finish_reason,
+                "rewards": dict(turn.rewards),
+            }
+        )
+    return {
+        "row": {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place},
+        "messages": prompts.messages(rollout),
+        "text": text,
+        "tokens": tokens,
+        "finish_reason": rollout.finish_reason,
+        "turns": turns,
+        "rewards": dict(rollout.episode.rewards),
+    }
+
+
+def _shaped(row: Row, text: str) -> Any:
+    """A completion as functions get it: text, or the message of a chat."""
+    is_chat = not isinstance(row.prompt, str)
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
 def all_arguments(
-    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return everything that a reward function may take, by argument name."""
-    shaped_completions: list[Any] = []
-    for row, text in zip(rows, completions, strict=True):
-        is_chat = not isinstance(row.prompt, str)
-        shaped_completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+    """Return everything that a reward function may take, by argument name, but for what it has to name.
+
+    completions: shaped as functions get them.
+    """
     arguments: dict[str, Any] = {
         "prompts": [row.prompt for row in rows],
-        "completions": shaped_completions,
+        "completions": list(completions),
         "completion_ids": [list(ids) for ids in completion_ids],
     }
     column_names = {name for row in rows for name in row.columns}
@@ -125,16 +245,20 @@ def compute_rewards(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     seeds: Sequence[int] | None = None,
+    of_episodes: Mapping[str, list[Any]] | None = None,
 ) -> list[float | None]:
     """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
 
     A reward is None where the function says that it does not apply, and NaN where the function failed in its
-    worker process and `--on-reward-error zero` forgives the failure. Raises RewardError naming function, row
-    and value for anything else that is not one finite number per completion.
+    worker process and `--on-reward-error zero` forgives the failure. of_episodes: what `episode_arguments`
+    returns. Raises RewardError naming function, row and value for anything else that is not one finite number per
+    completion.
     """
     if not completions:
         return []
-    arguments = accepted_arguments(function, all_arguments(rows, completions, completion_ids))
+    of_episodes = of_episodes or {}
+    shaped = of_episodes.get("completions") or list(map(_shaped, rows, completions))
+    arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
     places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
         return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))

@@ -1,15 +1,25 @@
 """Rewards of rollouts while others are decoded: user functions run in worker processes, one call for each prompt."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row
 from minirl.ranks import watchdog
-from minirl.rewards.functions import accepted_arguments, all_arguments, compute_rewards
+from minirl.rewards.functions import (
+    accepted_arguments,
+    all_arguments,
+    asked_of_episodes,
+    compute_rewards,
+    episode_arguments,
+    judges_groups,
+)
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rewards.worker_process import (
     Call,
@@ -30,6 +40,7 @@ class _Added:
     text: str
     calls: Mapping[str, Call]  # by function, of those with workers
     index: int
+    of_episode: Mapping[str, Any]  # what functions get of it alone, by argument
 
 
 class RewardQueue:
@@ -51,6 +62,7 @@ class RewardQueue:
         for name, function in functions.items():
             if isinstance(function, RewardProcess):
                 self._calls[name] = FunctionCalls(function, num_completions=num_rollouts)
+        self._asked = asked_of_episodes(functions.values())
         self._added: dict[RolloutId, _Added] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
@@ -61,17 +73,21 @@ class RewardQueue:
         row = self._prompts.row(ordinal)
         rows = [row] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
-        arguments = all_arguments(rows, texts, [rollout.completion for rollout in group])
+        of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
+        completion_ids = [rollout.completion for rollout in group]
+        arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
         calls = {}
         for name, function_calls in self._calls.items():
             calls[name] = function_calls.add(
-                accepted_arguments(self._functions[name], arguments),
+                accepted_arguments(self._functions[name], arguments, of_episodes),
                 places=[row.place] * len(group),
                 texts=texts,
                 seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
+                is_group=judges_groups(self._functions[name]),
             )
         for i, rollout in enumerate(group):
-            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i)
+            of_episode = {argument: values[i] for argument, values in of_episodes.items()}
+            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i, of_episode)
 
     @property
     def is_busy(self) -> bool:
@@ -97,15 +113,12 @@ class RewardQueue:
         texts = [one.text for one in added]
         answers: dict[str, list[float | None]] = {}
         with given_up_on_error(list(self._calls.values())):
-            completions = [rollout.completion for rollout in rollouts]
             for name, function in self._functions.items():
                 if name not in self._calls:
                     self.poll()
                     # A hang report names the user's function while it runs.
                     watchdog.heartbeat(f"reward {name}")
-                    answers[name] = compute_rewards(
-                        function, rows, completions=texts, completion_ids=completions
-                    )
+                    answers[name] = self._computed_here(function, rollouts)
                     watchdog.heartbeat("")
             complete(list(self._calls.values()))
         for name in self._calls:
@@ -125,6 +138,29 @@ class RewardQueue:
         return RewardedRollouts(
             rollouts=list(rollouts), rows=rows, texts=texts, rewards=rewards, failed=failed.any(dim=1)
         )
+
+    def _computed_here(self, function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float | None]:
+        """The rewards of a function without workers: in one call, or in one for each prompt if it judges groups."""
+        indices = range(len(rollouts))
+        parts = [list(indices)]
+        if judges_groups(function):
+            in_order = sorted(indices, key=lambda i: dataclasses.astuple(rollouts[i].rollout_id))
+            by_prompt = itertools.groupby(in_order, key=lambda i: rollouts[i].rollout_id.prompt_ordinal)
+            parts = [list(group) for _, group in by_prompt]
+        rewards: list[float | None] = [None] * len(rollouts)
+        for part in parts:
+            added = [self._added[rollouts[i].rollout_id] for i in part]
+            names = added[0].of_episode if added else ()
+            computed = compute_rewards(
+                function,
+                [one.row for one in added],
+                completions=[one.text for one in added],
+                completion_ids=[rollouts[i].completion for i in part],
+                of_episodes={name: [one.of_episode[name] for one in added] for name in names},
+            )
+            for i, reward in zip(part, computed, strict=True):
+                rewards[i] = reward
+        return rewards
 
 
 def reward_rollouts(

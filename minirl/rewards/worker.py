@@ -59,7 +59,7 @@ def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
     # 0-d arrays and tensors have a `__len__` too; it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
-        return f"returned {_shown(values)}; expected a list of {count} numbers"
+        return f"returned {shown(values)}; expected a list of {count} numbers"
     if len(values) != count:
         return f"returned {len(values)} values for {count} completions"
     return [validate_number(value) for value in values]
@@ -78,13 +78,13 @@ def validate_number(value: Any) -> float | str | None:
         except (TypeError, ValueError, OverflowError):
             number = nan
     if not isfinite(number):
-        return f"returned {_shown(value)}; expected a finite number"
+        return f"returned {shown(value)}; expected a finite number"
     if abs(number) > MAX_REWARD:
-        return f"returned {_shown(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
+        return f"returned {shown(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
     return number
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """The beginning of the value's repr; of its type, where it has none (an int of thousands of digits)."""
     try:
         return repr(value)[:MAX_REPR]
@@ -221,7 +221,12 @@ def _call(function: Callable[..., Any], request: dict[str, Any]) -> list[float |
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a reward function and wait for its result if it is an `async def`."""
+    """Call a reward function and wait for its result if it is an `async def`.
+
+    One that names `episodes` gets them as objects.
+    """
+    if "episodes" in inspect.signature(function).parameters:
+        arguments = {**arguments, "episodes": list(map(_as_object, arguments["episodes"]))}
     values = function(**arguments)
     if not inspect.isawaitable(values):
         return values
@@ -232,6 +237,13 @@ def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
         return await values
 
     return asyncio.run(wait())
+
+
+def _as_object(episode: Mapping[str, Any]) -> types.SimpleNamespace:
+    """An episode of `minirl.rewards.functions.episode_facts`, with attributes."""
+    turns = [types.SimpleNamespace(**turn) for turn in episode["turns"]]
+    row = types.SimpleNamespace(**episode["row"])
+    return types.SimpleNamespace(**{**episode, "turns": turns, "row": row})
 
 
 def run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:

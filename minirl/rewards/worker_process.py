@@ -145,13 +145,15 @@ class RewardProcess:
 class Call:
     """N completions that are sent to a function together, and their rewards.
 
-    The worker is seeded with seeds[0], or with a completion's own seed when that is sent alone.
+    The worker is seeded with seeds[0], or with a completion's own seed when that is sent alone. is_group: none is; if
+    the call fails, it fails for all of them.
     """
 
     arguments: dict[str, list[Any]]  # a list [N] per argument of the function
     places: Sequence[str]  # the origins of the rows, for error messages
     texts: Sequence[str]  # the completions, for error messages
     seeds: Sequence[int]
+    is_group: bool = False
     # Once they are known: NaN where a failure is forgiven, None where the reward does not apply.
     rewards: list[float | None] = field(default_factory=list)
 
@@ -205,10 +207,11 @@ class FunctionCalls:
         places: Sequence[str],
         texts: Sequence[str],
         seeds: Sequence[int],
+        is_group: bool = False,
     ) -> Call:
         """Add a call; it begins at once if a worker is free. The arguments are those of `Call`."""
         self._check_is_newest()
-        call = Call(arguments, places, texts, seeds)
+        call = Call(arguments, places, texts, seeds, is_group)
         self._waiting.append(self._requests(call))
         self._start_waiting()
         return call
@@ -269,8 +272,8 @@ class FunctionCalls:
         answers = _answers((yield call.request()), count)
         if not isinstance(answers, str):
             call.rewards = [self._reward(call, i, answer) for i, answer in enumerate(answers)]
-        elif count == 1:
-            call.rewards = [self._reward(call, 0, answers)]
+        elif count == 1 or call.is_group:
+            call.rewards = [self._reward(call, i, answers) for i in range(count)]
         else:
             for i in range(count):
                 alone = _answers((yield call.request_alone(i)), 1)

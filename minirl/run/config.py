@@ -73,7 +73,7 @@ class Reward:
     """Reward"""
 
     reward: tuple[str, ...] = ()
-    """file.py:function ... instead of the task's: f(prompts, completions, **columns)"""
+    """file.py:function ... instead of the task's: f(prompts, completions, **columns); episode[:NAME]: the rollout's"""
     reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
     on_reward_error: Literal["stop", "zero"] = "stop"
     """zero: it counts as 0 for up to 5 % of a step's completions on a rank"""

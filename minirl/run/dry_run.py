@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Row, Task
+from minirl.data.task import Messages, RewardFunction, Row, Task, as_messages, conversation
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool
 from minirl.errors import InputError
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights, resolve_folder
 from minirl.ranks.process_group import device_type, local_rank, local_world_size, print0, world_size
-from minirl.rewards.functions import compute_rewards
+from minirl.rewards.functions import asked_of_episodes, compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.memory import (
@@ -190,11 +190,25 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
         samples = ["", _sample_completion(row)]
         sample_ids = [tokenizer.backend(sample, add_special_tokens=False)["input_ids"] for sample in samples]
         for name, function in {**task.rewards, **task.extra_scores}.items():
-            values = compute_rewards(function, [row, row], completions=samples, completion_ids=sample_ids)
+            if asked_of_episodes([function]) - {"messages"}:
+                print0(f"reward   {name}: asks for what only episodes have, and none was made")
+                continue
+            values = compute_rewards(
+                function,
+                [row, row],
+                completions=samples,
+                completion_ids=sample_ids,
+                of_episodes={"messages": [_answered(row, sample) for sample in samples]},
+            )
             given = ", ".join(
                 f"{_shown(sample)} gets {value}" for sample, value in zip(samples, values, strict=True)
             )
             print0(f"reward   {name}: {given}")
+
+
+def _answered(row: Row, completion: str) -> Messages:
+    """The conversation of the row's prompt and a completion."""
+    return conversation(as_messages(row.prompt), [([], lambda: completion)])
 
 
 def _sample_completion(row: Row) -> str:

@@ -9,11 +9,13 @@ from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
 from minirl.errors import InputError
-from minirl.rewards.functions import check_columns
+from minirl.rewards.functions import EpisodeReward, check_columns
 from minirl.rewards.worker_process import load_reward
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 TASKS = ("auto", *EMBEDDED_TASKS, "gsm8k", "jsonl")
+# In place of a file or module: the rewards that rollouts give.
+EPISODE = "episode"
 # Names of metrics under reward/ that a reward function must not have.
 RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
 
@@ -33,7 +35,8 @@ def load_task(
     """Load a task, with its reward functions. Not collective.
 
     name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
-    reward: "file.py:function" each; the function runs in `reward_workers` processes (`minirl.rewards.worker_process`).
+    reward: "file.py:function" each, or "episode", "episode:NAME" (`EpisodeReward`); a file's function runs in
+    `reward_workers` processes (`minirl.rewards.worker_process`).
     reward_model: only says whether there is one; the caller adds it.
 
     With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are
@@ -88,7 +91,17 @@ def _load_functions(
     taken = sorted(names & RESERVED)
     if taken:
         raise InputError(f"{flag}: the name {taken[0]} is taken by a metric; rename the function")
-    functions = [
-        load_reward(spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers) for spec in specs
-    ]
-    return {function.__name__: function for function in functions}
+    if f"{EPISODE}:" in specs:
+        raise InputError(f"{flag}: expected {EPISODE}, or {EPISODE}:NAME")
+    functions: dict[str, RewardFunction] = {}
+    for spec in specs:
+        source, _, name = spec.rpartition(":")
+        if spec == EPISODE:
+            functions[spec] = EpisodeReward()
+        elif source == EPISODE:
+            functions[name] = EpisodeReward(name)
+        else:
+            functions[name] = load_reward(
+                spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers
+            )
+    return functions

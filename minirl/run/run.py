@@ -55,9 +55,10 @@ from minirl.report.metrics import (
     without_nan,
 )
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import functions_and_weights, overlong_penalty
+from minirl.rewards.functions import EpisodeReward, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
+from minirl.rollouts import Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
@@ -365,6 +366,19 @@ class Run:
             for part in parts:
                 yield part
                 bar.update()
+
+    def turn_rewards(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """The stream of that name of these rollouts, for `exchange`; none if no reward is an episode's.
+
+        Not collective.
+        """
+        weights: dict[str, float] = {}
+        for function, weight in zip(
+            self._reward_functions.values(), self.reward_weights.tolist(), strict=True
+        ):
+            if isinstance(function, EpisodeReward):
+                weights[function.reward_name] = weights.get(function.reward_name, 0.0) + weight
+        return {"turn_rewards": turn_rewards(rollouts, weights)} if weights else {}
 
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
         """Which rank trains on which branches in which microbatch; the same on every rank. Not collective.

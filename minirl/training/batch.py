@@ -108,6 +108,8 @@ class Batch:
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
+    # What an episode was given at a turn, by weight, at the turn's last token; 0 elsewhere.
+    turn_rewards: Tensor = NOT_MADE
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()

@@ -1,0 +1,584 @@
+"""Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
+
+import inspect
+import itertools
+import math
+import re
+
+import pytest
+import torch
+
+import train_ppo
+from minirl.collect.collector import Collector
+from minirl.collect.episode_runner import EpisodeLimits
+from minirl.collect.rollout_workers import load_rollout
+from minirl.data.task import Row
+from minirl.errors import InputError, RewardError
+from minirl.objective.advantages import token_rewards
+from minirl.rewards.functions import EpisodeReward, check_columns
+from minirl.rewards.rewarded import turn_rewards
+from minirl.rewards.worker_process import load_reward
+from minirl.run.load_task import load_task
+from minirl.training.batch import pack
+from support.collecting import Prompts, chat_prompts, collected
+from support.engines import cached_model, make_engine
+from support.scripts import read_metrics, run_in_pool, untimed
+
+OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
+
+
+def giving(episode):
+    """Three turns; "early" is what their lengths say, "total" is returned."""
+    episode.reward(0.5, "early")
+    yield episode.generate(max_tokens=5, stop="e")
+    episode.reward(len(episode.turns[-1].ids), "early")
+    episode.reward(10, "early")
+    yield episode.generate(after="abc", max_tokens=4)
+    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
+    episode.reward(100.0, "early")
+    return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
+
+
+async def giving_async(episode):
+    episode.reward(0.5, "early")
+    yield episode.generate(max_tokens=5, stop="e")
+    episode.reward(len(episode.turns[-1].ids), "early")
+    episode.reward(10, "early")
+    yield episode.generate(after="abc", max_tokens=4)
+    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
+    episode.reward(1100.0, "early")
+    episode.reward(float(sum(episode.turns[-1].ids)), "total")
+
+
+def of_last_turn(episodes):
+    """A reward of groups: how the sum of the last turn's ids compares to the others of the prompt."""
+    sums = [sum(e.tokens[-e.turns[-1].num_tokens :]) for e in episodes]
+    return [sum(own > other for other in sums) - len(sums) for own in sums]
+
+
+def collector_of(functions, rollout, *, prompts=None, **options):
+    engine = make_engine(cached_model("mixed", torch.float32))
+    options = {"group_size": 3, **options}
+    return Collector(engine, prompts or Prompts(), functions, rollout=rollout, **options)
+
+
+def by_hand(rollout):
+    """The rewards of `giving` from the tokens."""
+    first, _, last = rollout.episode.turns
+    total = sum(rollout.completion[last.start : last.end])
+    return [float(total), 0.5 + (first.end - first.start) + 10 + 100 + 1000]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(name)`: a rollout or reward function of a file, in its workers, which are killed at the end."""
+    functions = (giving, giving_async, of_last_turn)
+    source = "import os\n\n" + "\n\n".join(map(inspect.getsource, functions))
+    loaded = []
+
+    def load_one(name, more="", *, is_reward=False, **options):
+        (tmp_path / "mine.py").write_text(source + more)
+        make = load_reward if is_reward else load_rollout
+        loaded.append(make(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
+        return loaded[-1]
+
+    yield load_one
+    for workers in loaded:
+        workers.close() if hasattr(workers, "compute") else workers.stop()
+
+
+@pytest.mark.parametrize("where", ["here", "giving", "giving_async"])
+def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
+    collector = collector_of(OF_EPISODE, giving if where == "here" else load(where, num_workers=2))
+    groups = collector.collect(4)
+    expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
+    assert groups.rewards.view(-1, 2).tolist() == expected
+    assert len({total for total, _ in expected}) > 3
+    for rollout in groups.rewarded.rollouts:
+        first = rollout.episode.turns[0]
+        assert first.rewards == {"early": first.end - first.start + 10.0}
+        assert rollout.episode.turns[1].rewards == {}
+
+
+def test_a_number_that_is_returned_is_the_reward_without_a_name():
+    def one(episode):
+        turn = yield episode.generate()
+        return len(turn.ids)
+
+    groups = collector_of({"mine": EpisodeReward()}, one).collect(2)
+    assert groups.rewards.flatten().tolist() == [len(r.completion) for r in groups.rewarded.rollouts]
+
+
+HOSTILE = {
+    "nan": (math.nan, r"returns nan; a reward is a finite number of at most 1e\+12"),
+    "inf": ({"total": math.inf}, "returns 'total': inf; a reward is a finite number"),
+    "bool": (True, "returns True; a reward is"),
+    "tensor_of_bool": (torch.tensor(True), r"returns tensor\(True\); a reward is"),
+    "text": ("1.0", "returns '1.0'; a reward is"),
+    "list": ([1.0], r"returns \[1.0\]; a reward is"),
+    "large": (1e13, "returns 10000000000000.0; a reward is"),
+    "number_as_name": ({7: 1.0}, "returns a reward named 7; expected text of at most 80 characters"),
+    "long_name": ({"x" * 81: 1.0}, "returns a reward named 'xxx"),
+    "missing": (
+        {"early": 1.0},
+        r"ended without the reward 'total' \(given: 'early'\); give it in every episode",
+    ),
+    "nothing": (None, r"ended without the reward 'total' \(given: none\)"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
+    value, message = HOSTILE[name]
+
+    def mine(episode):
+        yield episode.generate(max_tokens=3)
+        return value
+
+    with pytest.raises(InputError, match=rf"mine\(episode\), for the row at f:\d+: .*{message}"):
+        collector_of(OF_EPISODE, mine).collect(2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([math.nan], r"f:\d+: 'total' is nan; a reward is a finite number"),
+        ([False], r"f:\d+: 'total' is False; a reward is"),
+        (["1"], r"f:\d+: 'total' is '1'; a reward is"),
+        ([None], r"f:\d+: 'total' is None; a reward is"),
+        ([1e12, 1e12], r"f:\d+: 'total' adds up to 2000000000000.0; a reward is"),
+    ],
+)
+def test_row_24_what_is_given_is_checked_at_once(values, message):
+    def mine(episode):
+        yield episode.generate(max_tokens=3)
+        for value in values:
+            episode.reward(value, "total")
+
+    with pytest.raises(InputError, match=f"episode.reward, for the row at {message}"):
+        collector_of(OF_EPISODE, mine).collect(2)
+
+
+def test_rewards_that_no_reward_of_the_run_takes_are_refused_with_the_flags():
+    def mine(episode):
+        yield episode.generate(max_tokens=3)
+        episode.reward(1.0, "style")
+        return 1.0
+
+    expected = (
+        r"gives rewards \('reward', 'style'\) that the run does not have: add --reward episode episode:style"
+    )
+    with pytest.raises(InputError, match=expected):
+        collector_of({"sums": lambda completions: [0.0] * len(completions)}, mine).collect(1)
+
+
+def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
+    refused = []
+
+    def mine(episode):
+        try:
+            while True:
+                yield episode.generate(max_tokens=3)
+                episode.reward(1.0, "early")
+        except GeneratorExit:
+            with pytest.raises(InputError, match="the episode has ended; give rewards before a `yield`"):
+                episode.reward(1.0, "total")
+            refused.append(True)
+            raise
+
+    groups = collector_of(OF_EPISODE, mine, limits=EpisodeLimits(max_turns=4)).collect(2)
+    assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
+    assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
+    assert len(refused) == 6
+
+
+def test_an_episode_that_fails_has_what_it_gave_and_the_rest_does_not_apply(load):
+    fails = """
+def fails(episode):
+    yield episode.generate(max_tokens=3)
+    episode.reward(7.0, "early")
+    if episode.row.place == "f:3":
+        raise KeyError("no such tool")
+    return {"total": 1.0}
+"""
+    rollout = load("fails", fails, on_error="end")
+    groups = collector_of(OF_EPISODE, rollout, group_size=1).collect(40)
+    for rollout, rewards in zip(groups.rewarded.rollouts, groups.rewards[:, 0].tolist(), strict=True):
+        assert rewards[1] == 7.0
+        assert math.isnan(rewards[0]) == (rollout.finish_reason == "error")
+    assert groups.rewards.isnan().sum() == 1
+
+
+def test_a_reward_that_is_returned_as_none_does_not_apply():
+    def mine(episode):
+        yield episode.generate(max_tokens=3)
+        episode.reward(1.0, "early")
+        return {"total": None, "early": None}
+
+    groups = collector_of(OF_EPISODE, mine).collect(1)
+    assert groups.rewards.isnan().all()
+    assert not turn_rewards(groups.rewarded.rollouts, {"early": 1.0}).any()
+
+
+def test_an_episode_that_is_run_again_in_another_process_gives_each_reward_once(load):
+    dies_once = """
+def dies_once(episode):
+    for turn in giving(episode):
+        if len(episode.turns) == 2 and episode.row.place == "f:3":
+            try:
+                open(__file__ + ".died", "x").close()
+            except FileExistsError:
+                pass
+            else:
+                os._exit(3)
+        yield turn
+    return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
+"""
+    groups = collector_of(OF_EPISODE, load("dies_once", dies_once), group_size=1).collect(40)
+    assert groups.rewards[:, 0].tolist() == [by_hand(rollout) for rollout in groups.rewarded.rollouts]
+    assert groups.rewards.max() > 1000
+
+
+@pytest.mark.parametrize("where", ["here", "workers"])
+def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
+    """With groups judged whole; the steps are those of an uninterrupted run, which are those without a budget."""
+    options = {"decode_budget": 4, "max_staleness": 3}
+    functions = {**OF_EPISODE, "last": of_last_turn}
+
+    def rollout():
+        return giving if where == "here" else load("giving", num_workers=2)
+
+    expected = collected(collector_of(functions, rollout(), **options), 4, 2)
+    first = collector_of(functions, rollout(), **options)
+    before = collected(first, 2, 2)
+    kinds = {record["finish_reason"] is None for record in first.records()}
+    assert kinds == {True, False}
+    second = collector_of(functions, rollout(), **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    assert before == expected[:2]
+    for step in (2, 3):
+        groups = second.collect(2, weight_version=step)
+        found = [
+            (r.rollout_id, r.tokens.tolist(), x)
+            for r, x in zip(groups.rewarded.rollouts, groups.rewarded.rewards.tolist(), strict=True)
+        ]
+        assert found == [(row[0], row[2], row[-1]) for row in expected[step]]
+        for rollout_made, row in zip(groups.rewarded.rollouts, expected[step], strict=True):
+            assert by_hand(rollout_made) == row[-1][:2]
+
+
+def test_a_checkpoint_from_before_rewards_were_given_can_be_read():
+    options = {"decode_budget": 4, "max_staleness": 3}
+    sums = {"sums": lambda completion_ids: [float(sum(ids)) for ids in completion_ids]}
+
+    def silent(episode):
+        yield episode.generate(max_tokens=5)
+        yield episode.generate(after="abc", max_tokens=4)
+
+    first = collector_of(sums, silent, **options)
+    first.collect(2)
+    state, records = first.state(), first.records()
+    del state["judged_groups"]
+    for record in records:
+        record.pop("episode", None)
+    second = collector_of(sums, silent, **options)
+    second.num_served = first.num_served
+    second.restore(state, records)
+    expected = first.collect(2, weight_version=1).rewards
+    assert torch.equal(second.collect(2, weight_version=1).rewards, expected)
+
+
+def test_turn_rewards_add_up_to_the_column_times_its_weight():
+    """By hand: at the last token of the first and of the third turn; what is left at the last token."""
+    groups = collector_of(OF_EPISODE, giving).collect(2)
+    rollouts = groups.rewarded.rollouts
+    weights = {"total": 0.5, "early": 0.25}
+    stream = turn_rewards(rollouts, weights)
+    assert stream.dtype == torch.float32
+    parts = stream.split([len(rollout.tokens) for rollout in rollouts])
+    for rollout, part in zip(rollouts, parts, strict=True):
+        first, second, third = rollout.episode.turns
+        expected = torch.zeros(len(rollout.tokens))
+        expected[rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.end - first.start + 10)
+        expected[rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
+        assert torch.equal(part, expected)
+        assert second.rewards == {}
+    mask = torch.cat([rollout.loss_mask for rollout in rollouts])
+    lengths = torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts])
+    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25], dtype=torch.float64)
+    kl = torch.zeros(int(mask.sum()), dtype=torch.float64)
+    of_turns = stream[mask].double()
+    rewards = token_rewards(scores, kl, lengths, kl_coef=0.1, of_turns=of_turns)
+    sums = torch.stack([part.sum() for part in rewards.split(lengths.tolist())])
+    torch.testing.assert_close(sums, scores, rtol=0, atol=1e-9)
+    is_last = torch.zeros(len(kl), dtype=torch.bool)
+    is_last[lengths.cumsum(0) - 1] = True
+    assert torch.equal(rewards[~is_last], of_turns[~is_last])
+
+
+def ppo_returns(rank):
+    """Returns of PPO with values of 0 and no discount: what is paid from a token on; and the same by hand."""
+    rollouts = collector_of(OF_EPISODE, giving).collect(2).rewarded.rollouts
+    weights = {"total": 0.5, "early": 0.25}
+    scores = (
+        torch.tensor([by_hand(r) for r in rollouts], dtype=torch.float64) @ torch.tensor([0.5, 0.25]).double()
+    )
+    batch = pack(rollouts).replace(
+        turn_rewards=turn_rewards(rollouts, weights), table_index=torch.arange(len(rollouts))
+    )
+    batch = batch.replace(values=torch.zeros(len(batch.tokens)))
+    nothing = torch.zeros(len(rollouts))
+    config = train_ppo.Config(gae_lambda=1.0)
+    _, returns = train_ppo.advantages_and_returns(
+        config, scores, nothing.bool(), torch.zeros(len(batch.tokens)), nothing, batch, kl_coef=0.0
+    )
+    expected = []
+    for rollout, score in zip(rollouts, scores.tolist(), strict=True):
+        first = rollout.episode.turns[0]
+        num_tokens, num_first = int(rollout.loss_mask.sum()), first.end - first.start
+        behind = score - 0.25 * (num_first + 10)
+        expected += [score] * num_first + [behind] * (num_tokens - num_first)
+    return returns.tolist(), expected
+
+
+def test_ppo_pays_what_a_turn_was_given_at_the_end_of_that_turn(one_rank):
+    ((returns, expected),) = one_rank.run(ppo_returns)
+    assert len(set(expected)) > 6
+    assert returns == pytest.approx(expected, abs=1e-6)
+
+
+# Groups
+
+
+def pairwise(rollouts):
+    """`of_last_turn` by hand, for the rollouts of one prompt."""
+    sums = []
+    for rollout in rollouts:
+        last = rollout.episode.turns[-1]
+        sums.append(sum(rollout.completion[last.start : last.end]))
+    return [float(sum(own > other for other in sums) - len(sums)) for own in sums]
+
+
+@pytest.mark.parametrize("where", ["here", "worker"])
+def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
+    function = of_last_turn if where == "here" else load("of_last_turn", is_reward=True, num_workers=2)
+    sizes = []
+
+    def size(episodes):
+        sizes.append(len(episodes))
+        return [float(len(episodes))] * len(episodes)
+
+    groups = collector_of({"size": size, **OF_EPISODE}, giving, num_greedy=1).collect(5)
+    assert sizes == [4] * 5, "the greedy one is judged with the others"
+    assert groups.greedy_rewards[:, 0, 0].tolist() == [4.0] * 5
+    judged = collector_of({"last": function, **OF_EPISODE}, giving).collect(5)
+    for group in range(5):
+        of_group = [r for r in judged.rewarded.rollouts if r.rollout_id.prompt_ordinal == group]
+        assert judged.rewards[group, :, 0].tolist() == pairwise(of_group)
+
+
+def test_an_evaluation_judges_each_greedy_rollout_alone():
+    collector = collector_of({"last": of_last_turn, **OF_EPISODE}, giving)
+    evaluator = collector.evaluator(Prompts(num_rows=4))
+    requests = Prompts(num_rows=4).requests(0, 4, group_size=0, num_greedy=1)
+    assert evaluator.run(requests).rewards[:, 0].tolist() == [-1.0] * 4
+
+
+def split_groups(rank):
+    """The groups of three steps on this rank: 3 rollouts of 3 prompts, so that groups are shared."""
+    functions = {"last": of_last_turn, **OF_EPISODE}
+    options = {"decode_budget": 6, "max_staleness": 3}
+    collector = collector_of(functions, giving, **options)
+    steps = []
+    for step in range(3):
+        rewarded = collector.collect(3, weight_version=step).rewarded
+        ids = [(r.rollout_id.prompt_ordinal, r.rollout_id.sample) for r in rewarded.rollouts]
+        steps.append(list(zip(ids, rewarded.rewards.tolist(), strict=True)))
+    return steps
+
+
+def test_groups_that_ranks_share_are_judged_as_on_one(two_ranks, one_rank):
+    (expected,) = one_rank.run(split_groups)
+    parts = two_ranks.run(split_groups)
+    for step in range(3):
+        assert sorted(parts[0][step] + parts[1][step]) == expected[step]
+    makers = [{ordinal for step in part for (ordinal, _), _ in step} for part in parts]
+    assert makers[0] & makers[1], "no group is shared"
+    assert not any(math.isnan(rewards[0]) for _, rewards in itertools.chain(*expected))
+
+
+BAD_GROUPS = """
+def raises(episodes):
+    if episodes[0].row.place == "f:3":
+        raise KeyError("a pair")
+    return [1.0] * len(episodes)
+
+def short(episodes):
+    return [1.0]
+
+def one_is_nan(episodes):
+    return [1.0, float("nan"), 1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"reward raises for the row at f:3, .*raised\n(.|\n)*KeyError: 'a pair'"),
+        ("short", r"reward short for the row at f:\d+, .*returned 1 values for 3 completions"),
+        ("one_is_nan", r"reward one_is_nan for the row at f:\d+, .*returned nan"),
+    ],
+)
+def test_row_24_a_bad_call_for_a_group_stops_the_run(load, name, message):
+    function = load(name, BAD_GROUPS, is_reward=True)
+    with pytest.raises(RewardError, match=message):
+        collector_of({name: function, **OF_EPISODE}, giving).collect(40)
+
+
+def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
+    function = load("raises", BAD_GROUPS, is_reward=True, on_error="zero")
+    groups = collector_of({"raises": function, **OF_EPISODE}, giving).collect(40)
+    places = [row.place for row in groups.rewarded.rows]
+    expected = [0.0 if place == "f:3" else 1.0 for place in places]
+    assert groups.rewards[:, :, 0].flatten().tolist() == expected
+    assert groups.rewarded.failed.tolist() == [place == "f:3" for place in places]
+
+
+# What functions get
+
+
+def test_functions_that_name_them_get_messages_and_what_was_given():
+    seen = {}
+
+    def mine(messages, rewards_given, completions, prompts, **others):
+        assert sorted(others) == ["answer", "completion_ids"]
+        seen.update(messages=messages, given=rewards_given, completions=completions)
+        return [0.0] * len(messages)
+
+    groups = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2)
+    for i, rollout in enumerate(groups.rewarded.rollouts):
+        row, text = groups.rewarded.rows[i], groups.rewarded.texts[i]
+        assert seen["messages"][i] == [
+            {"role": "user", "content": row.prompt},
+            {"role": "assistant", "content": text},
+        ]
+        assert seen["completions"][i] == text
+        assert seen["given"][i] == rollout.episode.rewards
+
+
+def chat_rows():
+    prompts = chat_prompts(200)
+    prompts._rows = [
+        Row([{"role": "user", "content": row.prompt}], row.columns, row.place) for row in prompts._rows
+    ]
+    return prompts
+
+
+def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
+    """Those that the episode itself had, with tool results between; one answer where nothing was appended."""
+    conversations = {}
+    seen = []
+
+    def chatting(episode):
+        yield episode.generate(max_tokens=5)
+        if episode.seed % 2:
+            yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
+            yield episode.generate(after=" and", max_tokens=3)
+        conversations[episode.seed] = episode.messages
+
+    def mine(prompts, completions, messages, episodes):
+        for prompt, completion, conversation, episode in zip(
+            prompts, completions, messages, episodes, strict=True
+        ):
+            assert prompt + completion == conversation == episode.messages
+            seen.append(conversation)
+        return [0.0] * len(prompts)
+
+    def alone(prompts, completions):
+        return [float(len(completion)) for completion in completions]
+
+    prompts = chat_rows()
+    groups = collector_of({"mine": mine, "alone": alone}, chatting, prompts=prompts).collect(6)
+    expected = [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
+    assert seen == expected
+    assert groups.rewards[:, :, 1].flatten().tolist() == [len(messages) - 1.0 for messages in expected]
+    assert {len(messages) for messages in expected} == {2, 4}
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "environments"])
+def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name):
+    rows = [Row("a", {"answer": "1"}, "f.jsonl:1")]
+    functions: dict = {}
+    exec(f"def mine(completions, {name}): pass\ndef fine(completions, {name}=None): return [1.0]", functions)
+    expected = f"no field '{name}', which the reward mine asks for; TRL's trainer gives it, minirl does not: "
+    with pytest.raises(InputError, match=f"{expected}give it a default, {name}=None"):
+        check_columns({"mine": functions["mine"]}, rows)
+    check_columns({"fine": functions["fine"]}, rows)
+
+
+def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function_asks_for_it():
+    rows = [Row("a", {"episodes": 3, "messages": "mine"}, "f.jsonl:1")]
+    check_columns({"plain": lambda completions, messages, **others: None}, rows)
+    with pytest.raises(InputError, match="a reward asks for 'episodes', which every episode has; rename"):
+        check_columns({"pairs": lambda episodes: None}, rows)
+
+
+# Flags
+
+
+def test_the_flag_names_episode_rewards():
+    task = load_task("sorting", data=None, eval_data=[], reward=["episode", "episode:format"])
+    names = {name: function.reward_name for name, function in task.rewards.items()}
+    assert names == {"episode": "reward", "format": "format"}
+    for specs, message in (
+        (["episode:"], r"--reward episode:: expected episode, or episode:NAME"),
+        (["episode:mean"], "the name mean is taken by a metric"),
+        (["episode:a", "episode:a"], "two functions of one name"),
+    ):
+        with pytest.raises(InputError, match=re.escape(message).replace(r"\-", "-")):
+            load_task("sorting", data=None, eval_data=[], reward=specs)
+
+
+FILE = """
+def rollout(episode):
+    turn = yield episode.generate(max_tokens=3)
+    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+    return float(len(episode.tokens)) + sum(episode.tokens) % 7
+
+def silent(episode):
+    turn = yield episode.generate(max_tokens=3)
+    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+
+def episode(completion_ids):
+    return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]
+"""
+
+
+# How full decode steps are depends on when replies come.
+AWAY = ("perf/decode",)
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
+    one_rank, two_ranks, runs, tmp_path, script
+):
+    """Every metric bit for bit, with evaluations, partial rollouts and a resume; greedy baselines too."""
+    (tmp_path / "mine.py").write_text(FILE)
+    flags = (
+        "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
+    )
+    flags += " --save-every 1 --decode-budget 3 --max-staleness 2"
+    flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
+
+    def train(pool, name, rollout, reward, *more):
+        extra = ("--rollout", f"{tmp_path}/mine.py:{rollout}", "--reward", reward, "--run-name", name)
+        run_in_pool(pool, script, *flags.split(), *extra, *more, runs=runs)
+        lines = [untimed(line) for line in read_metrics(runs / name)]
+        return [{k: v for k, v in line.items() if not k.startswith(AWAY)} for line in lines]
+
+    expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
+    assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
+    train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
+    resumed = train(two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force")
+    assert resumed == expected
