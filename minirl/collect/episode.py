@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Generate:
     """What an episode asks for: tokens to be appended, then a turn of at most `max_tokens` sampled ones.
 
-    after: text, token ids or, between turns of a chat, messages.
+    after: text, token ids or, in a chat, messages: between turns those that are appended, before the first one all of
+    the prompt, whose last message may be longer than the row's and may be followed by others.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
     """
@@ -55,7 +56,8 @@ class Turn:
     """A turn that was sampled, without what was appended before it.
 
     ids: the token ids, including the stop token. logprobs: of these tokens. finish_reason: "stop" or "length". start:
-    where the turn begins among the episode's tokens. inserted: the messages that were appended before it.
+    where the turn begins among the episode's tokens. inserted: the messages that were appended before it; before the
+    first turn those of the whole prompt, if it is longer than the row's.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -130,7 +133,9 @@ class Episode:
         messages = [dict(message) for message in as_messages(self.row.prompt)]
         before = None
         for turn in self.turns:
-            if turn.inserted:
+            if turn.inserted and before is None:
+                messages = [dict(message) for message in turn.inserted]
+            elif turn.inserted:
                 _add_answer(messages, before)
                 messages += (dict(message) for message in turn.inserted)
             before = turn
@@ -145,6 +150,10 @@ class Episode:
         self.logprobs += [*none, *turn.logprobs]
         self.versions += [*none, *versions]
         self.turns.append(turn)
+
+    def reward(self, value: float, name: str = "reward") -> None:
+        """Add to a reward of the episode."""
+        self.rewards[name] = self.rewards.get(name, 0.0) + value
 
     def generate(
         self,

@@ -5,6 +5,8 @@ and the others are decoded.
 """
 
 import functools
+import itertools
+import operator
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -38,8 +40,8 @@ class RunningEpisode:
     request: with `stop_test` and `turn_start` of the present turn; while the engine does not have it, with all tokens.
     number: that its function's replies have. turn_limit: how many tokens after the prompt there are when the present
     turn ends, at the latest; 0 before the first one.
-    inserted: the messages that are appended before the present turn. answer_start: how many tokens there were when the
-    last of these had been appended.
+    inserted: the messages that are appended before the present turn, as in `Turn`. answer_start: how many tokens there
+    were when the last of these had been appended.
     turn_ends: for each turn that has ended, how many there were, and why it ended.
     part_start: how many there were when the engine took up the present turn, in this phase.
     budget: how many tokens the episode may sample in this phase from there on.
@@ -194,6 +196,8 @@ class EpisodeRunner:
         """Give the next turn that was recorded to its function; returns whether there was none left."""
         start = running.num_before
         new_ids = self._begin_turn(running, reply)
+        is_same_prompt = running.request.prompt_ids == recorded.request.prompt_ids
+        refuse(not is_same_prompt, f"{self._changed(running)}: it begins with another prompt")
         refuse(new_ids is None, f"{self._changed(running)}: it had a further turn, and now ends")
         sampled = recorded.sampled
         present = sampled[:start] + appended(new_ids or [])
@@ -351,7 +355,7 @@ class EpisodeRunner:
             asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
             f"{self._name}(episode): generate(max_tokens={asked.max_tokens!r:.80}): must be at least 1",
         )
-        new_ids = self._appended_ids(running.episode, asked.after)
+        new_ids = self._appended_ids(running, asked.after)
         turn_start = running.num_before + len(new_ids)
         room = running.episode.max_tokens - turn_start
         is_first = not running.turn_ends
@@ -367,22 +371,45 @@ class EpisodeRunner:
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
         return new_ids
 
-    def _appended_ids(self, episode: Episode, after: After) -> list[int]:
-        """The token ids of what a function appends behind the turns so far.
+    def _appended_ids(self, running: RunningEpisode, after: After) -> list[int]:
+        """The token ids of what a function appends behind the prompt and the turns so far.
 
         Raises InputError naming function and row.
         """
-        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        episode = running.episode
+        place = self._place(episode)
         if not is_messages(after):
             return self._prompts.appended_ids(after, place)
-        refuse(
-            not episode.turns, f"{place}: messages before the first turn; write them into the row's prompt"
-        )
         is_chat = self._prompts.tokenizer.is_chat(episode.row)
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
+        if not episode.turns:
+            return self._extend_prompt(running, after)
         last = episode.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(after, place, end_id=end_id)
+
+    def _extend_prompt(self, running: RunningEpisode, messages: Messages) -> list[int]:
+        """Let an episode begin with these messages, which go on where the row's prompt ends.
+
+        The tokens that both have in common stay its prompt, so that those of a row differ in nothing but their
+        length. Returns the ids of the others, which count as appended. Raises InputError naming function and row.
+        """
+        episode, request = running.episode, running.request
+        place = self._place(episode)
+        ids = self._prompts.extended_ids(episode.row, messages, place)
+        is_equal = map(operator.eq, request.prompt_ids, ids)
+        shared = tuple(ids[: sum(itertools.takewhile(bool, is_equal))])
+        refuse(
+            not shared,
+            f"{place}: the prompt of these messages does not begin as the row's; see --long-prompts",
+        )
+        limit = self._prompts.request(request.rollout_id, shared, request.temperature).max_new_tokens
+        running.request = replace(request, prompt_ids=shared, max_new_tokens=limit)
+        episode.max_tokens = limit
+        return ids[len(shared) :]
+
+    def _place(self, episode: Episode) -> str:
+        return f"{self._name}(episode), for the row at {episode.row.place}"
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
         """The test for these strings, made once for all turns that have them."""

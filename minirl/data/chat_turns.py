@@ -32,7 +32,8 @@ def following_ids(
     with this id, nothing is repeated up to it. Raises InputError naming `place` and the tokenizer's folder for what are
     no messages, and for those that the template refuses or does not show.
     """
-    checked = _checked(messages, place)
+    check_messages(messages, place)
+    checked = list(messages)
     marks = [_CONTENT.format(i) for i in range(len(checked))]
     outline = _behind_answer(
         tokenizer, [{**message, "content": mark} for message, mark in zip(checked, marks, strict=True)], place
@@ -64,7 +65,8 @@ def _behind_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
     return behind
 
 
-def _checked(messages: Sequence[Any], place: str) -> Messages:
+def check_messages(messages: Sequence[Any], place: str) -> None:
+    """Raise InputError naming `place` for what are no messages, and where the last one is the assistant's."""
     what = f"{place}: generate(after=...)"
     for message in messages:
         is_message = isinstance(message, dict) and all(
@@ -75,7 +77,6 @@ def _checked(messages: Sequence[Any], place: str) -> Messages:
         messages[-1]["role"] == "assistant",
         f"{what}: the last message is the assistant's, whose turn is to be sampled; append its beginning as text",
     )
-    return list(messages)
 
 
 def _template(tokenizer: Tokenizer, place: str) -> str:

@@ -4,13 +4,14 @@ import itertools
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from minirl.data.chat_turns import After, following_ids, is_messages
-from minirl.data.task import Row
+from minirl.data.chat_turns import After, check_messages, following_ids, is_messages
+from minirl.data.task import Messages, Row, as_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
@@ -174,6 +175,23 @@ class PromptStream:
         if ids and self.vocab_size is not None and max(ids) >= self.vocab_size:
             what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
             raise InputError(f"{place}: generate(after=...): {what}")
+        return ids
+
+    def extended_ids(self, row: Row, messages: Messages, place: str) -> list[int]:
+        """Return the token ids of a prompt that goes on where a row's ends: all of it, with `messages` instead.
+
+        Its last message may be longer, and others may follow. Raises InputError naming `place` for other messages.
+        """
+        check_messages(messages, place)
+        begun = as_messages(row.prompt)
+        last = messages[len(begun) - 1] if len(messages) >= len(begun) else {"content": ""}
+        cut = {**last, "content": last["content"][: len(begun[-1]["content"])]}
+        if [*messages[: len(begun) - 1], cut] != begun:
+            what = "messages before the first turn are all of the prompt, and begin with those of the row"
+            raise InputError(f"{place}: generate(after=...): {what}")
+        extended = replace(row, prompt=messages, place=place)
+        ids = self.tokenizer.encode(extended)
+        _check_ids(extended, ids, self.vocab_size)
         return ids
 
     def row(self, prompt_ordinal: int) -> Row:

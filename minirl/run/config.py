@@ -53,10 +53,14 @@ class Generate:
     """with --decode-budget: steps between a completion's first token and its update, at most"""
     rollout: str | None = None
     """file.py:function that writes a rollout, in processes of its own; none: the script's"""
-    rollout_workers: int = 1  # processes of --rollout on a rank
-    reply_timeout: float = 60.0  # seconds for a reply of --rollout, after which it has failed
+    tools: str | None = None
+    """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
+    environment: str | None = None
+    """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
+    rollout_workers: int = 1  # processes of --rollout, --tools or --environment on a rank
+    reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
     on_rollout_error: Literal["stop", "end"] = "stop"
-    """end: where --rollout fails the completion ends, for up to 5 % of a step's completions on a rank"""
+    """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
     max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
@@ -240,6 +244,28 @@ def ranks_and_bytes(gpus: str) -> tuple[int, float]:
     return int(found[1]), float(found[2]) * 1e9
 
 
+def rollout_flag(config: RunConfig) -> tuple[str, str] | None:
+    """The flag that says what writes rollouts in processes of its own, and its value; None: the script does."""
+    given = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
+    return next(((kind, value) for kind, value in given if value), None)
+
+
+def check_rollout(config: RunConfig) -> None:
+    """Refuse two flags that each write rollouts, and flags of their processes without them. Raises InputError."""
+    given = [kind for kind in ("rollout", "tools", "environment") if getattr(config, kind)]
+    refuse(
+        len(given) > 1,
+        f"{' and '.join(map(flag_of, given))}: each of them writes the rollouts; leave out all but one (a method of an "
+        "--environment may call the functions of --tools, and so may a --rollout)",
+    )
+    for name, default in (("rollout_workers", 1), ("reply_timeout", 60.0), ("on_rollout_error", "stop")):
+        value = getattr(config, name)
+        refuse(
+            not given and value != default,
+            f"{flag_of(name)} {value}: has no effect without --rollout, --tools or --environment",
+        )
+
+
 def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     check_numbers(config, positive=POSITIVE)
@@ -248,11 +274,9 @@ def check_shared(config: RunConfig) -> None:
         needs={
             "gpus": "dry_run",
             "max_staleness": "decode_budget",
-            "rollout_workers": "rollout",
-            "reply_timeout": "rollout",
-            "on_rollout_error": "rollout",
         },
     )
+    check_rollout(config)
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)
         refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
