@@ -1,14 +1,25 @@
 """TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
-import textwrap
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
 import types
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from minirl.collect import tool_loop
+from minirl.collect.collector import Collector
 from minirl.collect.episode import Episode, Generate, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed
 from minirl.collect.rollout_workers import load_rollout
@@ -17,8 +28,10 @@ from minirl.data.chat_turns import following_ids
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
+from minirl.model.transformer import Transformer
 from minirl.run.config import RunConfig, check_shared
-from support.collecting import chat_prompts, collected, make_collector
+from support.collecting import chat_prompts, collected, make_collector, sums
+from support.engines import cached_model, make_engine
 from support.texts import CHATML, save_chat_tokenizer
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
@@ -352,7 +365,7 @@ def letters_of(tmp_path, num_workers=1):
 
 
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
-    """On any number of workers and with a budget, also over a checkpoint; the prompt is the template's, token by token."""
+    """On any number of workers and with a budget, also over a checkpoint. The prompt is what the template writes."""
     monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", letter_message)
     one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
     try:
@@ -391,7 +404,10 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
     ("after", "error"),
     [
         ([{"role": "user", "content": "something else"}], "begin with those of the row"),
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}], "begin with those of the row"),
+        (
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}],
+            "begin with those of the row",
+        ),
         ([{"role": "user"}], "is no message"),
     ],
 )
@@ -423,12 +439,10 @@ def test_an_episode_that_extends_its_prompt_has_all_of_it_among_its_messages():
 
 def trl_loop(tokenizer, functions, texts):
     """The messages and the ids that TRL's trainer makes of turns with these texts."""
-    from trl.chat_template_utils import parse_response
+    from trl.chat_template_utils import get_training_chat_template, parse_response
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     loop = asyncio.new_event_loop()
-    import threading
-
     threading.Thread(target=loop.run_forever, daemon=True).start()
     backend = tokenizer.backend
     prompt = [{"role": "user", "content": "how much?"}]
@@ -455,7 +469,7 @@ def trl_loop(tokenizer, functions, texts):
         environment_factories=None,
         processing_class=backend,
         _tokenizer=backend,
-        chat_template=None,
+        chat_template=get_training_chat_template(backend),
         chat_template_kwargs={},
         num_generations=1,
         _generate_single_turn=generate,
@@ -471,9 +485,7 @@ def trl_loop(tokenizer, functions, texts):
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_messages_and_tokens_are_those_of_trl(tmp_path):
-    """All but the answer that cannot be read: there TRL ends. (Of one turn TRL puts async results last; so do these.)"""
-    from pathlib import Path
-
+    """But for two things: TRL ends at a call that cannot be read, and puts a turn's results of `async` tools last."""
     import trl
     from trl.chat_template_utils import add_response_schema
 
@@ -514,13 +526,198 @@ def test_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
     tools = load("tools", "add")
     save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
     config = RunConfig(tools="mine.py:add", chat=True)
-    with pytest.raises(InputError, match="no response template .* see --tool-format"):
+    with pytest.raises(InputError, match=r"no response template .* see --tool-format"):
         load_tokenizer(config, tmp_path, (), tools)
     hermes = RunConfig(tools="mine.py:add", chat=True, tool_format="hermes")
     assert load_tokenizer(hermes, tmp_path, (), tools).tools == tools.tools
     with pytest.raises(InputError, match="--tools: this script tells of tools of its own"):
         load_tokenizer(hermes, tmp_path, (add,), tools)
-    only_users = WITH_TOOLS.replace("{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m")
-    save_chat_tokenizer(tmp_path, textwrap.dedent(only_users), "<|im_end|>")
-    with pytest.raises(InputError, match="the result of a tool: .* refuses the messages"):
+    only_users = WITH_TOOLS.replace(
+        "{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
+    )
+    save_chat_tokenizer(tmp_path, only_users, "<|im_end|>")
+    with pytest.raises(InputError, match=r"the result of a tool: .* refuses the messages"):
         load_tokenizer(hermes, tmp_path, (), tools)
+
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+# Where a package is not installed, the example runs with a module of the same interface.
+STAND_INS = {
+    "openenv.core.generic_client": """
+import types
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        assert base_url.startswith("http")
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def reset(self, seed):
+        self.said = []
+        return self._result(None)
+
+    async def step(self, action):
+        self.said.append(action["message"])
+        return self._result(0.5)
+
+    def _result(self, reward):
+        done = len(self.said) == 2
+        return types.SimpleNamespace(observation={"said": len(self.said)}, reward=reward, done=done)
+""",
+    "textarena": """
+class Game:
+    def reset(self, num_players, seed):
+        self.seen = "[GAME] go"
+
+    def get_observation(self):
+        return 0, self.seen
+
+    def step(self, action):
+        self.seen += f"[Player] {action}[GAME] no"
+        return self.seen.count("Player") == 3, {}
+
+    def close(self):
+        return {0: 0.5}, {}
+
+def make(game):
+    assert game == "GuessTheNumber-v0"
+    return Game()
+""",
+    "skyrl_gym": """
+class Env:
+    def init(self, prompt):
+        self.turns = 0
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        observations = [{"role": "user", "content": "Now provide the answer"}]
+        return {"observations": observations, "reward": 0.1, "done": self.turns == 3, "metadata": {}}
+
+    def close(self):
+        pass
+
+def make(env_class, env_config, extras):
+    assert extras["reward_spec"]["ground_truth"] == "7"
+    return Env()
+""",
+}
+SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Said(Action):
+    message: str
+
+class Told(Observation):
+    said: int = 0
+
+class Twice(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.said = 0
+        return Told()
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.said += 1
+        return Told(said=self.said, reward=0.5, done=self.said == 2)
+
+    @property
+    def state(self):
+        return State()
+
+uvicorn.run(create_fastapi_app(Twice, Said, Told, max_concurrent_envs=64), port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@pytest.fixture
+def openenv_server(tmp_path, monkeypatch):
+    """A server of OpenEnv, if it is installed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    if importlib.util.find_spec("openenv") is None:
+        yield
+        return
+    (tmp_path / "serve.py").write_text(SERVER)
+    with subprocess.Popen([sys.executable, str(tmp_path / "serve.py"), str(port)]) as server:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield
+        server.kill()
+
+
+def long_engine():
+    short = cached_model("full", torch.float32)
+    model = Transformer(replace(short.config, max_position_embeddings=4096))
+    model.load_state_dict(short.state_dict())
+    return make_engine(model, cache_tokens=32768)
+
+
+COLUMNS = {"game": "GuessTheNumber-v0", "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "7"}}
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+@pytest.mark.parametrize(
+    ("example", "package", "num_turns", "told"),
+    [
+        ("openenv_client.py:play", "openenv.core.generic_client", {2}, "said"),
+        ("text_game.py:play", "", {5}, "uess a number"),
+        ("textarena_game.py:play", "textarena", set(range(1, 11)), ""),
+        ("skyrl_env.py:interact", "skyrl_gym", {3}, "ow provide"),
+    ],
+)
+def test_the_examples_run_with_their_packages(
+    tmp_path, monkeypatch, openenv_server, example, package, num_turns, told, is_real
+):
+    """With the packages where they are installed, and with their interface where they are not."""
+    root = package.partition(".")[0]
+    if is_real and package and importlib.util.find_spec(root) is None:
+        pytest.skip(f"{root} is not installed")
+    if not is_real:
+        if not package:
+            pytest.skip("it needs no package")
+        file = tmp_path.joinpath(*package.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(STAND_INS[package])
+        monkeypatch.syspath_prepend(tmp_path)
+    prompts = chat_prompts(4000)
+    for i in range(prompts.num_prompts):
+        prompts.row(i).columns.update(COLUMNS, extra_info={"max_turns": 3})
+    rollout = load_rollout(f"{EXAMPLES}/{example}", timeout_s=120.0)
+    try:
+        (steps,) = collected(
+            Collector(long_engine(), prompts, {"sums": sums}, rollout=rollout, group_size=2), 1, 2
+        )
+    finally:
+        rollout.stop()
+    for row in steps:
+        assert row[1] == "stop"
+        text = prompts.tokenizer.decode(row[2], skip_special_tokens=False)
+        assert len([is_sampled for is_sampled, _ in itertools.groupby(row[3]) if is_sampled]) in num_turns
+        assert told in text
+
+
+def test_tasks_of_reasoning_gym_are_rows_with_their_scoring():
+    gym = pytest.importorskip("reasoning_gym")
+    file = EXAMPLES / "reasoning_gym_rows.py"
+    printed = subprocess.run([sys.executable, file, "basic_arithmetic", "3"], capture_output=True, check=True)
+    rows = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert len(rows) == 3 == len(gym.create_dataset("basic_arithmetic", size=3, seed=0))
+    spec = importlib.util.spec_from_file_location("rows", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entries = [row["entry"] for row in rows]
+    right = [f"so <answer>{entry['answer']}</answer>" for entry in entries]
+    assert module.score(right, entries) == [1.0] * 3
+    assert max(module.score(["no", "<answer>x</answer>", ""], entries)) < 0.1
