@@ -227,7 +227,7 @@ TEXTS = (
 )
 
 
-def test_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
+def test_row_56_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
     tools = load("tools", "add,fail,describe,search")
     assert [tool["function"]["name"] for tool in tools.tools] == ["add", "fail", "describe", "search"]
     assert tools.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
@@ -302,7 +302,7 @@ def test_the_reward_is_what_get_reward_says_last_also_where_no_further_turn_fits
         ("environment", "Raises", "OSError: no server"),
     ],
 )
-def test_what_is_no_tool_or_environment_is_refused_at_the_start(load, kind, name, error):
+def test_row_57_what_is_no_tool_or_environment_is_refused_at_the_start(load, kind, name, error):
     with pytest.raises(InputError, match=error):
         load(kind, name)
 
@@ -321,7 +321,7 @@ def test_an_observation_that_is_no_text_is_an_error_that_says_so(load, tokenizer
         ({"reply_timeout": 1.0}, "--reply-timeout 1.0: has no effect without --rollout, --tools or --env"),
     ],
 )
-def test_flags_that_exclude_each_other_are_refused(flags, error):
+def test_row_57_flags_that_exclude_each_other_are_refused(flags, error):
     with pytest.raises(InputError, match=error):
         check_shared(RunConfig(**flags))
     check_shared(RunConfig(tools="a.py:f", rollout_workers=2))
@@ -519,7 +519,7 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
     assert asyncio.run(ours()) == (messages, ids)
 
 
-def test_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
+def test_row_57_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
     """Refused with the tokenizer, before there is a model."""
     from minirl.run.run import load_tokenizer
 
