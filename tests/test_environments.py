@@ -437,6 +437,28 @@ def test_an_episode_that_extends_its_prompt_has_all_of_it_among_its_messages():
     assert len(seen) == 3
 
 
+def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
+    def rollout(episode):
+        yield episode.generate(max_tokens=3)
+        results = [
+            result("add", "3"),
+            result("add", "{'error': 'no'}"),
+            {"role": "user", "content": "{'error': "},
+        ]
+        yield episode.generate(after=results, max_tokens=3)
+
+    collector = make_collector(chat_prompts(200), rollout=rollout)
+    collector.collect(2)
+    assert collector.take_num_tool_results() == (12, 6)
+    assert collector.take_num_tool_results() == (0, 0)
+
+
+def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
+    workers = load("environment", "NoTools")
+    (steps,) = collected(make_collector(chat_prompts(), rollout=workers), 1)
+    assert {row[1] for row in steps} <= {"stop", "length"}
+
+
 def trl_loop(tokenizer, functions, texts):
     """The messages and the ids that TRL's trainer makes of turns with these texts."""
     from trl.chat_template_utils import get_training_chat_template, parse_response

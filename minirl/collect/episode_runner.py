@@ -31,6 +31,8 @@ NO_BUDGET = sys.maxsize
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# How a tool's result begins that is an error, in TRL and `tool_loop`.
+TOOL_ERROR = "{'error': "
 
 
 @dataclass
@@ -105,6 +107,7 @@ class EpisodeRunner:
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
+        self._num_tool_results: Counter[bool] = Counter()
         self._running: dict[int, RunningEpisode] = {}
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
@@ -176,6 +179,11 @@ class EpisodeRunner:
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed
 
+    def take_num_tool_results(self) -> tuple[int, int]:
+        """How many results of tools were appended since the last call, and how many of them are errors, as TRL's."""
+        results, self._num_tool_results = self._num_tool_results, Counter()
+        return results.total(), results[True]
+
     def restore(self, recorded: Sequence[RecordedEpisode]) -> list[RunningEpisode]:
         """Paused episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
@@ -190,6 +198,7 @@ class EpisodeRunner:
                     raise RolloutError(self._failure(running, reply.why))
                 if self._restore_turn(running, one, reply):
                     del left[number]
+        self.take_num_tool_results()  # they were counted then
         return restored
 
     def _restore_turn(self, running: RunningEpisode, recorded: RecordedEpisode, reply: Reply) -> bool:
@@ -366,6 +375,8 @@ class EpisodeRunner:
         if room < 1:
             return None
         running.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
+        results = [message for message in running.inserted if message["role"] == "tool"]
+        self._num_tool_results += Counter(result["content"].startswith(TOOL_ERROR) for result in results)
         running.turn_limit = turn_start + min(room, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
         running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)

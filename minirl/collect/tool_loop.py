@@ -77,7 +77,8 @@ def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerat
         session = start()
         try:
             turn = yield episode.generate(after=await session.begin(episode.row))
-            while "tool_calls" in turn.message or "parse_error" in turn.message:
+            # Without tools it need not be known how the model writes calls.
+            while session.tools and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
                 results = await session.results(turn.message)
                 # Now: where there is no room for them, or no further turn is allowed, the episode has ended.
                 await session.give_reward(episode)

@@ -449,6 +449,10 @@ class Run:
         metrics.add_values("reward/errors", rewarded.failed)
         if self.config.on_rollout_error == "end":
             metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
+        if self.tokenizer.tools:
+            num_results, num_errors = self._collector.take_num_tool_results()
+            metrics.add_total("count/tool_results", num_results)
+            metrics.add_total("count/tool_errors", num_errors)
         self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
