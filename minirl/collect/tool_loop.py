@@ -57,7 +57,10 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> Loaded:
 
 
 def of_environment(factory: Callable[[], Any], name: str) -> Loaded | str:
-    """The rollout in which the model calls the methods of an instance of its own; why not if it has no `reset`."""
+    """The rollout in which the model calls the methods of an object of its own, or why there is none.
+
+    A first object is made to see its methods.
+    """
     probe = EnvironmentSession(factory())
     own_methods = [getattr(probe.environment, method, None) for method in OWN_METHODS]
     if own_methods[0] is None:

@@ -244,19 +244,19 @@ def ranks_and_bytes(gpus: str) -> tuple[int, float]:
     return int(found[1]), float(found[2]) * 1e9
 
 
-def rollout_flag(config: RunConfig) -> tuple[str, str] | None:
-    """The flag that says what writes rollouts in processes of its own, and its value; None: the script does."""
-    given = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
-    return next(((kind, value) for kind, value in given if value), None)
+def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
+    """The flags that say what writes rollouts in processes of its own, and their values: one, or none."""
+    values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
+    return [(kind, value) for kind, value in values if value]
 
 
 def check_rollout(config: RunConfig) -> None:
     """Refuse two flags that each write rollouts, and flags of their processes without them. Raises InputError."""
-    given = [kind for kind in ("rollout", "tools", "environment") if getattr(config, kind)]
+    given = rollout_flags(config)
     refuse(
         len(given) > 1,
-        f"{' and '.join(map(flag_of, given))}: each of them writes the rollouts; leave out all but one (a method of an "
-        "--environment may call the functions of --tools, and so may a --rollout)",
+        f"{' and '.join(flag_of(kind) for kind, _ in given)}: each of them writes the rollouts; leave out all but one "
+        "(what an --environment or a --rollout needs of the others it may call itself)",
     )
     for name, default in (("rollout_workers", 1), ("reply_timeout", 60.0), ("on_rollout_error", "stop")):
         value = getattr(config, name)

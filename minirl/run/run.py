@@ -60,7 +60,7 @@ from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.checkpoint import Checkpoints, Remembered
-from minirl.run.config import RunConfig, rollout_flag
+from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
@@ -612,10 +612,10 @@ def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
 
     Raises InputError. Not collective.
     """
-    flag = rollout_flag(config)
-    if flag is None:
+    flags = rollout_flags(config)
+    if not flags:
         return None
-    kind, spec = flag
+    ((kind, spec),) = flags
     return load_rollout(
         spec,
         kind=kind,
@@ -635,7 +635,7 @@ def load_tokenizer(
     called = [] if workers is None else workers.tools
     refuse(
         bool(tools and called),
-        f"--{workers.kind if workers else ''}: this script tells of tools of its own, which nobody calls",
+        "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
     )
     tokenizer = Tokenizer(folder, chat=config.chat, tools=tools or called, tool_format=config.tool_format)
     if called:
