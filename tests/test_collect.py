@@ -314,7 +314,7 @@ def foreign_ids(episode):
         (empty_turn, r"empty_turn.*max_tokens=0\): must be at least 1"),
         (
             early_message,
-            "early_message.*for the row at f:.*before the first turn; write them into the row's prompt",
+            "early_message.*for the row at f:.*before the first turn; see episode.branch",
         ),
         (chatting, "chatting.*for the row at f:.*messages behind a text prompt; see --chat"),
         (foreign_ids, f"foreign_ids.*for the row at f:.*token id {VOCAB}, and the model has {VOCAB}"),

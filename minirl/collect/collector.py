@@ -185,6 +185,10 @@ class Collector:
         """How many episodes of this rank have ended by a failure of the rollout function since the last call."""
         return self._runner.take_num_failed()
 
+    def take_num_tool_results(self) -> tuple[int, int]:
+        """How many results of tools this rank's episodes got since the last call, and how many of them are errors."""
+        return self._runner.take_num_tool_results()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the collector beside `records`: JSON values, the same on every rank."""
         return {

@@ -41,6 +41,8 @@ NO_BUDGET = sys.maxsize
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# How a tool's result begins that is an error, in TRL and `tool_loop`.
+TOOL_ERROR = "{'error': "
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class EpisodeRunner:
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
+        self._num_tool_results: Counter[bool] = Counter()
         self._running: dict[int, RunningEpisode] = {}
         # Of all branches of the running episodes that have begun.
         self._number_of: dict[RolloutId, int] = {}
@@ -248,6 +251,11 @@ class EpisodeRunner:
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed
 
+    def take_num_tool_results(self) -> tuple[int, int]:
+        """How many results of tools were appended since the last call, and how many of them are errors, as TRL's."""
+        results, self._num_tool_results = self._num_tool_results, Counter()
+        return results.total(), results[True]
+
     def restore(self, recorded: Sequence[RecordedEpisode]) -> list[RunningEpisode]:
         """Paused episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
@@ -262,6 +270,7 @@ class EpisodeRunner:
                     raise RolloutError(self._failure(running, reply.why))
                 if self._restore_turn(running, one, reply):
                     del left[number]
+        self.take_num_tool_results()  # they were counted then
         return restored
 
     def _restore_turn(self, running: RunningEpisode, recorded: RecordedEpisode, reply: Reply) -> bool:
@@ -534,6 +543,8 @@ class EpisodeRunner:
             return None
         running.present = present
         present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
+        results = [message for message in present.inserted if message["role"] == "tool"]
+        self._num_tool_results += Counter(result["content"].startswith(TOOL_ERROR) for result in results)
         # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
         room_to_sample = max(1, self._room_to_sample(running))
         present.turn_limit = turn_start + min(room, room_to_sample, asked.max_tokens or room)
@@ -548,7 +559,7 @@ class EpisodeRunner:
             return running.branches[number]
         request = running.request
         if number != 0:
-            place = f"{self._name}(episode), for the row at {running.episode.row.place}"
+            place = self._place(running.episode)
             is_number = type(number) is int and number > 0
             refuse(
                 not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
@@ -568,7 +579,7 @@ class EpisodeRunner:
         """Refuse rewards that nothing is done with, and those that are to be given and are not."""
         given = sorted({*returned, *itertools.chain(*episode.rewards)})
         listed = ", ".join(map(repr, given)) or "none"
-        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        place = self._place(episode)
         flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in given)
         refuse(
             given and not self._reward_names,
@@ -586,15 +597,21 @@ class EpisodeRunner:
 
         Raises InputError naming function and row.
         """
-        place = f"{self._name}(episode), for the row at {episode.row.place}"
+        place = self._place(episode)
         if not is_messages(after):
             return self._prompts.appended_ids(after, place)
-        refuse(not branch.turns, f"{place}: messages before the first turn; write them into the row's prompt")
+        refuse(
+            not branch.turns,
+            f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+        )
         is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(after, place, end_id=end_id)
+
+    def _place(self, episode: Episode) -> str:
+        return f"{self._name}(episode), for the row at {episode.row.place}"
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
         """The test for these strings, made once for all turns that have them."""

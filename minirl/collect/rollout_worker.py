@@ -1,11 +1,14 @@
-"""The program that runs a user's rollout function: `main` with the arguments SOURCE FUNCTION (see `rollout_workers`).
+"""The program that runs a user's rollout function: `main` with the arguments KIND SOURCE NAME (see `rollout_workers`).
+
+KIND is the flag: "rollout" for a rollout function, "tools" or "environment" for what `tool_loop` makes one of.
 
 One process runs many episodes. An `async def` runs them at the same time. Others run in turn, one piece after another:
 a piece is what a function does from a turn to the next `yield`.
 
 Protocol: as of `minirl.rewards.worker`, with these messages.
 
-- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}.
+- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}. With a fourth argument the answer has
+  "tools" too, the JSON schemas, and is the only one.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
@@ -28,11 +31,12 @@ from json import dumps, loads
 from typing import Any
 
 from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader, returned_rewards
+from minirl.collect.tool_loop import Loaded, load
+from minirl.data.tools import tool_schemas
 from minirl.errors import InputError, refuse
 from minirl.rewards.worker import (
     Trainer,
     connect,
-    find_function,
     high_descriptor,
     run_user_code,
     users_traceback,
@@ -45,20 +49,23 @@ CHANGED = "given the same turns again, it asks for something else; make it a fun
 
 def main() -> None:
     """Load the function, then run its episodes until stdin is closed."""
-    source, name = sys.argv[1:]
+    kind, source, name, *describes = sys.argv[1:]
     trainer = connect(source)
     if trainer is None:
         return
-    function, error = run_user_code(find_function, source, name)
-    if isinstance(function, str):
-        error = function
+    loaded, error = run_user_code(load, kind, source, name)
+    if isinstance(loaded, str):
+        error = loaded
     if error is not None:
         trainer.send({"error": error})
         return
-    is_async = inspect.isasyncgenfunction(function)
-    trainer.send({"is_async": is_async})
-    server = Server(trainer, function)
-    if not is_async:
+    if describes:
+        trainer.send(describe(loaded))
+        trainer.requests.readline()  # until the trainer ends this process
+        return
+    trainer.send({"is_async": loaded.is_async})
+    server = Server(trainer, loaded.function)
+    if not loaded.is_async:
         for line in trainer.requests:
             run_at_once(server.answer(loads(line)))
         return
@@ -66,6 +73,14 @@ def main() -> None:
     import asyncio
 
     asyncio.run(server.serve())
+
+
+def describe(loaded: Loaded) -> dict[str, Any]:
+    """The answer that has the schemas of the tools. It needs transformers, which other workers do not import."""
+    try:
+        return {"is_async": loaded.is_async, "tools": tool_schemas(loaded.tools)}
+    except InputError as error:
+        return {"error": str(error)}
 
 
 class OwnRandom:

@@ -12,7 +12,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,41 +35,66 @@ PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def load_rollout(
-    spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
+    spec: str,
+    *,
+    kind: str = "rollout",
+    timeout_s: float = 60.0,
+    on_error: str = "stop",
+    num_workers: int = 1,
 ) -> "RolloutWorkers":
-    """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
+    """Start workers for what the flag --KIND names, "file.py:name" or "module:name". Raises InputError if it cannot be.
+
+    kind: "rollout", a rollout function; "tools" (several names, with commas between them) or "environment", of which
+    `tool_loop` makes one.
+    """
     source, _, name = spec.rpartition(":")
     is_file = source.endswith(".py")
     is_module = all(part.isidentifier() for part in source.split("."))
     if not name or not (is_file or is_module):
-        raise InputError(f"--rollout {spec}: expected file.py:function or module:function")
+        what = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
+        raise InputError(f"--{kind} {spec}: expected file.py:{what} or module:{what}")
     if is_file and not Path(source).is_file():
-        raise InputError(f"--rollout {spec}: there is no file {source}")
-    return RolloutWorkers(source, name, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+        raise InputError(f"--{kind} {spec}: there is no file {source}")
+    return RolloutWorkers(
+        source, name, kind=kind, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers
+    )
 
 
 class RolloutWorkers:
     """A rollout function that runs in worker processes: a `hosts.Host`."""
 
     def __init__(
-        self, source: str, name: str, *, timeout_s: float, on_error: str = "stop", num_workers: int = 1
+        self,
+        source: str,
+        name: str,
+        *,
+        kind: str = "rollout",
+        timeout_s: float,
+        on_error: str = "stop",
+        num_workers: int = 1,
     ):
-        """Start the workers. source: a Python file, or a module's name.
+        """Start the workers. source: a Python file, or a module's name. kind: as for `load_rollout`.
 
         timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where they are, "stop" none. Raises
         InputError if the function cannot be loaded.
         """
         self.name = name
+        self.kind = kind
         self.on_error: str | None = on_error
+        # JSON schemas of the tools that the function calls.
+        self.tools: list[dict[str, Any]] = []
         self._numbers = itertools.count()
         self._of_episode: dict[int, _Worker] = {}
         # The kinds of notes that were printed: each is printed once.
         self._printed_notes: set[str] = set()
         self.workers: list[_Worker] = []
+        arguments = [kind, source, name]
         try:
             # All load the file at the same time.
             for _ in range(num_workers):
-                self.workers.append(_Worker(source, name, timeout_s=timeout_s))
+                self.workers.append(_Worker(arguments, timeout_s=timeout_s))
+            if kind != "rollout":
+                self.workers.append(_Worker([*arguments, "describe"], timeout_s=timeout_s))
             while not all(worker.is_ready for worker in self.workers):
                 self._wait(1.0)
                 for worker in self.workers:
@@ -77,7 +102,11 @@ class RolloutWorkers:
                     self._show_notes(worker)
         except RolloutError as error:
             self.stop()
-            raise InputError(f"--rollout {source}:{name}: {error}") from None
+            raise InputError(f"--{kind} {source}:{name}: {error}") from None
+        if kind != "rollout":
+            describer = self.workers.pop()
+            describer.kill()
+            self.tools = describer.tools
 
     def begin(self, episode: Episode) -> int:
         """As `Host`. Raises InputError for a row that cannot be sent as JSON."""
@@ -86,7 +115,7 @@ class RolloutWorkers:
         try:
             worker.begin(number, episode)
         except (TypeError, ValueError, RecursionError) as error:
-            message = f"--rollout: the row at {episode.row.place} cannot be sent to it: {error}"
+            message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
             raise InputError(message) from None
         self._of_episode[number] = worker
         return number
@@ -163,10 +192,11 @@ class _Hosted:
 class _Worker:
     """One process after another that runs episodes. Nothing here waits."""
 
-    def __init__(self, source: str, name: str, *, timeout_s: float):
-        """Raises RolloutError if the system starts no process."""
-        self._source = source
-        self._name = name
+    def __init__(self, arguments: Sequence[str], *, timeout_s: float):
+        """arguments: of the program. Raises RolloutError if the system starts no process."""
+        self._arguments = arguments
+        # What the first answer says of them.
+        self.tools: list[dict[str, Any]] = []
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
         # Episodes to be sent; those to be sent before them, one at a time.
@@ -271,7 +301,7 @@ class _Worker:
         self._key = secrets.token_hex(8)
         self._started_at = time.monotonic()
         try:
-            self._process = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, self._source, self._name])
+            self._process = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
         except OSError as error:
             raise RolloutError(f"no process can be started for it: {error}; see --rollout-workers") from None
         self._write({"path": sys.path})
@@ -282,6 +312,7 @@ class _Worker:
             raise RolloutError(escaped(str(answer["error"])))
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
+        self.tools = answer.get("tools", [])
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
         """Start another process in place of one that is no good; returns the reply of the episode that has failed.

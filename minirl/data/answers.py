@@ -33,7 +33,7 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     if tokenizer.tool_format == "hermes":
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
         return _hermes_message(text, has_begun_thinking=prefix.rstrip().endswith("<think>"))
-    _check_response_template(tokenizer)
+    check_readable(tokenizer)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return _by_response_template(tokenizer, text, prefix)
 
@@ -46,8 +46,10 @@ def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     return [i for i in ids if i not in hidden]
 
 
-def _check_response_template(tokenizer: Tokenizer) -> None:
-    """Raise InputError if the tokenizer has no response template, or one that reads no answer at all."""
+def check_readable(tokenizer: Tokenizer) -> None:
+    """Raise InputError where answers cannot be read: no format is given, nor a response template that can be used."""
+    if tokenizer.tool_format is not None:
+        return
     backend = tokenizer.backend
     # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
     is_readable = "tools" in inspect.signature(backend.parse_response).parameters

@@ -31,7 +31,7 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from json import dumps, loads
 from math import isfinite, nan
 from typing import Any, BinaryIO
@@ -283,6 +283,12 @@ def load_function(source: str, name: str) -> tuple[Callable[..., Any] | None, di
 
 def find_function(source: str, name: str) -> Callable[..., Any] | str:
     """Return the function `name` of a file or module, or why there is none. Raises what the user's code raises."""
+    found = find_functions(source, [name])
+    return found if isinstance(found, str) else found[0]
+
+
+def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
+    """Return functions of one file or module, or why there is none. Raises what the user's code raises."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:
@@ -292,8 +298,10 @@ def find_function(source: str, name: str) -> Callable[..., Any] | str:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
             return f"there is no module {error.name!r} here; is it installed?"
-    function = getattr(module, name, None)
-    return function if callable(function) else f"{source} has no function {name}"
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        return f"{source} has no function {missing[0]}"
+    return [getattr(module, name) for name in names]
 
 
 def _run_file(file: str) -> types.ModuleType:

@@ -55,10 +55,14 @@ class Generate:
     """with --decode-budget: steps between a completion's first token and its update, at most"""
     rollout: str | None = None
     """file.py:function that writes a rollout, in processes of its own; none: the script's"""
-    rollout_workers: int = 1  # processes of --rollout on a rank
-    reply_timeout: float = 60.0  # seconds for a reply of --rollout, after which it has failed
+    tools: str | None = None
+    """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
+    environment: str | None = None
+    """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
+    rollout_workers: int = 1  # processes of --rollout, --tools or --environment on a rank
+    reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
     on_rollout_error: Literal["stop", "end"] = "stop"
-    """end: where --rollout fails the completion ends, for up to 5 % of a step's completions on a rank"""
+    """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
     max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
     max_sampled_tokens: int = 0
     """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
@@ -251,6 +255,34 @@ def ranks_and_bytes(gpus: str) -> tuple[int, float]:
     return int(found[1]), float(found[2]) * 1e9
 
 
+def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
+    """The flags that say what writes rollouts in processes of its own, and their values: one, or none."""
+    values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
+    return [(kind, value) for kind, value in values if value]
+
+
+def check_rollout(config: RunConfig) -> None:
+    """Refuse two flags that each write rollouts, and flags of their processes without them. Raises InputError."""
+    given = rollout_flags(config)
+    refuse(
+        len(given) > 1,
+        f"{' and '.join(flag_of(kind) for kind, _ in given)}: each of them writes the rollouts; leave out all but one "
+        "(what an --environment or a --rollout needs of the others it may call itself)",
+    )
+    defaults = {
+        "rollout_workers": 1,
+        "reply_timeout": 60.0,
+        "on_rollout_error": "stop",
+        "max_episode_seconds": 0.0,
+    }
+    for name, default in defaults.items():
+        value = getattr(config, name)
+        refuse(
+            not given and value != default,
+            f"{flag_of(name)} {value}: has no effect without --rollout, --tools or --environment",
+        )
+
+
 def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     check_numbers(config, positive=POSITIVE)
@@ -259,12 +291,9 @@ def check_shared(config: RunConfig) -> None:
         needs={
             "gpus": "dry_run",
             "max_staleness": "decode_budget",
-            "rollout_workers": "rollout",
-            "reply_timeout": "rollout",
-            "on_rollout_error": "rollout",
-            "max_episode_seconds": "rollout",
         },
     )
+    check_rollout(config)
     refuse(
         config.max_new_tokens and config.max_sampled_tokens >= config.max_new_tokens,
         f"--max-sampled-tokens {config.max_sampled_tokens}: has no effect, --max-new-tokens is not greater",

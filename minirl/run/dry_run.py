@@ -10,7 +10,6 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction, Row, Task, as_messages, conversation
-from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool
 from minirl.errors import InputError
 from minirl.model.families import read_config
@@ -41,7 +40,13 @@ from minirl.run.memory import (
     too_large,
     workload,
 )
-from minirl.run.run import compute_dtype, prompt_streams, rollout_workers, task_with_rewards
+from minirl.run.run import (
+    compute_dtype,
+    load_tokenizer,
+    prompt_streams,
+    rollout_workers,
+    task_with_rewards,
+)
 
 SHOWN_PROMPTS = 2
 SHOWN_CHARACTERS = 400  # of a prompt or completion
@@ -84,7 +89,7 @@ def dry_run(
         model_config = read_config(folder, scalar_head=False)
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
-        tokenizer = Tokenizer(folder, chat=config.chat, tools=tools, tool_format=config.tool_format)
+        tokenizer = load_tokenizer(config, folder, tools, rollouts)
         max_new_tokens = config.max_new_tokens or task.max_new_tokens
         streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
         work = workload(

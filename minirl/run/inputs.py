@@ -15,7 +15,7 @@ from minirl.run.run_folder import read_args
 
 def input_digests(config: RunConfig) -> dict[str, str]:
     """SHA-256 of the script, and of the files of data, rewards and models, by path; of those that are there."""
-    functions = [*config.reward, *filter(None, [config.rollout])]
+    functions = [*config.reward, *filter(None, [config.rollout, config.tools, config.environment])]
     sources = [spec.rpartition(":")[0] for spec in functions]
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]

@@ -21,10 +21,12 @@ from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
+from minirl.data.answers import check_readable
+from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.tools import Tool
+from minirl.data.tools import Tool, tool_name
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
@@ -60,7 +62,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
-from minirl.run.config import RunConfig
+from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
@@ -195,9 +197,7 @@ class Run:
         self.model_folder = self._folder.checkpoint or self._original_model()
         self.model_config = read_config(self.model_folder, scalar_head=False)
         check_weights(self.model_config, self.model_folder)
-        self.tokenizer = Tokenizer(
-            self.model_folder, chat=config.chat, tools=tools, tool_format=config.tool_format
-        )
+        self.tokenizer = load_tokenizer(config, self.model_folder, tools, self._rollout_workers)
         self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.prompts, self.held_out = prompt_streams(
             config, task, self.tokenizer, self.model_config, self.max_new_tokens
@@ -273,7 +273,7 @@ class Run:
     ) -> Collector:
         """What makes each step's rollouts with their rewards. Not collective.
 
-        The arguments are `Collector`'s; --rollout takes the place of `rollout`.
+        The arguments are `Collector`'s; --rollout, --tools or --environment takes the place of `rollout`.
         """
         return Collector(
             engine,
@@ -468,6 +468,10 @@ class Run:
         metrics.add_values("reward/errors", rewarded.failed)
         if self.config.on_rollout_error == "end":
             metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
+        if self.tokenizer.tools:
+            num_results, num_errors = self._collector.take_num_tool_results()
+            metrics.add_total("count/tool_results", num_results)
+            metrics.add_total("count/tool_errors", num_errors)
         self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
@@ -623,15 +627,41 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
-    """The function of --rollout in its processes; None without one. Raises InputError. Not collective."""
-    if config.rollout is None:
+    """The function of --rollout, --tools or --environment in its processes; None without one.
+
+    Raises InputError. Not collective.
+    """
+    flags = rollout_flags(config)
+    if not flags:
         return None
+    ((kind, spec),) = flags
     return load_rollout(
-        config.rollout,
+        spec,
+        kind=kind,
         timeout_s=config.reply_timeout,
         on_error=config.on_rollout_error,
         num_workers=config.rollout_workers,
     )
+
+
+def load_tokenizer(
+    config: RunConfig, folder: Path, tools: Sequence[Tool], workers: RolloutWorkers | None
+) -> Tokenizer:
+    """The tokenizer, whose prompts tell of the script's tools or of those of --tools or --environment.
+
+    Raises InputError if the calls of the latter cannot be read, or their results not written.
+    """
+    called = [] if workers is None else workers.tools
+    refuse(
+        bool(tools and called),
+        "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
+    )
+    tokenizer = Tokenizer(folder, chat=config.chat, tools=tools or called, tool_format=config.tool_format)
+    if called:
+        check_readable(tokenizer)
+        result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
+        following_ids(tokenizer, [result], "the result of a tool", end_id=None)
+    return tokenizer
 
 
 def prompt_streams(

@@ -1,0 +1,28 @@
+"""Play on an OpenEnv server. Rows are chats that say what to do; its first observation is a further message.
+
+OPENENV_URL=http://localhost:8000 torchrun train_grpo.py --chat --data rows.jsonl --reward episode \
+    --rollout docs/examples/openenv_client.py:play --max-turns 20
+"""
+
+import json
+import os
+
+from openenv.core.generic_client import GenericEnvClient
+
+
+async def play(episode):
+    """One session of the server, which may serve any environment whose action is one field with a text."""
+    async with GenericEnvClient(base_url=os.environ["OPENENV_URL"]) as client:
+        result = await client.reset(seed=episode.seed % 2**31)
+        branch = episode.branch([*episode.messages, message(result.observation)])
+        after = None
+        while not result.done:
+            turn = yield branch.generate(after=after)
+            result = await client.step({os.environ.get("OPENENV_FIELD", "message"): turn.text})
+            episode.reward(result.reward or 0.0)
+            after = message(result.observation)
+
+
+def message(observation):
+    """What the model is told of an observation, which is a dict."""
+    return {"role": "user", "content": json.dumps(observation)}

@@ -1,0 +1,22 @@
+"""Run an environment of SkyRL-gym: `--rollout docs/examples/skyrl_env.py:interact --reward episode`.
+
+Rows are SkyRL's: {"prompt": [messages], "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": ...}, ...}
+"""
+
+import skyrl_gym
+
+
+def interact(episode):
+    """One environment for each episode; the rewards of its steps add up."""
+    columns = dict(episode.row.columns)
+    env = skyrl_gym.make(columns["env_class"], env_config=columns.get("env_config"), extras=columns)
+    try:
+        messages, _ = env.init(episode.messages)
+        branch, after, done = episode.branch(messages), None, False
+        while not done:
+            turn = yield branch.generate(after=after)
+            step = env.step(turn.text)
+            episode.reward(step["reward"])
+            after, done = step["observations"], step["done"]
+    finally:
+        env.close()

@@ -1,0 +1,30 @@
+"""Play a text game of gymnasium's interface: `--rollout docs/examples/text_game.py:play --reward episode --chat`."""
+
+import random
+
+
+class HigherOrLower:
+    """Guess a number from 1 to 20. Put `gymnasium.make(...)` in its place: `reset` and `step` are gymnasium's."""
+
+    def reset(self, seed):
+        self.target, self.num_left = random.Random(seed).randint(1, 20), 5
+        return "Guess a number from 1 to 20; say only the number.", {}
+
+    def step(self, action):
+        self.num_left -= 1
+        guess = int(action) if action.strip().isdecimal() else 0
+        answer = "right" if guess == self.target else "higher" if guess < self.target else "lower"
+        return answer, float(answer == "right"), answer == "right", self.num_left == 0, {}
+
+
+def play(episode):
+    """The first observation is a message behind the row's; each further one is a user's turn."""
+    game = HigherOrLower()
+    observation, _ = game.reset(seed=episode.seed % 2**31)
+    branch = episode.branch([*episode.messages, {"role": "user", "content": observation}])
+    after, ended = None, False
+    while not ended:
+        turn = yield branch.generate(after=after)
+        observation, reward, terminated, truncated, _ = game.step(turn.text)
+        episode.reward(reward)
+        after, ended = {"role": "user", "content": observation}, terminated or truncated

@@ -1,0 +1,22 @@
+"""Play a game of TextArena: `--rollout docs/examples/textarena_game.py:play --reward episode --chat`.
+
+Rows: {"prompt": "You play a game.", "game": "GuessTheNumber-v0"}
+"""
+
+import textarena
+
+
+def play(episode):
+    """A game for one. Its observation has all that was said; what is new in it is told to the model."""
+    game = textarena.make(episode.row.columns["game"])
+    game.reset(num_players=1, seed=episode.seed % 2**31)
+    episode.reward(0.0)  # where it ends before the game does
+    _, told = game.get_observation()
+    branch = episode.branch([*episode.messages, {"role": "user", "content": told}])
+    turn = yield branch.generate()
+    while not game.step(turn.text)[0]:
+        _, observation = game.get_observation()
+        turn = yield branch.generate(after={"role": "user", "content": observation.removeprefix(told)})
+        told = observation
+    rewards, _ = game.close()
+    episode.reward(rewards[0])

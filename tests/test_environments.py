@@ -1,0 +1,727 @@
+"""TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl.collect import tool_loop
+from minirl.collect.collector import Collector
+from minirl.collect.episode import Branch, Episode, Generate, Turn, TurnReader
+from minirl.collect.hosts import Ended, Failed
+from minirl.collect.rollout_workers import load_rollout
+from minirl.data.answers import parsed_answer
+from minirl.data.chat_turns import following_ids
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
+from minirl.model.transformer import Transformer
+from minirl.rewards.functions import EpisodeReward
+from minirl.run.config import RunConfig, check_shared
+from support.collecting import chat_prompts, collected, make_collector, sums
+from support.engines import cached_model, make_engine
+from support.texts import CHATML, save_chat_tokenizer
+
+WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def fail(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: What to say.
+    """
+    raise ValueError(f"no {text}")
+
+
+def describe(name: str) -> dict:
+    """Describe something, with half a character.
+
+    Args:
+        name: The thing.
+    """
+    return {"name": name, "letters": list(name)}
+
+
+async def search(query: str) -> str:
+    """Search.
+
+    Args:
+        query: What for.
+    """
+    await asyncio.sleep(0.001)
+    if query == "nothing":
+        raise LookupError("found nothing")
+    return f"found {query}"
+
+
+class Guessing:
+    """A game of TRL's kind: guess the number of a row."""
+
+    def __init__(self):
+        self.guesses = []
+        self.reward = 0.0
+
+    def reset(self, target, prompt, **kwargs):
+        self.target = target
+        self.guesses.clear()
+        return f" (it is below {10 * (target // 10 + 1)}; {len(prompt)} message)"
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        self.guesses.append(number)
+        self._score()
+        return "right" if number == self.target else "too small" if number < self.target else "too large"
+
+    def _score(self):
+        self.reward = 1.0 if self.guesses[-1] == self.target else 0.25
+
+    def get_reward(self):
+        return self.reward
+
+
+class AsyncGuessing(Guessing):
+    async def reset(self, **row):
+        return super().reset(**row)
+
+    async def wait(self) -> str:
+        """Wait a moment."""
+        await asyncio.sleep(0.001)
+        return "waited"
+
+    async def get_reward(self):
+        return self.reward
+
+    async def close(self):
+        print(f"closed after {len(self.guesses)} guesses")
+
+
+BROKEN = '''
+class NoReset:
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+
+class NoTools:
+    def reset(self, **row):
+        return None
+
+class Undocumented(NoTools):
+    def guess(self, number):
+        return ""
+
+class Raises:
+    def __init__(self):
+        raise OSError("no server")
+
+class Listed(NoTools):
+    def reset(self, **row):
+        return [1]
+'''
+SOURCE = "import asyncio\n\n" + "\n\n".join(
+    inspect.getsource(part) for part in (add, fail, describe, search, Guessing, AsyncGuessing)
+)
+FUNCTIONS = [add, fail, describe, search]
+
+
+def call(name, /, **arguments):
+    """A call as Hermes writes it."""
+    shown = str(arguments).replace("'", '"')
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {shown}}}\n</tool_call>'
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Tools or an environment of the file above in their workers, which are killed when the test is over."""
+    (tmp_path / "mine.py").write_text(SOURCE + BROKEN)
+    loaded = []
+
+    def load_kind(kind, name, **options):
+        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", kind=kind, **{"timeout_s": 60.0, **options}))
+        return loaded[-1]
+
+    yield load_kind
+    for workers in loaded:
+        workers.stop()
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
+    return Tokenizer(tmp_path, chat=True, tool_format="hermes")
+
+
+def add_turn(episode, tokenizer, asked, text):
+    """Give an episode a turn with this text, behind what it asked for."""
+    ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
+    message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
+    branch = episode.branches.setdefault(asked.branch, Branch(asked.prompt, 1000, asked.branch))
+    turn = Turn(
+        ids,
+        [0.0] * len(ids),
+        [0] * len(ids),
+        "stop",
+        branch=asked.branch,
+        start=len(branch.tokens),
+        limit=1000,
+        appended=[],
+        reader=TurnReader(text=lambda: text, message=lambda: message, answer=lambda: text),
+        inserted=list(asked.after) if isinstance(asked.after, list) else [],
+    )
+    episode.take(turn)
+    return turn
+
+
+def converse(workers, tokenizer, texts, columns=None):
+    """Run an episode in workers, whose turns have these texts. Returns what was appended, and the last reply."""
+    episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=1000)
+    number = workers.begin(episode)
+    asked = []
+    for text in [*texts, None]:
+        replies = []
+        while not replies:
+            replies = workers.replies(1.0)
+        ((_, reply),) = replies
+        if not isinstance(reply, Generate) or text is None:
+            return asked, reply
+        asked.append(reply.after if episode.all_turns or reply.branch == 0 else reply.prompt)
+        workers.send(number, add_turn(episode, tokenizer, reply, text))
+    return asked, None
+
+
+def result(name, content):
+    return {"role": "tool", "name": name, "content": content}
+
+
+TEXTS = (
+    f"first {call('add', a=1, b=2)}",
+    f"{call('search', query='x')}{call('add', a=1)}{call('fail', text='luck')}",
+    f"{call('subtract', a=1)}{call('describe', name='ab')}{call('search', query='nothing')}",
+    '<tool_call>{"name": </tool_call>',
+    "it is 3",
+)
+
+
+def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
+    tools = load("tools", "add,fail,describe,search")
+    assert [tool["function"]["name"] for tool in tools.tools] == ["add", "fail", "describe", "search"]
+    assert tools.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+    asked, reply = converse(tools, tokenizer, TEXTS)
+    assert isinstance(reply, Ended)
+    missing = asked[2][1]["content"]
+    assert asked == [
+        "",
+        [result("add", "3")],
+        [result("search", "found x"), result("add", missing), result("fail", "{'error': 'no luck'}")],
+        [
+            result("subtract", "{'error': 'Tool subtract not found.'}"),
+            result("describe", "{'name': 'ab', 'letters': ['a', 'b']}"),
+            result("search", "{'error': 'found nothing'}"),
+        ],
+        [result("unknown", asked[4][0]["content"])],
+    ]
+    assert "missing 1 required positional argument: 'b'" in missing
+    assert asked[4][0]["content"].startswith("{'error': 'call 1: ")
+
+
+@pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
+def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
+    environment = load("environment", name, num_workers=2)
+    names = [tool["function"]["name"] for tool in environment.tools]
+    assert names == (["guess"] if name == "Guessing" else ["guess", "wait"])
+    for target in (12, 7):
+        texts = [call("guess", number=3), call("guess", number=target), "done"]
+        asked, _ = converse(environment, tokenizer, texts, {"target": target})
+        limit = 10 * (target // 10 + 1)
+        assert asked == [
+            [{"role": "user", "content": f"how much? (it is below {limit}; 1 message)"}],
+            [result("guess", "too small")],
+            [result("guess", "right")],
+        ]
+    printed = capfd.readouterr().out
+    assert ("closed after 2 guesses" in printed) == (name == "AsyncGuessing")
+
+
+def scripted_rewards(texts, tokenizer, target=7):
+    """The rewards that `Guessing` gives an episode with these turns."""
+    episode = Episode(Row("how much?", {"target": target}, "f:1"), seed=1, max_tokens=1000)
+    given = []
+    episode.reward = lambda value, name="reward": given.append((len(episode.all_turns), value))
+    turns = tool_loop.of_environment(Guessing, "Guessing").function(episode)
+    turn = None
+    for text in texts:
+        with pytest.raises(StopIteration) as asked:
+            turns.asend(turn).send(None)
+        turn = add_turn(episode, tokenizer, asked.value.value, text)
+    with pytest.raises((StopIteration, StopAsyncIteration)):
+        turns.asend(turn).send(None)
+    return given
+
+
+def test_the_reward_is_what_get_reward_says_last_also_where_no_further_turn_fits(tokenizer):
+    """It is given before the further turn is asked for: an episode without room for it has ended by then."""
+    assert scripted_rewards(["no idea"], tokenizer) == [(1, 0.0)]
+    texts = [call("guess", number=3), call("guess", number=7)]
+    assert scripted_rewards(texts, tokenizer) == [(1, 0.25), (2, 0.75)]
+    assert scripted_rewards([*texts, "done"], tokenizer) == [(1, 0.25), (2, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "error"),
+    [
+        ("tools", "add,subtract", "--tools .*mine.py has no function subtract"),
+        ("tools", "add,add", "tools: two have the name 'add'"),
+        ("tools", "Guessing", "no JSON schema can be made of it|expected a function"),
+        ("environment", "NoReset", r"NoReset has no method reset\(\*\*row\)"),
+        ("environment", "Undocumented", "tools: 'guess': no JSON schema can be made of it"),
+        ("environment", "Raises", "OSError: no server"),
+    ],
+)
+def test_row_59_what_is_no_tool_or_environment_is_refused_at_the_start(load, kind, name, error):
+    with pytest.raises(InputError, match=error):
+        load(kind, name)
+
+
+def test_an_observation_that_is_no_text_is_an_error_that_says_so(load, tokenizer):
+    _, reply = converse(load("environment", "Listed"), tokenizer, ["a"])
+    assert isinstance(reply, Failed)
+    assert r"reset returned [1]; expected text or None" in reply.why
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
+        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
+        ({"reply_timeout": 1.0}, "--reply-timeout 1.0: has no effect without --rollout, --tools or --env"),
+    ],
+)
+def test_row_59_flags_that_exclude_each_other_are_refused(flags, error):
+    with pytest.raises(InputError, match=error):
+        check_shared(RunConfig(**flags))
+    check_shared(RunConfig(tools="a.py:f", rollout_workers=2))
+
+
+RANDOM = '''
+import random
+
+class Letters:
+    def reset(self, prompt, answer, **kwargs):
+        self.letters = "".join(random.choices("abcde", k=random.randint(0, 4)))
+        return f" {self.letters}{answer}"
+
+    def draw(self, letter: str) -> str:
+        """Draw letters.
+
+        Args:
+            letter: One more.
+        """
+        self.letters += letter + random.choice("xyz")
+        return self.letters
+
+    def get_reward(self):
+        return len(self.letters)
+'''
+
+
+def letter_message(tokenizer, ids, before):
+    """Every turn with an "a" calls the tool with its first letter."""
+    text = tokenizer.decode(ids)
+    function = {"name": "draw", "arguments": {"letter": text[:1]}}
+    message = {"role": "assistant", "content": text}
+    return message | ({"tool_calls": [{"type": "function", "function": function}]} if "a" in text else {})
+
+
+def letters_collector(rollout, **options):
+    functions = {"sums": sums, "reward": EpisodeReward()}
+    engine = make_engine(cached_model("mixed", torch.float32))
+    return Collector(engine, chat_prompts(), functions, rollout=rollout, group_size=3, **options)
+
+
+def letters_of(tmp_path, num_workers=1):
+    (tmp_path / "letters.py").write_text(RANDOM)
+    return load_rollout(
+        f"{tmp_path}/letters.py:Letters", kind="environment", timeout_s=60.0, num_workers=num_workers
+    )
+
+
+def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
+    """On any number of workers and with a budget, also over a checkpoint. The prompt is what the template writes."""
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", letter_message)
+    one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
+    try:
+        steps = collected(letters_collector(one), 2)
+        assert collected(letters_collector(three), 2) == steps
+        prompts = chat_prompts()
+        for row in steps[0]:
+            rollout_id, _, tokens, is_sampled = row[:4]
+            first = is_sampled.index(True)
+            text = prompts.tokenizer.decode(tokens[:first], skip_special_tokens=False)
+            words = prompts.row(rollout_id.prompt_ordinal).prompt
+            assert text.startswith(f"<turn>u:{words} ")
+            assert text.endswith(f"{words[0]}<eos><turn>a:")
+            assert text.count("<turn>") == 2
+        assert len({tuple(row[2][: row[3].index(True)]) for row in steps[0]}) > 4  # of four rows
+        assert any(row[3].count(False) > row[3].index(True) for row in steps[0])  # tools were called
+
+        options = {"decode_budget": 7, "max_staleness": 3}
+        whole = letters_collector(one, **options)
+        expected = collected(whole, 4)
+        begun = letters_collector(one, **options)
+        assert collected(begun, 2) == expected[:2]
+        resumed = letters_collector(three, **options)
+        resumed.num_served = begun.num_served
+        resumed.restore(begun.state(), begun.records())
+        again = [resumed.collect(4, weight_version=step) for step in (2, 3)]
+        assert [r.tokens.tolist() for groups in again for r in groups.rewarded.rollouts] == [
+            row[2] for step in expected[2:] for row in step
+        ]
+    finally:
+        one.stop()
+        three.stop()
+
+
+def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
+    def rollout(episode):
+        yield episode.generate(max_tokens=3)
+        results = [
+            result("add", "3"),
+            result("add", "{'error': 'no'}"),
+            {"role": "user", "content": "{'error': "},
+        ]
+        yield episode.generate(after=results, max_tokens=3)
+
+    collector = make_collector(chat_prompts(200), rollout=rollout)
+    collector.collect(2)
+    assert collector.take_num_tool_results() == (12, 6)
+    assert collector.take_num_tool_results() == (0, 0)
+
+
+def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
+    workers = load("environment", "NoTools")
+    (steps,) = collected(make_collector(chat_prompts(), rollout=workers), 1)
+    assert {row[1] for row in steps} <= {"stop", "length"}
+
+
+def trl_loop(tokenizer, functions, texts):
+    """The messages and the ids that TRL's trainer makes of turns with these texts."""
+    from trl.chat_template_utils import get_training_chat_template, parse_response
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    backend = tokenizer.backend
+    prompt = [{"role": "user", "content": "how much?"}]
+    prompt_ids = backend.apply_chat_template(
+        prompt, tools=functions, add_generation_prompt=True, return_dict=False
+    )
+    turns = [tokenizer.encode_text(f"{text}<|im_end|>", "") for text in texts]
+    left = iter(turns[1:])
+
+    def generate(prompts, *_, **__):
+        ids = next(left)
+        return [ids], [[0.0] * len(ids)]
+
+    trainer = types.SimpleNamespace(
+        max_tool_calling_iterations=99,
+        max_completion_length=10_000,
+        _sync_tool_dicts=[{f.__name__: f for f in functions if not inspect.iscoroutinefunction(f)}],
+        _async_tool_dicts=[{f.__name__: f for f in functions if inspect.iscoroutinefunction(f)}],
+        async_loop=loop,
+        use_vllm=False,
+        _is_vlm=False,
+        model=types.SimpleNamespace(config=types.SimpleNamespace(max_position_embeddings=10**6)),
+        tools=functions,
+        environment_factories=None,
+        processing_class=backend,
+        _tokenizer=backend,
+        chat_template=get_training_chat_template(backend),
+        chat_template_kwargs={},
+        num_generations=1,
+        _generate_single_turn=generate,
+    )
+    trainer._get_tool_suffix_ids = types.MethodType(GRPOTrainer._get_tool_suffix_ids, trainer)
+    first = parse_response(backend, turns[0], prefix=prompt_ids, tools=functions)
+    _, (messages,), (ids,), *_ = GRPOTrainer._tool_call_loop(
+        trainer, [prompt], [prompt_ids], [turns[0]], [[first]], [[0.0] * len(turns[0])], None, {}
+    )
+    loop.call_soon_threadsafe(loop.stop)
+    return messages, prompt_ids, ids
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_messages_and_tokens_are_those_of_trl(tmp_path):
+    """But for two things: TRL ends at a call that cannot be read, and puts a turn's results of `async` tools last."""
+    import trl
+    from trl.chat_template_utils import add_response_schema
+
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    save_chat_tokenizer(tmp_path, template, "<|im_end|>", ("<tool_call>", "</tool_call>"))
+    tokenizer = Tokenizer(tmp_path, chat=True, tools=FUNCTIONS)
+    add_response_schema(tokenizer.backend)
+    several = f"{call('add', a=1)}{call('fail', text='luck')}{call('search', query='x')}"
+    texts = [TEXTS[0], several, *TEXTS[2:3], TEXTS[4]]
+    messages, prompt_ids, ids = trl_loop(tokenizer, FUNCTIONS, texts)
+
+    episode = Episode(Row("how much?", {}, "f:1"), seed=1, max_tokens=10_000)
+    loaded = tool_loop.of_tools(FUNCTIONS)
+
+    async def ours():
+        turns = loaded.function(episode)
+        turn, found, tokens = None, [], []
+        for text in texts:
+            asked = await turns.asend(turn)
+            if found:
+                found += asked.after
+                tokens += following_ids(tokenizer, asked.after, "", end_id=tokens[-1])
+            turn = add_turn(episode, tokenizer, asked, text)
+            found.append(turn.message)
+            tokens += turn.ids
+        with pytest.raises(StopAsyncIteration):
+            await turns.asend(turn)
+        return found, tokens
+
+    assert tokenizer.encode(episode.row) == prompt_ids
+    assert asyncio.run(ours()) == (messages, ids)
+
+
+def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
+    """Refused with the tokenizer, before there is a model."""
+    from minirl.run.run import load_tokenizer
+
+    tools = load("tools", "add")
+    save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
+    config = RunConfig(tools="mine.py:add", chat=True)
+    with pytest.raises(InputError, match=r"no response template .* see --tool-format"):
+        load_tokenizer(config, tmp_path, (), tools)
+    hermes = RunConfig(tools="mine.py:add", chat=True, tool_format="hermes")
+    assert load_tokenizer(hermes, tmp_path, (), tools).tools == tools.tools
+    with pytest.raises(InputError, match="--tools or --environment: this script tells of tools of its own"):
+        load_tokenizer(hermes, tmp_path, (add,), tools)
+    only_users = WITH_TOOLS.replace(
+        "{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
+    )
+    save_chat_tokenizer(tmp_path, only_users, "<|im_end|>")
+    with pytest.raises(InputError, match=r"the result of a tool: .* refuses the messages"):
+        load_tokenizer(hermes, tmp_path, (), tools)
+
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+# Where a package is not installed, the example runs with a module of the same interface.
+STAND_INS = {
+    "openenv.core.generic_client": """
+import types
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        assert base_url.startswith("http")
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def reset(self, seed):
+        self.said = []
+        return self._result(None)
+
+    async def step(self, action):
+        self.said.append(action["message"])
+        return self._result(0.5)
+
+    def _result(self, reward):
+        done = len(self.said) == 2
+        return types.SimpleNamespace(observation={"said": len(self.said)}, reward=reward, done=done)
+""",
+    "textarena": """
+class Game:
+    def reset(self, num_players, seed):
+        self.seen = "[GAME] go"
+
+    def get_observation(self):
+        return 0, self.seen
+
+    def step(self, action):
+        self.seen += f"[Player] {action}[GAME] no"
+        return self.seen.count("Player") == 3, {}
+
+    def close(self):
+        return {0: 0.5}, {}
+
+def make(game):
+    assert game == "GuessTheNumber-v0"
+    return Game()
+""",
+    "skyrl_gym": """
+class Env:
+    def init(self, prompt):
+        self.turns = 0
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        observations = [{"role": "user", "content": "Now provide the answer"}]
+        return {"observations": observations, "reward": 0.1, "done": self.turns == 3, "metadata": {}}
+
+    def close(self):
+        pass
+
+def make(env_class, env_config, extras):
+    assert extras["reward_spec"]["ground_truth"] == "7"
+    return Env()
+""",
+}
+SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Said(Action):
+    message: str
+
+class Told(Observation):
+    said: int = 0
+
+class Twice(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.said = 0
+        return Told()
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.said += 1
+        return Told(said=self.said, reward=0.5, done=self.said == 2)
+
+    @property
+    def state(self):
+        return State()
+
+uvicorn.run(create_fastapi_app(Twice, Said, Told, max_concurrent_envs=64), port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@pytest.fixture
+def openenv_server(tmp_path, monkeypatch):
+    """A server of OpenEnv, if it is installed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    if importlib.util.find_spec("openenv") is None:
+        yield
+        return
+    (tmp_path / "serve.py").write_text(SERVER)
+    with subprocess.Popen([sys.executable, str(tmp_path / "serve.py"), str(port)]) as server:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield
+        server.kill()
+
+
+def long_engine():
+    short = cached_model("full", torch.float32)
+    model = Transformer(replace(short.config, max_position_embeddings=4096))
+    model.load_state_dict(short.state_dict())
+    return make_engine(model, cache_tokens=32768)
+
+
+COLUMNS = {"game": "GuessTheNumber-v0", "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "7"}}
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+@pytest.mark.parametrize(
+    ("example", "package", "num_turns", "told"),
+    [
+        ("openenv_client.py:play", "openenv.core.generic_client", {2}, "said"),
+        ("text_game.py:play", "", {5}, "uess a number"),
+        ("textarena_game.py:play", "textarena", set(range(1, 11)), ""),
+        ("skyrl_env.py:interact", "skyrl_gym", {3}, "ow provide"),
+    ],
+)
+def test_the_examples_run_with_their_packages(
+    tmp_path, monkeypatch, openenv_server, example, package, num_turns, told, is_real
+):
+    """With the packages where they are installed, and with their interface where they are not."""
+    root = package.partition(".")[0]
+    if is_real and package and importlib.util.find_spec(root) is None:
+        pytest.skip(f"{root} is not installed")
+    if not is_real:
+        if not package:
+            pytest.skip("it needs no package")
+        file = tmp_path.joinpath(*package.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(STAND_INS[package])
+        monkeypatch.syspath_prepend(tmp_path)
+    prompts = chat_prompts(4000)
+    for i in range(prompts.num_prompts):
+        prompts.row(i).columns.update(COLUMNS, extra_info={"max_turns": 3})
+    rollout = load_rollout(f"{EXAMPLES}/{example}", timeout_s=120.0)
+    try:
+        (steps,) = collected(
+            Collector(
+                long_engine(),
+                prompts,
+                {"sums": sums, "reward": EpisodeReward()},
+                rollout=rollout,
+                group_size=2,
+            ),
+            1,
+            2,
+        )
+    finally:
+        rollout.stop()
+    for row in steps:
+        assert row[1] == "stop"
+        text = prompts.tokenizer.decode(row[2], skip_special_tokens=False)
+        assert len([is_sampled for is_sampled, _ in itertools.groupby(row[3]) if is_sampled]) in num_turns
+        assert told in text
+
+
+def test_tasks_of_reasoning_gym_are_rows_with_their_scoring():
+    gym = pytest.importorskip("reasoning_gym")
+    file = EXAMPLES / "reasoning_gym_rows.py"
+    printed = subprocess.run([sys.executable, file, "basic_arithmetic", "3"], capture_output=True, check=True)
+    rows = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert len(rows) == 3 == len(gym.create_dataset("basic_arithmetic", size=3, seed=0))
+    spec = importlib.util.spec_from_file_location("rows", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entries = [row["entry"] for row in rows]
+    right = [f"so <answer>{entry['answer']}</answer>" for entry in entries]
+    assert module.score(right, entries) == [1.0] * 3
+    assert max(module.score(["no", "<answer>x</answer>", ""], entries)) < 0.1
