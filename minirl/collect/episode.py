@@ -100,7 +100,8 @@ class Episode:
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     max_tokens: limit of all tokens after the prompt, appended ones included. tools: JSON schemas of those that the
-    prompt tells of. turns: those that have ended.
+    prompt tells of. prompt_ids: the prompt's token ids. is_chat: whether the chat template wrote them. temperature:
+    all turns are sampled with it. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
     """
@@ -109,6 +110,9 @@ class Episode:
     seed: int
     max_tokens: int
     tools: list[dict[str, Any]] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    is_chat: bool = False
+    temperature: float = 1.0
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)

@@ -117,8 +117,16 @@ class EpisodeRunner:
     def begin(self, request: Request) -> RunningEpisode:
         """A new episode, whose function is asked for its first turn. Raises InputError if it is no such function."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
-        tools = self._prompts.tokenizer.tools
-        episode = Episode(row, seed=request.key, max_tokens=request.max_new_tokens, tools=tools)
+        tokenizer = self._prompts.tokenizer
+        episode = Episode(
+            row,
+            seed=request.key,
+            max_tokens=request.max_new_tokens,
+            tools=tokenizer.tools,
+            prompt_ids=list(request.prompt_ids),
+            is_chat=tokenizer.is_chat(row),
+            temperature=request.temperature,
+        )
         return RunningEpisode(request, episode, self._host.begin(episode))
 
     def submit(self, episodes: Sequence[RunningEpisode], *, weight_version: int) -> None:
@@ -378,8 +386,7 @@ class EpisodeRunner:
         refuse(
             not episode.turns, f"{place}: messages before the first turn; write them into the row's prompt"
         )
-        is_chat = self._prompts.tokenizer.is_chat(episode.row)
-        refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
+        refuse(not episode.is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = episode.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(after, place, end_id=end_id)

@@ -149,7 +149,7 @@ class Hosted:
     def __init__(self, function: Callable[[Episode], Any], begin: dict[str, Any]):
         row: Any = types.SimpleNamespace(**begin["row"])
         self.own_random = OwnRandom(begin["seed"])
-        self._episode = Episode(row, begin["seed"], begin["max_tokens"], begin["tools"])
+        self._episode = Episode(**{**begin, "row": row})
         self._function = function
         self._turns: Any = None
 

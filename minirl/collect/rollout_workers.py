@@ -192,6 +192,9 @@ class _Worker:
             "seed": episode.seed,
             "max_tokens": episode.max_tokens,
             "tools": episode.tools,
+            "prompt_ids": episode.prompt_ids,
+            "is_chat": episode.is_chat,
+            "temperature": episode.temperature,
         }
         json.dumps(begin)
         self._hosted[number] = _Hosted(episode, begin)
