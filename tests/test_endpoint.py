@@ -53,12 +53,22 @@ def in_thread(url, episode):
         answer = post(url, {"model": "m", "messages": messages, "max_tokens": 5 + number, "stop": "e"})
         messages = chat(messages, answer)
 
+async def post_async(url, fields):
+    host, port = url.split("/")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(fields).encode()
+    path = url.split(port, 1)[1] + "/chat/completions"
+    writer.write(f"POST {path} HTTP/1.0\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])
+
 @serve
 async def in_loop(url, episode):
     messages = first_messages(episode)
     for number in range(3):
         fields = {"model": "m", "messages": messages, "max_completion_tokens": 5 + number, "stop": ["e"]}
-        answer = await asyncio.to_thread(post, url, fields)
+        answer = await post_async(url, fields)
         await asyncio.sleep(random.SystemRandom().random() / 50)
         messages = chat(messages, answer)
 
@@ -177,3 +187,88 @@ def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logpro
 
 def test_text_is_continued_by_its_prefix(load):
     assert rollouts_of(load("by_text"), is_chat=False) == rollouts_of(of_text, is_chat=False)
+
+
+@pytest.mark.parametrize("name", ["in_loop", "in_thread"])
+def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
+    """The program is run again, and gets the answers that it got."""
+    options = {"decode_budget": 6, "max_staleness": 3}
+    expected = rollouts_of(in_turns, 4, 2, **options)
+    first = make_collector(chat_prompts(120), rollout=load(name), **options)
+    before = collected(first, 2, 2)
+    second = make_collector(chat_prompts(120), rollout=load(name, num_workers=2), **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    after = []
+    for step in (2, 3):
+        groups = second.collect(2, weight_version=step)
+        after.append([r.tokens.tolist() for r in groups.rewarded.rollouts])
+    assert before == expected[:2]
+    assert after == [[row[2] for row in step] for step in expected[2:]]
+
+
+def test_a_program_whose_process_died_gets_the_answers_that_it_got(load):
+    workers = load("dies_once", num_workers=2)
+    pids = [worker.pid for worker in workers.workers]
+    assert rollouts_of(workers, 2) == rollouts_of(in_turns, 2)
+    assert sum(is_alive(pid) for pid in pids) == 1
+
+
+OPENAI = """
+import asyncio, openai
+from minirl.collect.endpoint import run_program, serve
+
+@serve
+async def client_async(url, episode):
+    client = openai.AsyncOpenAI(base_url=url, api_key="-")
+    messages = [{"role": "user", "content": episode.row.prompt}]
+    for number in range(3):
+        completion = await client.chat.completions.create(
+            model="m", messages=messages, max_tokens=5 + number, stop="e", temperature=1.0, logprobs=True
+        )
+        (choice,) = completion.choices
+        assert [entry.logprob for entry in choice.logprobs.content] == episode.turns[-1].logprobs
+        messages.append(choice.message)
+        messages.append({"role": "user", "content": choice.message.content[:3] + " go on"})
+
+@serve
+def client_sync(url, episode):
+    client = openai.OpenAI(base_url=url, api_key="-")
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages = [{"role": "user", "content": [{"type": "text", "text": episode.row.prompt}]}]
+    for number in range(3):
+        text = ""
+        for chunk in client.chat.completions.create(
+            model="m", messages=messages, max_completion_tokens=5 + number, stop=["e"], stream=True
+        ):
+            text += chunk.choices[0].delta.content
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "user", "content": text[:3] + " go on"})
+
+AGENT = '''
+import openai, sys
+client = openai.OpenAI()
+messages = [{"role": "user", "content": sys.stdin.read()}]
+for number in range(3):
+    completion = client.chat.completions.create(model="m", messages=messages, max_tokens=5 + number, stop="e")
+    message = completion.choices[0].message
+    messages += [message.model_dump(), {"role": "user", "content": message.content[:3] + " go on"}]
+print(len(messages))
+'''
+
+@serve
+async def client_program(url, episode):
+    import sys
+    printed = await run_program(url, sys.executable, "-c", AGENT, text=episode.row.prompt)
+    assert printed == "7\\n"
+"""
+
+
+@pytest.mark.parametrize("name", ["client_async", "client_sync", "client_program"])
+def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path, name):
+    pytest.importorskip("openai")
+    (tmp_path / "mine.py").write_text(OPENAI)
+    rollout = load(name, timeout_s=60)
+    assert rollouts_of(rollout, num_groups=3, group_size=2) == rollouts_of(
+        in_turns, num_groups=3, group_size=2
+    )
