@@ -2,23 +2,23 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
+import re
 import signal
-import socket
 import time
+from http import HTTPStatus
 
 import pytest
 
 from minirl.collect import loopback
-from minirl.collect.endpoint import Endpoint, serve
+from minirl.collect.endpoint import serve
 from minirl.collect.episode import Episode, Turn, TurnReader
 from minirl.collect.loopback import Answer, HttpError, of_this_loop
 from minirl.collect.openai_format import read_request
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
-from minirl.errors import RolloutError
+from minirl.errors import InputError, RolloutError
 from support.collecting import chat_prompts, collected, make_collector
 from support.processes import is_alive
 
@@ -272,3 +272,279 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
     assert rollouts_of(rollout, num_groups=3, group_size=2) == rollouts_of(
         in_turns, num_groups=3, group_size=2
     )
+
+
+async def echo(method, path, body):
+    if body == b"refuse":
+        raise HttpError(HTTPStatus.BAD_REQUEST, "no")
+    return Answer.of_json([method, path, len(body)])
+
+
+def at_session(conversation):
+    """Run `conversation(session, server)` with a session that echoes."""
+
+    async def run():
+        server = await of_this_loop()
+        assert server is await of_this_loop()
+        return await asyncio.wait_for(conversation(server.open(echo), server), 30)
+
+    return asyncio.run(run())
+
+
+async def connect(session):
+    host, port = session.url.split("/")[2].split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def head(session, path="/v1/x", size=0, *more):
+    target = "/" + session.url.split("/")[3] + path
+    return "\r\n".join((f"POST {target} HTTP/1.1", f"Content-Length: {size}", *more, "", "")).encode()
+
+
+async def read_answer(reader):
+    """The status and the JSON of an answer."""
+    text = (await reader.readuntil(b"\r\n\r\n")).decode()
+    size = int(re.search(r"Content-Length: (\d+)", text)[1])
+    return int(text.split()[1]), json.loads(await reader.readexactly(size))
+
+
+async def ask(session, sent, *, end=False):
+    """The status and JSON that come for these bytes, and whether the connection is closed then."""
+    reader, writer = await connect(session)
+    writer.write(sent)
+    if end:
+        writer.write_eof()
+    status, answer = await read_answer(reader)
+    is_closed = False
+    with contextlib.suppress(TimeoutError):
+        is_closed = await asyncio.wait_for(reader.read(), 0.2) == b""
+    writer.close()
+    return status, answer, is_closed
+
+
+def test_requests_on_one_connection_are_answered_one_after_another():
+    async def conversation(session, _):
+        reader, writer = await connect(session)
+        writer.write(head(session, "/v1/a?b=c", 3) + b"abc" + head(session, "/v1/x", 6) + b"refuse")
+        assert await read_answer(reader) == (200, ["POST", "v1/a", 3])
+        status, answer = await read_answer(reader)
+        error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+        assert (status, answer) == (400, {"error": error})
+        for pause in range(3):
+            writer.write(head(session, f"/{pause}"))
+            await asyncio.sleep(0.01)
+        for pause in range(3):
+            assert await read_answer(reader) == (200, ["POST", f"{pause}", 0])
+        writer.close()
+
+    at_session(conversation)
+
+
+def test_an_early_end_of_what_is_sent_does_not_keep_the_answer_back():
+    """A half-closed connection, and HTTP/1.0."""
+
+    async def conversation(session, _):
+        sent = head(session, size=3) + b"abc"
+        assert await ask(session, sent, end=True) == (200, ["POST", "v1/x", 3], True)
+        old = sent.replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert await ask(session, old) == (200, ["POST", "v1/x", 3], True)
+        asks_first = head(session, "/v1/x", 3, "Expect: 100-continue")
+        reader, writer = await connect(session)
+        writer.write(asks_first)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert await read_answer(reader) == (200, ["POST", "v1/x", 3])
+        writer.close()
+
+    at_session(conversation)
+
+
+HUGE = 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "said"),
+    [
+        (lambda s: b"nonsense\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: b"GET /x HTTP/2.0\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: head(s).replace(b": 0", b" 0"), 400, "this is no HTTP/1.1"),
+        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it has ended, or never was"),
+        (lambda s: head(s).replace(b"/v1", b"x/v1"), 404, "no episode has this URL"),
+        (lambda s: b"POST " + b"x" * 10_000_000, 431, "head has more than 32768 bytes"),
+        (lambda s: head(s, "/v1", 0, *["a: b"] * 10_000), 431, "head has more than 32768 bytes"),
+        (lambda s: head(s, "/v1", "-1"), 400, "Content-Length: '-1': expected a number"),
+        (lambda s: head(s, "/v1", 3, "content-length: 4"), 400, "Content-Length: '3, 4': expected a number"),
+        (lambda s: head(s, "/v1", "9" * 9999), 413, "bytes; at most"),
+        (
+            lambda s: head(s, "/v1", HUGE) + b"x" * HUGE,
+            413,
+            "the request has 100000000 bytes; at most 4194304",
+        ),
+        (lambda s: head(s, "/v1", 0, "Transfer-Encoding: chunked"), 411, "send it with Content-Length"),
+    ],
+)
+def test_row_70_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(make, status, said):
+    async def conversation(session, _):
+        found, answer, is_closed = await ask(session, make(session))
+        assert (found, is_closed) == (status, True)
+        assert said in answer["error"]["message"]
+        assert (await ask(session, head(session)))[0] == 200
+
+    at_session(conversation)
+
+
+@pytest.mark.parametrize("is_body", [True, False])
+def test_row_70_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
+    monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
+
+    async def conversation(session, server):
+        reader, writer = await connect(session)
+        for letter in head(session, size=100) if is_body else b"POST /":
+            writer.write(bytes([letter]))
+        begin = time.monotonic()
+        answer = await reader.read()
+        assert 0.2 < time.monotonic() - begin < 5
+        assert (b"408 Request Timeout" in answer) == is_body
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert server._num_connections == 0
+
+    at_session(conversation)
+
+
+def test_row_70_more_connections_than_there_may_be_are_refused(monkeypatch):
+    monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
+
+    async def conversation(session, server):
+        connections = [await connect(session) for _ in range(5)]
+        status, answer, _ = await ask(session, head(session))
+        assert (status, answer["error"]["message"]) == (503, "more than 5 connections are open")
+        for _, writer in connections:
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert (await ask(session, head(session)))[0] == 200
+        await asyncio.sleep(0.05)
+        assert server._num_connections == 0
+
+    at_session(conversation)
+
+
+def test_a_session_that_ends_closes_its_connections_and_no_others():
+    async def conversation(session, server):
+        other = server.open(echo)
+        assert other.url != session.url
+        reader, writer = await connect(session)
+        for used in (other, session):
+            writer.write(head(used))
+            assert (await read_answer(reader))[0] == 200
+        server.close(other)
+        writer.write(head(session))
+        assert (await read_answer(reader))[0] == 200
+        server.close(session)
+        assert await reader.read() == b""
+        writer.close()
+        assert (await ask(session, head(session)))[0] == 404
+
+    at_session(conversation)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+HI = {"role": "user", "content": "hi"}
+
+
+def made_episode(*, is_chat=True, temperature=1.0):
+    row = Row("hi", {}, "f:1")
+    return Episode(row, 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
+
+
+def read(fields, path="v1/chat/completions", **options):
+    return read_request(path, json.dumps(fields).encode(), made_episode(**options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "is no JSON object"),
+        ({}, "messages: expected a list of one or more"),
+        ({"messages": "hi"}, "messages: expected a list"),
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": ["hi"]}, r"messages\[0\]: expected an object"),
+        ({"messages": [HI, {"content": "a"}]}, r"messages\[1\]: has no role"),
+        ({"messages": [HI, {"role": 1}]}, r"messages\[1\]: role: expected text"),
+        ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]: content: expected text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair"),
+        ({"messages": [{**HI, "content": [{"type": "image_url"}]}]}, "content: only text is possible here"),
+        ({"messages": [{**HI, "tool_calls": 3}]}, "tool_calls: expected calls"),
+        ({"messages": [{**HI, "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls: expected calls"),
+        ({"messages": [{**HI, "mood": 3}]}, r"messages\[0\]: 'mood': not known here"),
+        ({"n": 2}, "n: only 1 is possible here; leave it out"),
+        ({"n": True}, "n: only 1 is possible here"),
+        ({"top_p": 0.9}, "top_p: only 1 is possible here"),
+        ({"logit_bias": {"3": 4}}, "logit_bias: only {} is possible here"),
+        ({"response_format": {"type": "json_object"}}, "response_format: only {'type': 'text'} is possible"),
+        ({"tool_choice": "required"}, "tool_choice: only 'auto' is possible here"),
+        ({"top_logprobs": 5}, "top_logprobs: only 0 is possible here"),
+        ({"temperature": 0.7}, "temperature: this run samples with 1; leave it out"),
+        ({"temperature": "1"}, "temperature: this run samples with 1"),
+        ({"max_tokens": 0}, "max_tokens: expected a number from 1 on"),
+        ({"max_tokens": 3, "max_completion_tokens": 2.5}, "max_tokens: expected a number"),
+        ({"stop": 3}, "stop: expected text or a list of texts"),
+        ({"stop": ["a", 3]}, "stop: expected text or a list of texts"),
+        ({"stop": ["a", ""]}, "stop: '' and U.FFFD end no text"),
+        ({"stop": "\ud800"}, "stop: half a surrogate pair"),
+        ({"stream": 1}, "stream: expected true or false"),
+        ({"tools": []}, None),
+        ({"tools": [TOOL]}, None),
+        ({"tools": [{**TOOL, "type": "x"}]}, r"tools: they are not the run's \['add'\]"),
+        ({"beams": 3, "heat": 3}, "'beams, heat': not known here; leave it out"),
+        (
+            {"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False},
+            None,
+        ),
+    ],
+)
+def test_a_request_for_what_the_run_does_not_do_is_refused_by_its_field(fields, said):
+    if isinstance(fields, dict) and fields and "messages" not in fields:
+        fields = {"messages": [HI], **fields}
+    if said is None:
+        assert read(fields).prompt == [HI]
+        return
+    with pytest.raises(HttpError, match=said) as raised:
+        read(fields)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "options", "said"),
+    [
+        ("v1/embeddings", b"{}", {}, "there is no /v1/embeddings; there are /v1/chat/completions, /v1/comp"),
+        ("v1/completions", b"{", {}, "the request is no JSON"),
+        ("v1/completions", b"\xff", {}, "the request is no JSON"),
+        ("v1/completions", b"[" * 100_000, {}, "the request is no JSON"),
+        ("v1/completions", b'{"prompt": "hi"}', {}, "prompt: the run's prompts are messages"),
+        ("v1/completions", b'{"prompt": ["hi"]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": []}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [true]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [-1]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [1], "stream": true}', {}, "stream: only chat completions"),
+        ("v1/completions", b'{"prompt": "\\ud800"}', {"is_chat": False}, "half a surrogate pair"),
+        (
+            "v1/chat/completions",
+            b'{"messages": [1]}',
+            {"is_chat": False},
+            "no template is applied; see --chat",
+        ),
+        ("inference/v1/generate", b"{}", {}, "token_ids: expected token ids"),
+        ("inference/v1/generate", b'{"sampling_params": 3}', {}, "sampling_params: expected an object"),
+        ("inference/v1/generate", b'{"sampling_params": {"top_k": 5}}', {}, "top_k: only -1 is possible"),
+        ("inference/v1/generate", b'{"features": 3}', {}, "'features': not known here"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(path, body, options, said):
+    with pytest.raises(HttpError, match=said):
+        read_request(path, body, made_episode(**options))
+
+
+def test_a_greedy_evaluation_takes_any_temperature():
+    assert read({"messages": [HI], "temperature": 0.7}, temperature=0).prompt == [HI]

@@ -210,9 +210,8 @@ async def _read_head(reader: asyncio.StreamReader, limit_s: float | None) -> _He
     for line in lines:
         name, _, value = line.partition(":")
         # Of a header that is there twice none is right.
-        headers[name.lower()] = (
-            f"{headers[name.lower()]}, {value}" if name.lower() in headers else value.strip()
-        )
+        before = [headers[name.lower()]] if name.lower() in headers else []
+        headers[name.lower()] = ", ".join([*before, value.strip()])
     return _Head(parts[0], parts[1], parts[2], headers)
 
 
