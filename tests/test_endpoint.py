@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import json
-import os
 import re
-import signal
 import time
 from http import HTTPStatus
 
 import pytest
 
 from minirl.collect import loopback
-from minirl.collect.endpoint import serve
+from minirl.collect.endpoint import run_program, serve
 from minirl.collect.episode import Episode, Turn, TurnReader
 from minirl.collect.loopback import Answer, HttpError, of_this_loop
 from minirl.collect.openai_format import read_request
@@ -548,3 +547,297 @@ def test_what_cannot_be_answered_is_refused(path, body, options, said):
 
 def test_a_greedy_evaluation_takes_any_temperature():
     assert read({"messages": [HI], "temperature": 0.7}, temperature=0).prompt == [HI]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
+
+
+def sampled_turn(episode, text="yes", finish_reason="stop", **said):
+    """A turn of one token per letter, with this message; None for one that nobody can read."""
+
+    def message():
+        if "message" in said:
+            raise InputError("no response template")
+        return {"role": "assistant", "content": text, **said}
+
+    ids = [ord(letter) for letter in text]
+    start = len(episode.tokens)
+    reader = TurnReader(text=lambda: text, message=message, answer=lambda: text)
+    return Turn(ids, [-0.5] * len(ids), finish_reason, start=start, reader=reader, inserted=[])
+
+
+def drive(program, *turns, **options):
+    """What a program asks for when it gets these turns; closes it where it asks for more. `program(post, episode)`."""
+
+    async def with_post(url, episode):
+        return await program(functools.partial(post, url), episode)
+
+    async def run():
+        episode = made_episode(**options)
+        asked = []
+        rollout = serve(with_post)(episode)
+        with contextlib.suppress(StopAsyncIteration):
+            asked.append(await rollout.asend(None))
+            for fields in turns:
+                turn = sampled_turn(episode, **fields)
+                episode.add([], turn, [0] * len(turn.ids))
+                asked.append(await rollout.asend(turn))
+        await rollout.aclose()
+        return asked
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def post(url, path="/chat/completions", method="POST", **fields):
+    """The status and the JSON of what is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2].split(":")[1]))
+    body = json.dumps(fields).encode()
+    target = "/" + url.split("/", 3)[3] + path
+    writer.write(f"{method} {target} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    try:
+        return await read_answer(reader)
+    finally:
+        writer.close()
+
+
+def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode():
+    result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
+
+    async def program(post, _):
+        status, answer = await post(messages=[HI], tools=[TOOL], return_token_ids=True, logprobs=True)
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        (call,) = message["tool_calls"]
+        assert (status, choice["finish_reason"], message["content"]) == (200, "tool_calls", "so")
+        assert message["reasoning_content"] == "hm"
+        function = {"name": "add", "arguments": '{"a": "é", "b": [1, 2]}'}
+        assert call == {"id": "c00001000", "type": "function", "function": function}
+        assert choice["token_ids"] == [115, 111]
+        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+        entry = {"token": "token_id:115", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+        assert choice["logprobs"]["content"][0] == entry
+        # As programs send it back: without the reasoning, with other spaces, with fields of None.
+        call["function"]["arguments"] = '{"b":[1,2],"a":"\\u00e9"}'
+        back = {"role": "assistant", "content": "so", "tool_calls": [call], "refusal": None}
+        await post(messages=[HI, back, {**result, "name": None}])
+
+    so = {"text": "so", "tool_calls": [CALL], "reasoning_content": "hm"}
+    first, second = drive(program, so, {})
+    assert (first.after, first.stop, first.max_tokens) == ("", (), None)
+    assert second.after == [result]
+
+
+def test_a_stop_string_is_not_a_part_of_what_a_program_gets():
+    async def program(post, episode):
+        _, answer = await post(messages=[HI], stop=["Z", "Obs"])
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I see. ", "stop")
+        await post(messages=[HI, choice["message"], HI])
+
+    first, second = drive(program, {"text": "I see. Obs:"}, {})
+    assert (first.stop, second.after) == (("Z", "Obs"), [HI])
+
+
+def test_an_answer_that_nobody_can_read_is_its_text():
+    async def program(post, _):
+        _, answer = await post(messages=[HI])
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    drive(program, {"message": None, "finish_reason": "length"})
+
+
+def test_an_answer_comes_as_a_stream_of_events_with_calls_numbered():
+    async def program(post, _):
+        with pytest.raises(json.JSONDecodeError) as raised:
+            await post(messages=[HI], stream=True, stream_options={"include_usage": True})
+        first, second, end, _ = raised.value.doc.split("\n\n")
+        (choice,) = json.loads(first.removeprefix("data: "))["choices"]
+        assert (choice["finish_reason"], choice["delta"]["content"]) == ("tool_calls", "yes")
+        assert choice["delta"]["tool_calls"][0]["index"] == 0
+        second = json.loads(second.removeprefix("data: "))
+        assert (second["choices"], second["usage"]["completion_tokens"]) == ([], 3)
+        assert end == "data: [DONE]"
+
+    drive(program, {"tool_calls": [CALL]})
+
+
+def test_requests_that_come_together_are_answered_in_the_order_in_which_they_came():
+    async def program(post, episode):
+        ids = [5, 6]
+        first = asyncio.create_task(post(path="/completions", prompt=ids, max_tokens=3))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(post(path="/completions", prompt=[*ids, *b"one"], max_tokens=4))
+        third = asyncio.create_task(post(path="/models", method="GET"))
+        assert (await third)[1]["data"][0]["max_model_len"] == 52
+        assert [(await task)[1]["choices"][0]["text"] for task in (first, second)] == ["one", "two"]
+
+    asked = drive(program, {"text": "one"}, {"text": "two"})
+    assert [generate.max_tokens for generate in asked] == [3, 4]
+
+
+def test_what_is_refused_is_no_turn_and_the_episode_goes_on():
+    async def program(post, episode):
+        assert (await post(messages=[HI], n=2))[0] == 400
+        assert (await post(path="/x"))[0] == 404
+        assert (await post(method="GET"))[0] == 405
+        status, answer = await post(messages=[HI])
+        message = answer["choices"][0]["message"]
+        assert status == 200
+        status, answer = await post(messages=[HI, message])
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        episode.max_tokens = 3
+        status, answer = await post(messages=[HI, message, HI])
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    assert len(drive(program, {})) == 1
+
+
+def test_row_70_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
+    statuses = []
+
+    async def ask_once(url):
+        statuses.append((await post(url, messages=[HI]))[0])
+
+    async def program(url, episode):
+        await asyncio.gather(*(ask_once(url) for _ in range(100)))
+
+    async def run():
+        rollout = serve(program)(made_episode())
+        await rollout.asend(None)
+        while len(statuses) < 36:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await rollout.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert statuses == [429] * 36
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), StopIteration()])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_row_70_what_a_program_raises_is_its_episodes_error(error, is_async):
+    async def program(url, episode):
+        raise error
+
+    def program_in_thread(url, episode):
+        raise error
+
+    async def run():
+        await serve(program if is_async else program_in_thread)(made_episode()).asend(None)
+
+    with pytest.raises((ValueError, RuntimeError)):
+        asyncio.run(run())
+
+
+def test_row_70_an_episode_that_is_closed_ends_its_program_and_what_that_started(tmp_path):
+    """A coroutine, even one that does not let itself be cancelled; a thread that asks; a process."""
+    seen = []
+
+    async def stubborn(url, episode):
+        try:
+            await post(url, messages=[HI])
+        finally:
+            seen.append("cancelled")
+            await asyncio.sleep(1000)
+
+    def threaded(url, episode):
+        asyncio.run(ask_twice(url))
+
+    async def ask_twice(url):
+        seen.append((await post(url, messages=[HI]))[0])
+        seen.append((await post(url, messages=[HI]))[0])
+
+    async def starting(url, episode):
+        asking = asyncio.create_task(post(url, messages=[HI]))
+        try:
+            await run_program(url, "sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+        finally:
+            await asking
+
+    async def run():
+        for program in (stubborn, threaded, starting):
+            rollout = serve(program)(made_episode())
+            await rollout.asend(None)
+            while program is starting and not (tmp_path / "pid").exists():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            await rollout.aclose()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert seen == ["cancelled", 410, 404]
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_command_has_the_url_and_a_text_and_gives_what_it_prints():
+    async def run():
+        assert (
+            await run_program("http://a", "sh", "-c", "cat; echo $OPENAI_BASE_URL", text="hi ")
+            == "hi http://a\n"
+        )
+        printed = await run_program(
+            "http://a", "sh", "-c", "yes | head -c 100000000; echo end", text="x" * 10_000_000
+        )
+        assert len(printed) == 1 << 20
+        assert printed.endswith("y\nend\n")
+        with pytest.raises(RuntimeError, match="sh ended with exit code 3\noh"):
+            await run_program("http://a", "sh", "-c", "echo oh >&2; exit 3")
+        with pytest.raises(FileNotFoundError):
+            await run_program("http://a", "no-such-program")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+HOSTILE = """
+@serve
+async def silent(url, episode):
+    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    await asyncio.sleep(1000)
+
+@serve
+def silent_thread(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    time.sleep(1000)
+
+@serve
+def raises(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    raise KeyError("no such tool")
+
+@serve
+def exits(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    sys.exit(3)
+
+@serve
+def flood(url, episode):
+    fields = {"messages": first_messages(episode), "max_tokens": 3}
+    threads = [threading.Thread(target=post, args=(url, fields)) for _ in range(100)]
+    for body in (b"{", b"[]", b"x" * 10_000_000, b"[" * 1_000_000):
+        assert "error" in post(url, body)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    raise KeyError("all have been answered")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("silent", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("silent_thread", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
+        ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
+        ("flood", r"raised\n(.|\n)*KeyError: 'all have been answered'"),
+    ],
+)
+def test_row_70_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
+    (tmp_path / "mine.py").write_text(SOURCE + HOSTILE)
+    workers = load(name, timeout_s=20 if name == "flood" else 0.7)
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn 1: {said}"):
+        rollouts_of(workers, num_groups=2, group_size=2)
+    workers.stop()
+    assert not any(is_alive(worker.pid) for worker in workers.workers)
