@@ -383,7 +383,7 @@ HUGE = 100_000_000
         (lambda s: head(s, "/v1", 0, "Transfer-Encoding: chunked"), 411, "send it with Content-Length"),
     ],
 )
-def test_row_70_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(make, status, said):
+def test_row_56_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(make, status, said):
     async def conversation(session, _):
         found, answer, is_closed = await ask(session, make(session))
         assert (found, is_closed) == (status, True)
@@ -394,7 +394,7 @@ def test_row_70_a_request_that_cannot_be_read_is_refused_and_its_connection_clos
 
 
 @pytest.mark.parametrize("is_body", [True, False])
-def test_row_70_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
+def test_row_56_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
     monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
 
     async def conversation(session, server):
@@ -412,7 +412,7 @@ def test_row_70_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch
     at_session(conversation)
 
 
-def test_row_70_more_connections_than_there_may_be_are_refused(monkeypatch):
+def test_row_56_more_connections_than_there_may_be_are_refused(monkeypatch):
     monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
 
     async def conversation(session, server):
@@ -693,7 +693,7 @@ def test_what_is_refused_is_no_turn_and_the_episode_goes_on():
     assert len(drive(program, {})) == 1
 
 
-def test_row_70_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
+def test_row_56_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
     statuses = []
 
     async def ask_once(url):
@@ -716,7 +716,7 @@ def test_row_70_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), StopIteration()])
 @pytest.mark.parametrize("is_async", [True, False])
-def test_row_70_what_a_program_raises_is_its_episodes_error(error, is_async):
+def test_row_56_what_a_program_raises_is_its_episodes_error(error, is_async):
     async def program(url, episode):
         raise error
 
@@ -730,7 +730,7 @@ def test_row_70_what_a_program_raises_is_its_episodes_error(error, is_async):
         asyncio.run(run())
 
 
-def test_row_70_an_episode_that_is_closed_ends_its_program_and_what_that_started(tmp_path):
+def test_row_56_an_episode_that_is_closed_ends_its_program_and_what_that_started(tmp_path):
     """A coroutine, even one that does not let itself be cancelled; a thread that asks; a process."""
     seen = []
 
@@ -834,7 +834,7 @@ def flood(url, episode):
         ("flood", r"raised\n(.|\n)*KeyError: 'all have been answered'"),
     ],
 )
-def test_row_70_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
+def test_row_56_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
     (tmp_path / "mine.py").write_text(SOURCE + HOSTILE)
     workers = load(name, timeout_s=20 if name == "flood" else 0.7)
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn 1: {said}"):
