@@ -129,22 +129,29 @@ def rollout(episode: Episode) -> Turns:
 
 
 def token_advantages(
-    config: Config, rewards: Tensor, greedy_rewards: Tensor, reward_weights: Tensor, batch: Batch
+    config: Config,
+    rewards: Tensor,
+    greedy_rewards: Tensor,
+    reward_weights: Tensor,
+    table: RolloutTable,
+    batch: Batch,
 ) -> Tensor:
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
     rewards [P, G, K], greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64, are the same on every
-    rank; a reward that does not apply is NaN. batch.table_index says which of the P x G rollouts each of its
-    sequences is. All ranks call it (collective).
+    rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the P x G rollouts
+    each of its sequences is a branch of. A KL term per token counts up to the end of its branch. All ranks call it
+    (collective).
     """
+    episode = table.episode[batch.table_index]
     scores = weighted_scores(rewards, reward_weights)
     token_kl = None
     if config.kl_reward_coef:
         logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
     if token_kl is not None and config.kl_reward_level == "sequence":
-        kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), scores.numel())
-        scores = scores - config.kl_reward_coef * kl.view_as(scores)
+        kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
+        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view_as(scores)
 
     if config.separate_rewards:
         advantages = separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
@@ -154,7 +161,7 @@ def token_advantages(
         advantages = group_advantages(
             scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps
         )
-    stream = batch.spread(advantages.flatten()[batch.table_index])
+    stream = batch.spread(advantages.flatten()[episode])
 
     if token_kl is not None and config.kl_reward_level == "token":
         mask = batch.loss_mask
@@ -162,18 +169,24 @@ def token_advantages(
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.whiten:
         has_score = ~scores.isnan().flatten()
-        mask = batch.spread(has_score[batch.table_index])
+        mask = batch.spread(has_score[episode])
         stream[mask] = whiten(stream[mask])
     return stream
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step.
+    """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
 
-    scores [N]: NaN for a rollout to which no reward applies; it is left out of the loss.
+    scores [N], of their rollouts: NaN for a rollout to which no reward applies; it is left out of the loss.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
-    return loss_weights(table.num_loss_tokens, norm=config.loss_norm, constant=max_new_tokens, keep=keep)
+    return loss_weights(
+        table.num_loss_tokens,
+        norm=config.loss_norm,
+        constant=max_new_tokens,
+        keep=keep,
+        episode=table.episode,
+    )
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,38 +267,40 @@ def main(config: Config) -> int:
         add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
 
         metrics.begin("score")
-        plan = run.plan_updates(groups.table)
+        table = groups.table
+        plan = run.plan_updates(table)
         rollouts = groups.rewarded.rollouts
-        batch = exchange(rollouts, groups.table, plan.rank_of, collector.early_streams(rollouts))
+        batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts))
         if reference is not None:  # advantages may have a KL term
             microbatches = list(itertools.chain(*plan.of_rank(rank())))
             batch = run.with_old_logprobs(batch.to(run.device), policy, microbatches)
             batch = reference.add_to(batch, run.show_progress("score", microbatches)).to(torch.device("cpu"))
         advantages = token_advantages(
-            config, groups.rewards, groups.greedy_rewards, run.reward_weights, batch
+            config, groups.rewards, groups.greedy_rewards, run.reward_weights, table, batch
         )
         scores = weighted_scores(groups.rewards, run.reward_weights)
+        branch_scores = scores.flatten()[table.episode]
         weights = [
-            rollout_weights(config, groups.table.select(i), scores.flatten()[i], run.max_new_tokens)
+            rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
             for i in plan.minibatches
         ]
         token_weights = batch.spread(torch.cat(weights)[batch.table_index])
         batch = batch.replace(advantages=advantages.float(), loss_weights=token_weights.float())
 
         metrics.begin("report")  # before the update, which may be refused
-        run.log_rollouts(step, groups.rewarded, groups.table, batch)
+        run.log_rollouts(step, groups.rewarded, table, batch)
 
         metrics.begin("score")
         num_moving = sequence_sums(has_gradient(config, batch), batch.lengths)
-        is_trained = gather_to_table(batch, num_moving, scores.numel()) > 0
+        is_trained = gather_to_table(batch, num_moving, len(branch_scores)) > 0
         if not is_trained.any():
             is_trained[0] = (
                 True  # with a gradient of 0: the gap of sampled logprobs is measured in every step
             )
-        add_skipped(metrics, groups.table.num_loss_tokens, is_trained)
-        plan = run.plan_updates(groups.table, is_trained)
+        add_skipped(metrics, table.num_loss_tokens, is_trained)
+        plan = run.plan_updates(table, is_trained)
         minibatches = plan.of_rank(rank())
-        batch = redistribute(batch, groups.table, plan.rank_of).to(run.device)
+        batch = redistribute(batch, table, plan.rank_of).to(run.device)
         if reference is None:
             batch = run.with_old_logprobs(batch, policy, list(itertools.chain(*minibatches)))
 

@@ -13,8 +13,8 @@ value model, update both models on sums over tokens of
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
 A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
-token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token. Policy and
-value model share no weights.
+token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token; where a rollout
+has several branches, at the last token of each. Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -125,9 +125,12 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 (NaN where no reward applies) and is_truncated bool are of all ranks' rollouts;
-    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token;
+    scores fp64 (NaN where no reward applies) and is_truncated bool are of the branches of all ranks' rollouts, both
+    the rollout's; batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token;
     end_values [N]: values of the states after the last tokens. All ranks call it (collective).
+
+    Each branch of a rollout gets the rollout's reward at its end, and estimates of its own: a reward at the end of the
+    last one only would teach the others nothing.
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
@@ -150,12 +153,18 @@ def advantages_and_returns(
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N rollouts of one optimizer step.
+    """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
 
-    scores [N]: NaN for a rollout to which no reward applies; it is left out of the loss.
+    scores [N], of their rollouts: NaN for a rollout to which no reward applies; it is left out of the loss.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
-    return loss_weights(table.num_loss_tokens, norm=config.loss_norm, constant=max_new_tokens, keep=keep)
+    return loss_weights(
+        table.num_loss_tokens,
+        norm=config.loss_norm,
+        constant=max_new_tokens,
+        keep=keep,
+        episode=table.episode,
+    )
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +226,8 @@ def main(config: Config) -> int:
         metrics.begin("generate")
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
         rewarded, table = groups.rewarded, groups.table
-        scores = weighted_scores(table.rewards, run.reward_weights)
+        scores = weighted_scores(groups.rewards, run.reward_weights)
+        branch_scores = scores.flatten()[table.episode]
         add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
 
         metrics.begin("score")
@@ -233,21 +243,29 @@ def main(config: Config) -> int:
         end_values = batch.end_values[batch.last_index]
         kl = kl_to_reference(batch)
         advantages, returns = advantages_and_returns(
-            config, scores, table.is_truncated, kl, end_values, batch, kl_coef=progress.extra["kl_coef"]
+            config,
+            branch_scores,
+            table.is_truncated,
+            kl,
+            end_values,
+            batch,
+            kl_coef=progress.extra["kl_coef"],
         )
         old_values = batch.values[batch.loss_mask].double()
         metrics.add("value/explained_var", explained_variance(old_values, returns))
         trains_policy = step > config.value_warmup_steps
         if reference is not None:
-            kl_mean = float(gather_to_table(batch, sequence_sums(kl, batch.lengths), len(scores)).mean())
+            branch_kl = gather_to_table(batch, sequence_sums(kl, batch.lengths), len(branch_scores))
+            kl_mean = float(table.sum_branches(branch_kl).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)
             metrics.add("reward/kl_coef", progress.extra["kl_coef"])
             if trains_policy:
                 progress.extra["kl_coef"] = next_kl_coef(
-                    config, progress.extra["kl_coef"], kl_mean, len(scores)
+                    config, progress.extra["kl_coef"], kl_mean, scores.numel()
                 )
         weights = [
-            rollout_weights(config, table.select(i), scores[i], run.max_new_tokens) for i in plan.minibatches
+            rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
+            for i in plan.minibatches
         ]
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
@@ -291,7 +309,7 @@ def main(config: Config) -> int:
             progress.update += 1
 
         metrics.begin("report")
-        run.finish_step(step, metrics, rewarded, scores.view(-1, config.group_size))
+        run.finish_step(step, metrics, rewarded, scores)
 
     return run.close()
 

@@ -101,7 +101,7 @@ class GrpoLoop:
         groups = table.rewards.view(args.prompts, args.samples, 1)
         reward_weights = torch.ones(1, dtype=torch.float64)
         no_greedy = groups[:, :0]
-        advantages = train_grpo.token_advantages(self.config, groups, no_greedy, reward_weights, batch)
+        advantages = train_grpo.token_advantages(self.config, groups, no_greedy, reward_weights, table, batch)
         weights = train_grpo.rollout_weights(self.config, table, table.rewards[:, 0], args.max_new)
         batch = batch.replace(
             advantages=advantages.float(),

@@ -144,6 +144,7 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
     return RolloutTable(
         prompt_ordinal=torch.arange(NUM_COMPLETIONS) // GROUP_SIZE,
         sample=torch.arange(NUM_COMPLETIONS) % GROUP_SIZE,
+        branch=torch.zeros(NUM_COMPLETIONS, dtype=torch.int64),
         num_prompt_tokens=torch.full((NUM_COMPLETIONS,), NUM_PROMPT_TOKENS),
         num_tokens=num_loss_tokens + NUM_PROMPT_TOKENS,
         num_loss_tokens=num_loss_tokens,
@@ -162,8 +163,9 @@ def minirl_loss(config: Config, x: Example) -> Tensor:
     groups = rewards.view(NUM_GROUPS, GROUP_SIZE, 2)
     no_greedy = groups[:, :0]
     reward_weights = torch.ones(2, dtype=torch.float64)
-    advantages = train_grpo.token_advantages(config, groups, no_greedy, reward_weights, batch)
-    weights = train_grpo.rollout_weights(config, make_table(x, rewards), rewards.sum(-1), LIMIT)
+    table = make_table(x, rewards)
+    advantages = train_grpo.token_advantages(config, groups, no_greedy, reward_weights, table, batch)
+    weights = train_grpo.rollout_weights(config, table, rewards.sum(-1), LIMIT)
     micro = batch.replace(advantages=advantages, loss_weights=batch.spread(weights))
     loss, _ = train_grpo.token_loss(config, micro, new, torch.zeros_like(new))
     return (micro.loss_weights * loss).sum()

@@ -1,6 +1,7 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,11 +14,12 @@ class RolloutId:
     """Identifies a rollout in its run.
 
     `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
-    prompt.
+    prompt, and `branch` the branches of one rollout, in the order in which they were begun.
     """
 
     prompt_ordinal: int
     sample: int
+    branch: int = 0
 
 
 class Sampled(NamedTuple):
@@ -79,6 +81,10 @@ class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
     A completion of several turns has appended tokens between them, which are no part of the loss mask.
+
+    Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it
+    has several branches: each a prompt with a completion and a sample of its own in training, with the reward and the
+    weight of the episode together. The rollout is then the last branch, with the others in `earlier`.
     """
 
     tokens: Tensor  # int64 [L]
@@ -87,14 +93,30 @@ class Rollout:
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
     num_prompt_tokens: int
     rollout_id: RolloutId
-    finish_reason: (
-        str  # "stop" (by a stop id or the stop test), "length"; of episodes also "max_turns" and "error"
-    )
+    # "stop" (by a stop id or the stop test), "length"; of episodes also "max_turns" and "error"
+    finish_reason: str
+    earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
+
+    @property
+    def branches(self) -> tuple["Rollout", ...]:
+        """All branches, in order; nearly always the rollout alone."""
+        return (*self.earlier, self)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy sampled, in all branches."""
+        return sum(int(branch.loss_mask.sum()) for branch in self.branches)
 
     @property
     def completion(self) -> list[int]:
-        """The token ids after the prompt, including the stop token."""
-        return self.tokens[self.num_prompt_tokens :].tolist()
+        """The token ids after the prompt, including the stop token; those of several branches end to end."""
+        parts = [branch.tokens[branch.num_prompt_tokens :].tolist() for branch in self.branches]
+        return list(itertools.chain(*parts))
+
+
+def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The branches of these rollouts, end to end."""
+    return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
 
 
 def rollout_of(request: Request, finish_reason: str) -> Rollout:

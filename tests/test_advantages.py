@@ -252,6 +252,29 @@ def test_loss_weights_equal_their_formulas(keep, norm, expected):
 
 
 @pytest.mark.parametrize(
+    ("norm", "keep", "expected"),
+    [
+        ("token_mean", None, [1 / 14] * 4),
+        ("sequence_mean", None, [1 / 15, 1 / 15, 1 / 9, 1 / 18]),
+        ("constant", None, [1 / 24] * 4),
+        ("token_mean", [True, True, False, True], [1 / 11, 1 / 11, 0, 1 / 11]),
+        ("sequence_mean", [True, True, False, True], [1 / 10, 1 / 10, 0, 1 / 12]),
+        ("constant", [False, False, True, True], [0, 0, 1 / 16, 1 / 16]),
+    ],
+)
+def test_a_rollout_of_two_branches_weighs_as_much_as_one_of_one(norm, keep, expected):
+    """Three rollouts of 1 + 4, 3 and 6 tokens: N counts rollouts, and the mean of one is over all its tokens."""
+    weights = loss_weights(
+        torch.tensor([1, 4, 3, 6]),
+        norm=norm,
+        constant=8,
+        keep=None if keep is None else torch.tensor(keep),
+        episode=torch.tensor([0, 0, 1, 2]),
+    )
+    torch.testing.assert_close(weights, double(expected), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
     ("norm", "total"), [("token_mean", 1.0), ("sequence_mean", 1.0), ("constant", 14 / 32)]
 )
 def test_weights_of_all_tokens_sum_to_a_known_total(norm, total):

@@ -9,6 +9,7 @@ import torch
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import NOT_MADE, Batch, RolloutTable, exchange, gather_table, gather_to_table
+from support.rollouts import in_two_branches
 
 CPU = torch.device("cpu")
 
@@ -243,6 +244,58 @@ def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank,
     assert part.indices_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
     with pytest.raises(KeyError):
         part.indices_of([make_rollout(5, 0)])
+
+
+def own_branches(rank):
+    """Of the nine rollouts, those of three sampled tokens in two branches; rank 0 has four, the last first."""
+    return [in_two_branches(r) if r.num_sampled == 3 else r for r in own_rollouts(rank, 4)]
+
+
+BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
+
+
+def exchange_branches(rank, rank_of):
+    rollouts = own_branches(rank)
+    rewards = [[float(r.rollout_id.prompt_ordinal)] for r in rollouts]
+    table = gather_table(rollouts, torch.tensor(rewards).view(-1, 1))
+    batch = exchange(rollouts, table, rank_of)
+    lasts = gather_to_table(batch, torch.tensor([part[-1] for part in sequences_of(batch, "tokens")]), 12)
+    return table, batch.table_index.tolist(), batch.prefixes, table.sum_branches(lasts)
+
+
+def test_branches_are_rows_of_their_own_with_reward_and_end_of_their_rollout(two_ranks):
+    """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts."""
+    rank_of = [i % 2 for i in range(12)]
+    for rank, (table, table_index, prefixes, sums) in enumerate(two_ranks.run(exchange_branches, rank_of)):
+        assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
+        assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+        assert table.is_truncated.tolist() == [s == 2 for _, s, _ in BRANCH_IDS]
+        assert table.rewards[:, 0].tolist() == [p for p, _, _ in BRANCH_IDS]
+        assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
+        assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
+        assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
+        assert table_index == list(range(rank, 12, 2))
+        assert list(prefixes) == [table.prefixes[i] for i in table_index]
+        whole = [100 * p + 10 * s + p + s for p, s in IDS]
+        firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
+        assert sums.tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]
+
+
+def exchange_own_prompts(rank):
+    """Two rollouts of one prompt, whose second branches begin with other prompts of one length."""
+    rollouts = [in_two_branches(make_rollout(7, 2)) for _ in range(2)]
+    rollouts[1].tokens[3] += 1
+    moved = [dataclasses.replace(b.rollout_id, sample=5) for b in rollouts[1].branches]
+    first = dataclasses.replace(rollouts[1].earlier[0], rollout_id=moved[0])
+    rollouts[1] = dataclasses.replace(rollouts[1], rollout_id=moved[1], earlier=(first,))
+    first.tokens[3] -= 1
+    batch = exchange(rollouts, gather_table(rollouts, torch.zeros(2, 1)), [0] * 4)
+    return batch.layout().shared
+
+
+def test_a_further_branch_shares_its_prompt_with_none(one_rank):
+    """First branches of one prompt's rollouts share it; another one's prompt is its own, whatever its length."""
+    assert one_rank.run(exchange_own_prompts) == [((0, 0), (1, 0), (0, 7), (3, 0))]
 
 
 def own_numbers(rank, rank_of):

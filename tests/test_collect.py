@@ -3,16 +3,19 @@
 import functools
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import one_turn
+from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.errors import InputError
+from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
@@ -23,6 +26,7 @@ from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
     Prompts,
+    branching,
     calculator,
     chat_prompts,
     collected,
@@ -35,6 +39,7 @@ from support.collecting import (
     sums,
 )
 from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
+from support.rollouts import in_two_branches
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
@@ -150,6 +155,82 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
 
     make_collector(chat_prompts(200, template), rollout=watched).collect(20)
     assert set(seen) == {behind}
+
+
+@pytest.mark.parametrize("attention", ["full", "mixed"])
+def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_of_training(attention):
+    seen = []
+
+    def watched(episode):
+        yield from branching(episode)
+        seen.append(episode)
+
+    collector = make_collector(chat_prompts(), rollout=watched, attention=attention)
+    rollouts = collector.collect(10).rewarded.rollouts
+    model = cached_model(attention, torch.float32)
+    by_key = {episode.seed: episode for episode in seen}
+    for rollout in rollouts:
+        episode = by_key[collector._prompts.key(replace(rollout.rollout_id, branch=0))]
+        numbers = [0, 1, 3] if episode.turns else [1, 3]
+        assert [branch.rollout_id.branch for branch in rollout.branches] == numbers
+        for branch in rollout.branches:
+            asked = episode.branches[branch.rollout_id.branch]
+            prompt = letter_tokenizer(CHAT, chat=True).encode(Row(asked.prompt, {}, "f:1"))
+            assert branch.tokens[: branch.num_prompt_tokens].tolist() == prompt
+            assert branch.tokens[branch.num_prompt_tokens :].tolist() == asked.tokens
+            layout = PackedLayout((len(branch.tokens),), torch.device("cpu"))
+            with torch.no_grad():
+                logprobs, _ = score(model, branch.tokens, layout, select=branch.loss_mask, temperature=1.0)
+            assert torch.equal(logprobs, branch.sample_logprobs)
+            assert branch.sample_logprobs[branch.num_prompt_tokens :].tolist() == asked.logprobs
+
+
+@pytest.mark.parametrize(
+    "engine_options", [{"max_running_requests": 3}, {"cache_tokens": 256}, {"max_running_requests": 2}]
+)
+def test_branches_are_the_same_in_any_batch_and_with_a_small_cache(engine_options):
+    def branches(**options):
+        return collected(make_collector(chat_prompts(), rollout=branching, **options), 1)
+
+    assert branches(engine_options=engine_options) == branches()
+
+
+def test_branches_of_an_episode_have_noise_of_their_own():
+    def twins(episode):
+        for _ in range(3):
+            yield episode.branch(episode.prompt).generate(max_tokens=20)
+
+    (rollout, *_) = make_collector(chat_prompts(), rollout=twins).collect(1).rewarded.rollouts
+    assert len({tuple(branch.completion) for branch in rollout.branches}) == 3
+    assert (
+        len({tuple(branch.tokens[: branch.num_prompt_tokens].tolist()) for branch in rollout.branches}) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        (7, "expected text or messages with role and content"),
+        ([], "expected text or messages with role and content"),
+        ([{"role": "user"}], "expected text or messages with role and content"),
+        ("a" * 100, "the prompt of its first turn leaves no room"),
+    ],
+)
+def test_the_prompt_of_a_branch_that_cannot_be_used_is_refused_with_the_row(prompt, error):
+    def strange(episode):
+        yield episode.branch(prompt).generate()
+
+    with pytest.raises(InputError, match=rf"strange\(episode\), for the row at f:\d+: (branch.*)?{error}"):
+        make_collector(Prompts(), rollout=strange).collect(1)
+
+
+def test_an_episode_whose_further_branch_has_no_room_ends_with_length():
+    def long(episode):
+        yield episode.generate(max_tokens=3)
+        yield episode.branch("a" * 100).generate()
+
+    (rollout, *_) = make_collector(Prompts(), rollout=long).collect(1).rewarded.rollouts
+    assert (rollout.finish_reason, len(rollout.branches)) == ("length", 1)
 
 
 def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
@@ -317,7 +398,8 @@ def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload(
 
 
 @pytest.mark.parametrize(
-    ("rollout", "make_prompts"), [(one_turn, Prompts), (calculator, Prompts), (replying, chat_prompts)]
+    ("rollout", "make_prompts"),
+    [(one_turn, Prompts), (calculator, Prompts), (replying, chat_prompts), (branching, chat_prompts)],
 )
 def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout, make_prompts):
     def make():
@@ -371,12 +453,14 @@ def test_a_function_that_does_not_repeat_itself_is_refused_at_a_resume():
         second.restore(first.state(), first.records())
 
 
-def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
-    """By prompt the rewards of its rollouts, each of one token behind a prompt of one."""
+def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
+    """By prompt the rewards of its rollouts, each of so many tokens behind a prompt of one."""
+    length = 1 + num_tokens
     rollouts, rewards = [], []
     for ordinal, values in rewards_of.items():
         for sample, value in enumerate(values):
-            streams = (torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), torch.zeros(2))
+            mask = torch.arange(length) > 0
+            streams = (torch.arange(length), mask, -mask.float(), mask.int())
             rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
@@ -394,6 +478,52 @@ def test_the_first_complete_groups_are_selected_whatever_their_rewards():
     assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4, 9, 9, 12, 12]
     assert (selection.num_selected, selection.num_missing) == (2, 0)
     assert selection.ended == {3, 7}
+
+
+def test_complete_groups_count_rollouts_and_have_all_their_branches():
+    """Two branches of one rollout are not two rollouts; one row for each, but one reward and one text for both."""
+    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1]}, num_tokens=2)
+    pool = replace(
+        pool, rollouts=[in_two_branches(r) if r.rollout_id.sample == 0 else r for r in pool.rollouts]
+    )
+    selection = select_step(pool, 3, 1, 1)
+    groups = selection.groups
+    assert groups.table.ids == [
+        RolloutId(3, 0, 0),
+        RolloutId(3, 0, 1),
+        RolloutId(7, 0, 0),
+        RolloutId(7, 0, 1),
+    ]
+    assert groups.table.episode.tolist() == [0, 0, 1, 1]
+    assert groups.rewards[:, :, 0].tolist() == [[1], [0]]
+    assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
+    assert [r.rollout_id for r in groups.rewarded.rollouts] == [RolloutId(3, 0, 1), RolloutId(7, 0, 1)]
+    assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]
+    assert [r.rollout_id for r in selection.left.rollouts] == [RolloutId(4, 0, 1)]
+    assert (selection.num_selected, selection.num_missing) == (2, 1)
+
+
+def as_tuples(rollout: Rollout) -> list[tuple]:
+    return [
+        (*facts(branch), branch.num_prompt_tokens, branch.weight_version.tolist())
+        for branch in rollout.branches
+    ]
+
+
+def test_a_record_has_all_branches_and_one_of_before_there_were_any_still_loads(tmp_path):
+    (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
+    branched = in_two_branches(rollout)
+    record = finished_record(FinishedRollout(branched, [None, 0.5], failed=True))
+    ValueCopy.of({"in_flight": [record]}, "records").write(tmp_path, "records")
+    (saved,) = read_values(tmp_path / "records")["in_flight"]
+    finished = finished_of(saved)
+    assert as_tuples(finished.rollout) == as_tuples(branched)
+    assert (finished.rewards, finished.failed) == ([None, 0.5], True)
+
+    old = finished_record(FinishedRollout(rollout))
+    del old["earlier"]
+    old["id"] = [4, 0]
+    assert as_tuples(finished_of(old).rollout) == as_tuples(rollout)
 
 
 def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():

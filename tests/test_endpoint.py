@@ -123,6 +123,16 @@ def by_completion(url, episode):
         ids = [*ids, *choice["token_ids"], 7, 8 + number]
 
 @serve
+def in_branches(url, episode):
+    said = [user("be brief " + episode.row.prompt)]
+    for number in range(2):
+        answer = post(url, {"messages": said, "max_tokens": 5})
+        said = [*said, answer["choices"][0]["message"], user("go on")]
+    ids = [*episode.prompt_ids, 8]
+    (choice,) = post(url, {"prompt": ids[:-1], "max_tokens": 4, "return_token_ids": True}, "completions")["choices"]
+    post(url, {"prompt": [*ids, *choice["token_ids"]], "max_tokens": 4}, "completions")
+
+@serve
 def by_text(url, episode):
     prompt = episode.row.prompt
     for reply in ("ab", "cd", ""):
@@ -173,6 +183,14 @@ def of_text(episode):
     yield episode.generate(after="cd", max_tokens=4)
 
 
+def of_branches(episode):
+    own = episode.branch([{"role": "user", "content": "be brief " + episode.row.prompt}])
+    yield own.generate(max_tokens=5)
+    yield own.generate(after={"role": "user", "content": "go on"}, max_tokens=5)
+    turn = yield episode.generate(max_tokens=4)
+    yield episode.branch([*episode.prompt_ids, 8, *turn.ids]).generate(max_tokens=4)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
 def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
@@ -182,6 +200,10 @@ def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_s
 @pytest.mark.parametrize(("name", "is_chat"), [("by_generate", True), ("by_completion", False)])
 def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, name, is_chat):
     assert rollouts_of(load(name), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
+
+
+def test_what_continues_nothing_is_a_branch_as_a_function_begins_one(load):
+    assert rollouts_of(load("in_branches")) == rollouts_of(of_branches)
 
 
 def test_text_is_continued_by_its_prefix(load):
@@ -552,7 +574,7 @@ def test_a_greedy_evaluation_takes_any_temperature():
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
 
 
-def sampled_turn(episode, text="yes", finish_reason="stop", **said):
+def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     """A turn of one token per letter, with this message; None for one that nobody can read."""
 
     def message():
@@ -561,9 +583,11 @@ def sampled_turn(episode, text="yes", finish_reason="stop", **said):
         return {"role": "assistant", "content": text, **said}
 
     ids = [ord(letter) for letter in text]
-    start = len(episode.tokens)
+    prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
+    where = {"branch": branch.number, "start": len(branch.tokens), "limit": 50, "prompt_ids": prompt_ids}
     reader = TurnReader(text=lambda: text, message=message, answer=lambda: text)
-    return Turn(ids, [-0.5] * len(ids), finish_reason, start=start, reader=reader, inserted=[])
+    logprobs, versions = [-0.5] * len(ids), [0] * len(ids)
+    return Turn(ids, logprobs, versions, finish_reason, appended=[], inserted=[], reader=reader, **where)
 
 
 def drive(program, *turns, **options):
@@ -579,8 +603,9 @@ def drive(program, *turns, **options):
         with contextlib.suppress(StopAsyncIteration):
             asked.append(await rollout.asend(None))
             for fields in turns:
-                turn = sampled_turn(episode, **fields)
-                episode.add([], turn, [0] * len(turn.ids))
+                branch = episode.branches[asked[-1].branch]
+                turn = sampled_turn(branch, **fields)
+                branch.add(turn)
                 asked.append(await rollout.asend(turn))
         await rollout.aclose()
         return asked
@@ -837,7 +862,45 @@ def flood(url, episode):
 def test_row_56_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
     (tmp_path / "mine.py").write_text(SOURCE + HOSTILE)
     workers = load(name, timeout_s=20 if name == "flood" else 0.7)
-    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn 1: {said}"):
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
         rollouts_of(workers, num_groups=2, group_size=2)
     workers.stop()
     assert not any(is_alive(worker.pid) for worker in workers.workers)
+
+
+def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
+    """A system's message of the program's own, a history without its thoughts, the same question once more."""
+    system = {"role": "system", "content": "be brief"}
+
+    async def program(post, episode):
+        own = [system, HI]
+        for _ in range(2):
+            status, answer = await post(messages=own)
+            assert status == 200
+            own += [answer["choices"][0]["message"], HI]
+        assert answer["usage"]["prompt_tokens"] == 5
+        await post(messages=[HI])
+        await post(messages=[HI])
+        await post(messages=[system, HI, {"role": "assistant", "content": "otherwise"}, HI])
+        await post(messages=own)
+        await post(path="/completions", prompt=[5, 6, *b"yesyesyes"], max_tokens=3)
+        await post(path="/completions", prompt=[9, 9], max_tokens=3)
+        await post(path="/completions", prompt=[9, 9, *b"yes", 7], max_tokens=3)
+
+    asked = drive(program, *[{}] * 9)
+    assert [generate.branch for generate in asked] == [1, 1, 0, 2, 3, 1, 1, 4, 4]
+    assert asked[0].prompt == [system, HI]
+    assert [generate.after for generate in asked[:4]] == ["", [HI], "", ""]
+    assert (asked[7].prompt, asked[8].after) == ([9, 9], [7])
+
+
+def test_a_branch_shows_templates_the_calls_in_its_history():
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    history = [HI, {"role": "assistant", "content": None, "tool_calls": calls}, HI]
+
+    async def program(post, episode):
+        await post(messages=history)
+
+    (generate,) = drive(program, {})
+    assert generate.prompt[1]["content"] == ""
+    assert generate.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}

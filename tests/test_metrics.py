@@ -37,6 +37,7 @@ from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
+from support.rollouts import in_two_branches
 
 ORDINARY = {
     "reward/mean": 0.512,
@@ -384,6 +385,21 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
         "reward/std": 0.5,
         "reward/frac_equal_groups": 0.5,
     }
+
+
+def test_a_rollout_of_several_branches_is_one_completion(reduce_over_ranks):
+    """Its length is that of all branches, and its end that of the last one; the ages are of all their tokens."""
+    rollout = in_two_branches(make_rollout(2, 6, "length"))
+    assert [branch.finish_reason for branch in rollout.branches] == ["stop", "length"]
+    metrics = StepMetrics()
+    add_rollouts(metrics, [rollout], grouped_rewards=torch.ones(1, 1).double())
+    add_staleness(metrics, [rollout], 3, updates_per_step=1)
+    (reduced,) = reduce_over_ranks(metrics)
+    wanted = {"len/mean": 6, "len/truncated": 1, "len/empty": 0, "count/tokens": 6, "count/rollouts": 1}
+    assert {name: reduced[name] for name in wanted} == wanted
+    ages = 3 - rollout.branches[0].weight_version[rollout.branches[0].loss_mask].double()
+    assert len(ages) == 3
+    assert reduced["stale/frac"] == 1
 
 
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):

@@ -43,6 +43,7 @@ from minirl.training.sharded_model import ShardedModel
 from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
+from support.rollouts import in_two_branches
 from support.scripts import ROOT, read_metrics, run_on_nodes, run_script
 
 CPU = torch.device("cpu")
@@ -82,10 +83,14 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
     return rollouts
 
 
-def shared_out(rank: int, max_tokens: int) -> tuple[RolloutTable, Batch, list[list[int]]]:
+def shared_out(
+    rank: int, max_tokens: int, has_branches: bool = False
+) -> tuple[RolloutTable, Batch, list[list[int]]]:
     """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
     microbatches. The reward is 1 for the first of each group and 0 for the other two."""
     rollouts = make_rollouts(7, 3)
+    if has_branches:
+        rollouts = [in_two_branches(r) if i % 3 else r for i, r in enumerate(rollouts)]
     cuts = [0, len(rollouts) // 4, *[len(rollouts)] * 3]  # a third rank and a fourth have none
     mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
     table = gather_table(mine, torch.tensor([float(r.rollout_id.sample == 0) for r in mine]).view(-1, 1))
@@ -128,6 +133,7 @@ def grpo_gradients(
     is_skipped: bool = False,
     shard_gradients: bool = False,
     num_shards: int | None = None,
+    has_branches: bool = False,
 ) -> dict[str, Tensor]:
     """Full gradients of one GRPO minibatch, by the script's own functions.
 
@@ -135,11 +141,11 @@ def grpo_gradients(
     """
     options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients, "num_shards": num_shards}
     model = ShardedModel(read_config(folder), folder, **options)
-    table, batch, microbatches = shared_out(rank, max_tokens)
-    rewards = table.rewards.view(-1, 3, 1).clone()
+    table, batch, microbatches = shared_out(rank, max_tokens, has_branches)
+    rewards = table.first_branches().rewards.view(-1, 3, 1).clone()
     rewards[:num_equal] = 0.1
     reward_weights = torch.ones(1, dtype=torch.float64)
-    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, batch)
+    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, table, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
         advantages=advantages.to(dtype),
@@ -247,6 +253,19 @@ def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks
     (expected,) = one_rank.run(plain_gradients, folder, config)
     for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, config):
         assert_close_gradients(gradients, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant", "drop_truncated"])
+def test_gradient_of_rollouts_in_two_branches_is_that_of_the_whole_ones(one_rank, two_ranks, folder, name):
+    """The second branch goes on where the first one ends, so every token has the context, advantage and weight it had.
+
+    Two thirds of the rollouts have two branches; a rollout is cut off where its last branch is.
+    """
+    (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name])
+    options = (folder, torch.float64, OBJECTIVES[name], 0, False, False, None, True)
+    for pool, max_tokens in ((one_rank, 10_000), (two_ranks, 300)):
+        for gradients in pool.run(grpo_gradients, max_tokens, *options):
+            assert_close_gradients(gradients, expected, 1e-12)
 
 
 def numbers_of_rollouts(batch: Batch) -> Tensor:

@@ -147,6 +147,17 @@ def test_rows_that_are_not_trained_on_are_in_no_microbatch_and_change_no_minibat
     assert plan_updates(lengths, prompts, **how, is_trained=[True] * len(lengths)) == whole
 
 
+def test_a_minibatch_has_all_branches_of_its_rollouts():
+    """It is cut between rollouts, of which it has as many as another one, whatever their branches."""
+    episode = [0, 0, 0, 1, 2, 2, 3]
+    plan = plan_updates([5] * 7, num_minibatches=2, num_ranks=2, max_tokens=10, episode=episode)
+    assert plan.minibatches == [[0, 1, 2, 3], [4, 5, 6]]
+    plan = plan_updates([5] * 7, num_minibatches=2, num_ranks=2, max_tokens=10, episode=[0, 1, 2, 3, 4, 5, 6])
+    assert (
+        plan.minibatches == plan_updates([5] * 7, num_minibatches=2, num_ranks=2, max_tokens=10).minibatches
+    )
+
+
 # Groups whose rollouts have their prompt in common.
 
 

@@ -1,7 +1,6 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
 import ast
-import hashlib
 import json
 import os
 import random
@@ -15,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from minirl.files.value_files import read_values
 from support.rank_pool import RankPool
-from support.scripts import run_in_pool, run_script, start_script, untimed, wait_for
+from support.resuming import digests, interrupted_copy
+from support.scripts import branching_fork, run_in_pool, run_script, start_script, wait_for
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -73,31 +73,6 @@ def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
     return run_in_pool(pool, script, *COMMON.split(), *flags.split(), *more, "--run-name", name, runs=runs)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time."""
-    files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
-    files += (folder / "checkpoints").rglob("resume/**/*.json")
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    for path in (folder / "checkpoints").glob("*/manifest.json"):
-        found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        found[f"metrics {line['step']}"] = json.dumps(untimed(line)).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
-
-
-def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
-    """The run as a kill leaves it some time after the checkpoint of `last_step` (0: before the first)."""
-    copy = folder.with_name(name)
-    shutil.copytree(folder, copy)
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name) > last_step:
-            shutil.rmtree(path)
-    (copy / "checkpoints" / f".tmp-{last_step + 1:06d}-0").mkdir()
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "reward/me')
-    return copy
-
-
 EVERY_SPLIT = range(NUM_STEPS + 1)
 
 
@@ -140,6 +115,26 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
             f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
         )
         assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
+    """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
+    fork = str(branching_fork(tmp_path, "train_grpo.py"))
+    flags = (*COMMON.split(), "--decode-budget", "2", "--max-staleness", "2", "--run-name")
+    run_in_pool(two_ranks, fork, *flags, "branches", runs=runs)
+    expected = digests(runs / "branches")
+    folder = runs / "branches" / "checkpoints" / "000001" / "resume" / "records"
+    records = [record for rank in range(2) for record in read_values(folder / f"{rank}-of-2")["in flight"]]
+    assert any(record.get("earlier") for record in records), "no rollout in flight has branches"
+    copy = interrupted_copy(runs / "branches", "branches-resumed", 1)
+    run_in_pool(two_ranks, fork, *flags, copy.name, runs=runs)
+    assert digests(copy) == expected
+
+    fewer = interrupted_copy(runs / "branches", "branches-fewer", 1)
+    run_in_pool(one_rank, fork, *flags, fewer.name, runs=runs)
+    lines = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "branches", fewer)]
+    found = [[(x["id"], x["completion"]) for x in map(json.loads, text.splitlines())] for text in lines]
+    assert found[0] == found[1]
 
 
 def negate_weights(folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from minirl.collect.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
-from support.collecting import Prompts, chat_prompts, chatting, collected, make_collector
+from support.collecting import Prompts, branching, chat_prompts, chatting, collected, make_collector
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
 from support.processes import is_alive
@@ -250,7 +250,8 @@ HARMLESS = ("prints", "prints_async", "forks", "forks_async", "moves", "closes")
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
-    (tmp_path / "mine.py").write_text(SOURCE + inspect.getsource(chatting).replace(": Episode", ""))
+    copies = inspect.getsource(chatting) + inspect.getsource(branching)
+    (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", ""))
     monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
     loaded = []
 
@@ -282,11 +283,12 @@ def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_
     assert found == rollouts_of(calculator_here, 2)
 
 
-def test_messages_and_answers_are_the_same_in_a_worker(load):
+@pytest.mark.parametrize("function", [chatting, branching])
+def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
     options = {"decode_budget": 8, "max_staleness": 3}
     prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
-    expected = rollouts_of(chatting, 3, 2, prompts=prompts[0], **options)
-    assert rollouts_of(load("chatting"), 3, 2, prompts=prompts[1], **options) == expected
+    expected = rollouts_of(function, 3, 2, prompts=prompts[0], **options)
+    assert rollouts_of(load(function.__name__), 3, 2, prompts=prompts[1], **options) == expected
 
 
 def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(load):

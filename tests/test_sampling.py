@@ -66,6 +66,14 @@ def test_keyed_noise_is_the_pinned_one(request_of, expected):
     assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
 
 
+def test_branches_have_keys_of_their_own_and_the_first_one_that_of_its_rollout():
+    request = dict(purpose="train", prompt_ordinal=123, sample=7)
+    keys = [request_key(17, **request, branch=branch) for branch in range(50)]
+    assert keys[0] == request_key(17, **request)
+    others = [request_key(17, purpose="train", prompt_ordinal=123, sample=i) for i in range(50)]
+    assert len({*keys, *others}) == 99
+
+
 def test_tensor_noise_equals_integer_arithmetic():
     """The int64 tensor mixer, whose products wrap and whose shifts carry signs, is the unsigned one exactly."""
     keys = [0, 1, -1, (1 << 63) - 1, -(1 << 63), *keys_of(200, seed=5).tolist()]

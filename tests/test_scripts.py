@@ -29,6 +29,7 @@ from support.scripts import (
     FAST_LEARNING,
     ROOT,
     SCRIPTS,
+    branching_fork,
     read_metrics,
     run_beside_a_clock,
     run_in_pool,
@@ -355,11 +356,11 @@ class ForkConfig(Config):
     advantage_scale: float = 1.0  # factor of all advantages
 
 
-def token_advantages(config, rewards, greedy_rewards, reward_weights, batch):
+def token_advantages(config, rewards, greedy_rewards, reward_weights, table, batch):
     """Against the mean of all rewards of the step."""
     scores = rewards @ reward_weights
     advantages = config.advantage_scale * (scores - scores.mean())
-    return batch.spread(advantages.flatten()[batch.table_index])
+    return batch.spread(advantages.flatten()[table.episode[batch.table_index]])
 
 
 def token_loss(config, micro, new, entropy):
@@ -444,6 +445,32 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
     run_in_pool(one_rank, str(fork), *flags, "--run-name", "chat", runs=runs)
     for line in read_metrics(runs / "chat"):
         assert line["policy/logp_gap_max"] == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_grpo.py", "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std"),
+        ("train_grpo.py", "--loss-norm constant --kl-coef 0.1 --drop-truncated"),
+        ("train_ppo.py", "--loss-norm sequence_mean --gae-lambda 1 --group-size 2"),
+    ],
+)
+def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, runs, tmp_path, script, flags):
+    """Counts, rewards, lengths, losses, KL and gradients: a rollout weighs the same, and every token counts once."""
+    names = [f"{number}-{flags[2:].replace(' ', '')}" for number in ("one", "two")]
+    (tmp_path / "mine.py").write_text(THREES)
+    flags = f"--num-steps 2 --num-minibatches 2 --prompts-per-step 6 --eval-rows 4 {flags}".split()
+    flags += ["--reward", f"{tmp_path}/mine.py:threes"]
+    for name, path in zip(names, (script, branching_fork(tmp_path, script)), strict=True):
+        run_in_pool(two_ranks, str(path), *flags, "--run-name", name, runs=runs)
+    for whole, parts in zip(*(read_metrics(runs / name) for name in names), strict=True):
+        assert untimed(parts) == pytest.approx(untimed(whole), rel=1e-3, abs=1e-6)
+        assert whole["optim/grad_norm"] > 0.01
+    texts = [(runs / name / "rollouts" / "000002.jsonl").read_text() for name in names]
+    whole, parts = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    for line in (*whole, *parts):
+        line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
+    assert parts == whole
 
 
 @pytest.mark.slow

@@ -363,6 +363,7 @@ def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
             "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k",
         ),
         ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
+        ({"name": "calculator", "data": "a.jsonl"}, "--task calculator .*leave out --data"),
         ({"name": "auto", "data": None, "eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
         ({"name": "auto", "data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
         ({"name": "sort", "data": "a.jsonl", "reward": ("mine.py:score",)}, "--task sort: .*sorting"),

@@ -27,7 +27,8 @@ from minirl.collect.in_flight import (
     finished_of,
     finished_record,
     id_of,
-    sampled_of,
+    prompt_of,
+    recorded_episode,
 )
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
@@ -211,9 +212,7 @@ class Collector:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
-        request = self._prompts.request(rollout_id, tuple(record["prompt"].tolist()), temperature)
-        turn_ends = [(num_tokens, reason) for num_tokens, reason in record["turn_ends"]]
-        return RecordedEpisode(request, sampled_of(record), turn_ends)
+        return recorded_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
 
     def _restored_rewards(self, finished: Sequence[FinishedRollout]) -> RewardedRollouts:
         rollouts = [one.rollout for one in finished]

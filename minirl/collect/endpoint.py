@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from minirl.collect import loopback
-from minirl.collect.episode import AsyncTurns, Episode, Generate, Turn
+from minirl.collect.episode import AsyncTurns, Branch, Episode, Generate, Turn
 from minirl.collect.loopback import Answer, HttpError
 from minirl.collect.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
 from minirl.data.task import as_messages
@@ -86,26 +86,26 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class _Conversation:
-    """What the program knows of a stream of the episode's tokens.
+    """What the program knows of a branch of the episode.
 
     said: the messages or the text so far, as the program has them; None where it has only ids.
     """
 
-    def __init__(self, stream: Episode, said: list[Any] | str | None):
-        self.stream = stream
+    def __init__(self, branch: Branch, said: list[Any] | str | None):
+        self.branch = branch
         self.said = said
 
     def rest(self, prompt: list[Any] | str) -> list[Any] | str | None:
         """What a request says behind all that was said; None if it does not continue the conversation."""
         if _is_ids(prompt):
-            ids = [*self.stream.prompt_ids, *self.stream.tokens]
+            ids = [*self.branch.prompt_ids, *self.branch.tokens]
             return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
         if isinstance(prompt, str) and isinstance(self.said, str):
             return prompt[len(self.said) :] if prompt.startswith(self.said) else None
         if isinstance(prompt, list) and isinstance(self.said, list):
             begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
             # The first turn answers the prompt as it is, and later ones answer new messages.
-            is_next = bool(rest) == bool(self.stream.turns)
+            is_next = bool(rest) == bool(self.branch.turns)
             return rest if is_next and same_messages(begin, self.said) else None
         return None
 
@@ -188,37 +188,40 @@ class Endpoint:
         raise StopAsyncIteration
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
-        """Find the conversation that a request continues, or begin one. Raises HttpError."""
+        """What to yield for a request. Raises HttpError."""
         conversation, rest = self._find(asked.prompt)
-        stream = conversation.stream
-        if stream.room < 1:
+        branch = conversation.branch
+        if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
             raise HttpError(HTTPStatus.BAD_REQUEST, message, "context_length_exceeded")
 
         def answer(turn: Turn) -> None:
             self._num_turns += 1
-            num_before = len(stream.prompt_ids) + turn.start
+            num_before = len(branch.prompt_ids) + turn.start
             sampled = Sampled(turn, self._num_turns, num_before, asked.stop)
             conversation.add(asked.prompt, sampled)
             if not answered.done():
                 answered.set_result(sampled)
 
         after = template_form(rest) or None
-        return Request(stream.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
+        return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
 
     def _find(self, prompt: list[Any] | str) -> tuple[_Conversation, list[Any] | str]:
-        """The conversation that a request continues farthest, and what it adds. Raises HttpError."""
+        """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
         rests = [(conversation, conversation.rest(prompt)) for conversation in self._conversations]
         found = [(conversation, rest) for conversation, rest in rests if rest is not None]
-        if not found:
-            message = "the request does not continue the episode's conversation"
+        farthest = min(found, key=lambda pair: len(pair[1]), default=None)
+        is_whole = farthest is not None and not farthest[1]
+        if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
+            message = "the last message is the assistant's, whose turn is to be sampled"
             raise HttpError(HTTPStatus.BAD_REQUEST, message)
-        conversation, rest = min(found, key=lambda pair: len(pair[1]))
-        if rest and isinstance(rest[-1], dict) and rest[-1]["role"] == "assistant":
-            raise HttpError(
-                HTTPStatus.BAD_REQUEST, "the last message is the assistant's, whose turn is to be sampled"
-            )
-        return conversation, rest
+        if farthest is not None:
+            return farthest
+        said = None if _is_ids(prompt) else prompt
+        conversation = _Conversation(self._episode.branch(template_form(prompt)), said)
+        self._conversations.append(conversation)
+        # It begins with all that was said.
+        return conversation, prompt[:0]
 
     async def _handle(self, method: str, path: str, body: bytes) -> Answer:
         """Answer what the program sends. Raises HttpError."""

@@ -15,9 +15,10 @@ Standard library only: a process that runs such a function (`rollout_worker`) st
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minirl.data.task import Messages, as_messages
+from minirl.errors import refuse
 
 if TYPE_CHECKING:
     from minirl.data.chat_turns import After
@@ -31,11 +32,14 @@ class Generate:
     after: text, token ids or, between turns of a chat, messages.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
+    branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
     """
 
     after: "After" = ""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    branch: int = 0
+    prompt: str | Messages | list[int] = ""
 
 
 @dataclass(frozen=True)
@@ -52,26 +56,38 @@ class TurnReader:
 
 
 class Turn:
-    """A turn that was sampled, without what was appended before it.
+    """A turn that was sampled.
 
-    ids: the token ids, including the stop token. logprobs: of these tokens. finish_reason: "stop" or "length". start:
-    where the turn begins among the episode's tokens. inserted: the messages that were appended before it.
+    ids: the token ids, including the stop token. logprobs: of these tokens. versions: of the weights that sampled them.
+    finish_reason: "stop" or "length". appended: the token ids that were appended before it. inserted: the messages, if
+    it was messages. branch: its number. start: where the turn begins among the branch's tokens after its prompt. limit:
+    of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its first turn.
     """
 
     def __init__(
         self,
         ids: list[int],
         logprobs: list[float],
+        versions: list[int],
         finish_reason: str,
         *,
+        branch: int,
         start: int,
-        reader: TurnReader,
+        limit: int,
+        prompt_ids: list[int],
+        appended: list[int],
         inserted: Messages,
+        reader: TurnReader,
     ):
         self.ids = ids
         self.logprobs = logprobs
+        self.versions = versions
         self.finish_reason = finish_reason
+        self.branch = branch
         self.start = start
+        self.limit = limit
+        self.prompt_ids = prompt_ids
+        self.appended = appended
         self.inserted = inserted
         self._reader = reader
 
@@ -95,24 +111,20 @@ class Turn:
 
 
 @dataclass
-class Episode:
-    """One rollout while it is made. The lists have one element per token after the prompt.
+class Branch:
+    """A prompt with the turns behind it. The lists have one element per token after the prompt.
 
-    row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    max_tokens: limit of all tokens after the prompt, appended ones included. tools: JSON schemas of those that the
-    prompt tells of. prompt_ids: the prompt's token ids. is_chat: whether the chat template wrote them. temperature:
-    all turns are sampled with it. turns: those that have ended.
+    number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
+    where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
+    which a branch that the episode began knows from then on. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
     """
 
-    row: "Row"
-    seed: int
+    prompt: str | Messages | list[int]
     max_tokens: int
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    number: int = 0
     prompt_ids: list[int] = field(default_factory=list)
-    is_chat: bool = False
-    temperature: float = 1.0
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -129,9 +141,13 @@ class Episode:
         """The conversation so far: the prompt (text is the user's), the answers, and what was appended as messages.
 
         An answer is all text between messages, without special tokens: what was sampled and what was appended as text
-        or ids. One that continues the prompt's last message is one with it.
+        or ids. One that continues the prompt's last message is one with it. Raises InputError behind token ids.
         """
-        messages = [dict(message) for message in as_messages(self.row.prompt)]
+        refuse(
+            not isinstance(self.prompt, str) and isinstance(self.prompt[0], int),
+            f"branch {self.number}: it begins with token ids, so it has no messages",
+        )
+        messages = [dict(message) for message in as_messages(cast(str | Messages, self.prompt))]
         before = None
         for turn in self.turns:
             if turn.inserted:
@@ -140,15 +156,6 @@ class Episode:
             before = turn
         _add_answer(messages, before)
         return messages
-
-    def add(self, appended: Sequence[int], turn: Turn, versions: Sequence[int]) -> None:
-        """Add a turn that has ended, with the tokens that were appended before it. For who runs the episode."""
-        none = [0] * len(appended)
-        self.tokens += [*appended, *turn.ids]
-        self.loss_mask += [False] * len(appended) + [True] * len(turn.ids)
-        self.logprobs += [*none, *turn.logprobs]
-        self.versions += [*none, *versions]
-        self.turns.append(turn)
 
     def generate(
         self,
@@ -163,7 +170,57 @@ class Episode:
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        return Generate("" if appended is None else appended, strings, max_tokens)
+        prompt = self.prompt if self.number > 0 else ""
+        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn that has ended. For who runs the episode."""
+        self.max_tokens = turn.limit
+        if not self.turns:
+            self.prompt_ids = turn.prompt_ids
+        none = [0] * len(turn.appended)
+        self.tokens += [*turn.appended, *turn.ids]
+        self.loss_mask += [False] * len(turn.appended) + [True] * len(turn.ids)
+        self.logprobs += [*none, *turn.logprobs]
+        self.versions += [*none, *turn.versions]
+        self.turns.append(turn)
+
+
+class Episode(Branch):
+    """One rollout while it is made. It is a branch itself, the one behind the row's prompt.
+
+    row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
+    tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
+    temperature: that of all turns. branches: all of them by number, this one is 0.
+    """
+
+    def __init__(
+        self,
+        row: "Row",
+        seed: int,
+        max_tokens: int,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt_ids: Sequence[int] = (),
+        is_chat: bool = False,
+        temperature: float = 1.0,
+    ):
+        super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
+        self.row = row
+        self.seed = seed
+        self.tools = tools or []
+        self.is_chat = is_chat
+        self.temperature = temperature
+        self.branches: dict[int, Branch] = {0: self}
+
+    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+        """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
+
+        It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
+        """
+        branch = Branch(prompt, self.max_tokens, number=len(self.branches))
+        self.branches[branch.number] = branch
+        return branch
 
 
 def _add_answer(messages: Messages, turn: Turn | None) -> None:

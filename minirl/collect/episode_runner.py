@@ -7,10 +7,11 @@ and the others are decoded.
 import functools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turn, TurnReader
+from minirl.collect.episode import Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.data.answers import parsed_answer
@@ -31,53 +32,86 @@ WAIT_S = 0.05
 MAX_FAILED_FRAC = 0.05
 
 
+class TurnEnd(NamedTuple):
+    """How many tokens there were after the prompt of a branch when a turn of it had ended, and why it ended."""
+
+    num_tokens: int
+    finish_reason: str
+    branch: int = 0
+
+
+@dataclass
+class RunningBranch:
+    """A branch of a running episode. Numbers of tokens are those after its prompt.
+
+    request: with `stop_test` and `turn_start` of its present turn; while the engine does not have it, with all tokens.
+    is_held: whether the engine has it, between two turns. turn_limit: how many tokens there are when the present turn
+    ends, at the latest. num_before: how many there were when the last turn ended. inserted: the messages that are
+    appended before the present turn. answer_start: how many tokens there were when the last of these had been appended.
+    part_start: how many there were when the engine took up the present turn, in this phase.
+    rollout: as it was at the end of the last turn.
+    """
+
+    request: Request
+    branch: Branch
+    is_held: bool = False
+    turn_limit: int = 0
+    num_before: int = 0
+    inserted: Messages = field(default_factory=list)
+    answer_start: int = 0
+    part_start: int = 0
+    rollout: Rollout | None = None
+
+
 @dataclass
 class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
-    request: with `stop_test` and `turn_start` of the present turn; while the engine does not have it, with all tokens.
-    number: that its function's replies have. turn_limit: how many tokens after the prompt there are when the present
-    turn ends, at the latest; 0 before the first one.
-    inserted: the messages that are appended before the present turn. answer_start: how many tokens there were when the
-    last of these had been appended.
-    turn_ends: for each turn that has ended, how many there were, and why it ended.
-    part_start: how many there were when the engine took up the present turn, in this phase.
-    budget: how many tokens the episode may sample in this phase from there on.
-    rollout: as it was at the end of the last turn.
+    request: of the row's prompt, as it was given. number: that its function's replies have.
+    branches: those that have begun, by number. present: that of the present turn; None before the first one.
+    turn_ends: of the turns that have ended, in their order.
+    budget: how many tokens the episode may sample in this phase from the beginning of the present turn's part on.
     """
 
     request: Request
     episode: Episode
     number: int
-    turn_limit: int = 0
-    inserted: Messages = field(default_factory=list)
-    answer_start: int = 0
-    turn_ends: list[tuple[int, str]] = field(default_factory=list)
-    part_start: int = 0
+    branches: dict[int, RunningBranch] = field(default_factory=dict)
+    present: RunningBranch | None = None
+    turn_ends: list[TurnEnd] = field(default_factory=list)
     budget: int = NO_BUDGET
-    rollout: Rollout | None = None
 
-    @property
-    def part_limit(self) -> int:
-        """How many tokens after the prompt there are when this phase's part of the turn ends, at the latest."""
-        return min(self.turn_limit, self.part_start + self.budget)
+    def part_limit(self, branch: RunningBranch) -> int:
+        """How many tokens there are when this phase's part of the branch's turn ends, at the latest."""
+        return min(branch.turn_limit, branch.part_start + self.budget)
 
-    @property
-    def num_before(self) -> int:
-        """How many tokens after the prompt there were when the last turn ended."""
-        return self.turn_ends[-1][0] if self.turn_ends else 0
+    def rollout(self, finish_reason: str) -> Rollout | None:
+        """What was sampled up to the end of the last turn; None before the end of the first one."""
+        begun = [self.branches[number].rollout for number in sorted(self.branches)]
+        branches = [rollout for rollout in begun if rollout is not None]
+        if not branches:
+            return None
+        return replace(branches[-1], finish_reason=finish_reason, earlier=tuple(branches[:-1]))
+
+
+@dataclass(frozen=True)
+class RecordedBranch:
+    """A branch of a paused episode of an earlier process: the ids of its prompt, and the tokens behind them."""
+
+    prompt_ids: tuple[int, ...]
+    sampled: tuple[Sampled, ...]
 
 
 @dataclass(frozen=True)
 class RecordedEpisode:
     """A paused episode of an earlier process.
 
-    request: as for `EpisodeRunner.begin`. sampled: the tokens after the prompt. turn_ends: as in `RunningEpisode`.
+    request: as for `EpisodeRunner.begin`. branches: by number. turn_ends: as in `RunningEpisode`.
     """
 
     request: Request
-    sampled: tuple[Sampled, ...]
-    turn_ends: Sequence[tuple[int, str]]
+    branches: Mapping[int, RecordedBranch]
+    turn_ends: Sequence[TurnEnd]
 
 
 class EpisodeRunner:
@@ -104,6 +138,7 @@ class EpisodeRunner:
         self._num_sampled = 0
         self._num_failed = 0
         self._running: dict[int, RunningEpisode] = {}
+        # Of all branches of the running episodes that have begun.
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
         self._paused: list[RunningEpisode] = []
@@ -124,7 +159,7 @@ class EpisodeRunner:
             max_tokens=request.max_new_tokens,
             tools=tokenizer.tools,
             prompt_ids=list(request.prompt_ids),
-            is_chat=tokenizer.is_chat(row),
+            is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
         )
         return RunningEpisode(request, episode, self._host.begin(episode))
@@ -136,10 +171,9 @@ class EpisodeRunner:
         self._max_failed = max(1, int(MAX_FAILED_FRAC * len(episodes)))
         for running in episodes:
             self._running[running.number] = running
-            self._number_of[running.request.rollout_id] = running.number
-            if running.turn_limit == 0:
+            if running.present is None:
                 self._num_unbegun[running.request.rollout_id.prompt_ordinal] += 1
-        self._start([running for running in episodes if running.turn_limit > 0])
+        self._start([running for running in episodes if running.present is not None])
         self._take_replies(0.0)
 
     @property
@@ -155,11 +189,13 @@ class EpisodeRunner:
         """
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
+            present = running.branches[rollout.rollout_id.branch]
             num_tokens = len(rollout.tokens) - rollout.num_prompt_tokens
-            num_sampled = num_tokens - running.part_start
+            num_sampled = num_tokens - present.part_start
             running.budget -= num_sampled
             self._num_sampled += num_sampled
-            if rollout.finish_reason == "length" and num_tokens < running.turn_limit:
+            present.is_held = True
+            if rollout.finish_reason == "length" and num_tokens < present.turn_limit:
                 self._pause(running)
             else:
                 self._give_turn(running, rollout)
@@ -200,19 +236,26 @@ class EpisodeRunner:
 
     def _restore_turn(self, running: RunningEpisode, recorded: RecordedEpisode, reply: Reply) -> bool:
         """Give the next turn that was recorded to its function; returns whether there was none left."""
-        start = running.num_before
         new_ids = self._begin_turn(running, reply)
         refuse(new_ids is None, f"{self._changed(running)}: it had a further turn, and now ends")
-        sampled = recorded.sampled
-        present = sampled[:start] + appended(new_ids or [])
-        self._check_appended(running, present, sampled, start=start)
+        present = running.present
+        assert present is not None
+        assert new_ids is not None
+        before = recorded.branches.get(present.branch.number)
+        is_same = before is not None and before.prompt_ids == present.request.prompt_ids
+        refuse(not is_same, f"{self._changed(running)}: it goes on in another branch")
+        assert before is not None
+        self._check_appended(
+            running, new_ids, before.sampled[present.num_before : present.request.turn_start]
+        )
         num_ended = len(running.turn_ends)
         if num_ended == len(recorded.turn_ends):
-            running.request = replace(running.request, sampled=sampled)
+            for number, branch in running.branches.items():
+                branch.request = replace(branch.request, sampled=recorded.branches[number].sampled)
             return True
-        num_tokens, finish_reason = recorded.turn_ends[num_ended]
-        so_far = rollout_of(replace(recorded.request, sampled=sampled[:num_tokens]), finish_reason)
-        self._give_turn(running, so_far)
+        num_tokens, finish_reason, _ = recorded.turn_ends[num_ended]
+        so_far = replace(present.request, sampled=before.sampled[:num_tokens])
+        self._give_turn(running, rollout_of(so_far, finish_reason))
         return False
 
     def _take_replies(self, timeout_s: float) -> None:
@@ -235,8 +278,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            assert running.rollout is not None
-            self._end(running, running.rollout.finish_reason)
+            self._end(running, running.turn_ends[-1].finish_reason)
         elif new_ids is None:  # there was no room for what it asked for
             self._host.close(running.number)
             self._end(running, "length")
@@ -248,17 +290,11 @@ class EpisodeRunner:
         elif running.budget == 0:
             self._pause(running, new_ids)
         else:
-            running.part_start = running.request.turn_start
-            self._engine.resume(
-                running.request.rollout_id,
-                new_ids,
-                max_new_tokens=running.part_limit - running.part_start,
-                stop_test=running.request.stop_test,
-            )
+            self._begin_further_turn(running, new_ids)
 
     def _begin_first_turn(self, running: RunningEpisode, new_ids: Sequence[int]) -> None:
         """Submit an episode, with the others of its prompt: they share one prefill."""
-        running.request = replace(running.request, sampled=appended(new_ids))
+        self._append(running, new_ids)
         ordinal = running.request.rollout_id.prompt_ordinal
         begun = self._begun.setdefault(ordinal, [])
         begun.append(running)
@@ -267,31 +303,61 @@ class EpisodeRunner:
             self._start(sorted(begun, key=lambda running: running.request.rollout_id.sample))
             del self._begun[ordinal]
 
+    def _begin_further_turn(self, running: RunningEpisode, new_ids: Sequence[int]) -> None:
+        present = running.present
+        assert present is not None
+        if not present.is_held:
+            self._append(running, new_ids)
+            self._start([running])
+            return
+        present.is_held = False
+        present.part_start = present.request.turn_start
+        self._engine.resume(
+            present.request.rollout_id,
+            new_ids,
+            max_new_tokens=running.part_limit(present) - present.part_start,
+            stop_test=present.request.stop_test,
+        )
+
+    def _append(self, running: RunningEpisode, new_ids: Sequence[int]) -> None:
+        """Append tokens to the present branch, which the engine does not have."""
+        assert running.present is not None
+        request = running.present.request
+        running.present.request = replace(request, sampled=request.sampled + appended(new_ids))
+
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
-        """Let the engine take up the present turns of these episodes."""
+        """Let the engine take up the present turns of these episodes, in branches that it does not have."""
         requests = []
         for running in episodes:
-            running.part_start = len(running.request.sampled)
-            requests.append(replace(running.request, max_new_tokens=running.part_limit, holds=True))
+            present = running.present
+            assert present is not None
+            present.part_start = len(present.request.sampled)
+            limit = running.part_limit(present)
+            requests.append(replace(present.request, max_new_tokens=limit, holds=True))
+            self._number_of[present.request.rollout_id] = running.number
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _end(self, running: RunningEpisode, finish_reason: str) -> None:
         """End an episode behind its last turn."""
-        assert running.rollout is not None
-        self._ended.append(replace(running.rollout, finish_reason=finish_reason))
-        self._engine.release(running.request.rollout_id)
+        rollout = running.rollout(finish_reason)
+        assert rollout is not None
+        self._ended.append(rollout)
+        for branch in running.branches.values():
+            if branch.is_held:
+                self._engine.release(branch.request.rollout_id)
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
         del self._running[running.number]
-        del self._number_of[running.request.rollout_id]
+        for branch in running.branches.values():
+            self._number_of.pop(branch.request.rollout_id, None)
 
     def _fail(self, running: RunningEpisode, why: str) -> None:
         """End an episode whose function has failed. Raises RolloutError if that is not forgiven."""
         failure = self._failure(running, why)
         self._num_failed_in_phase += 1
         is_forgiven = self._host.on_error == "end" and self._num_failed_in_phase <= self._max_failed
-        if not is_forgiven or running.rollout is None:
+        if not is_forgiven or not running.turn_ends:
             raise RolloutError(failure)
         if self._num_failed_in_phase == 1:
             print_here(f"note: {failure}\nThe episode ends there, see count/rollout_errors.")
@@ -304,28 +370,32 @@ class EpisodeRunner:
         return escaped(f"rollout {self._name} for the row at {running.episode.row.place}, {when}: {why}")
 
     def _give_turn(self, running: RunningEpisode, rollout: Rollout) -> None:
-        """Give the turn with which a rollout ends to its function, which is to reply."""
-        before = running.num_before
-        start = running.request.turn_start
+        """Give the turn with which a branch ends to the function, which is to reply."""
+        present = running.present
+        assert present is not None
+        start = present.request.turn_start
         num_prompt_tokens = rollout.num_prompt_tokens
-        tokens = rollout.tokens[num_prompt_tokens + before :].tolist()
-        new_ids, ids = tokens[: start - before], tokens[start - before :]
-        logprobs = rollout.sample_logprobs[num_prompt_tokens + start :].tolist()
-        versions = rollout.weight_version[num_prompt_tokens + start :].tolist()
-        if running.inserted:
-            running.answer_start = start
+        first = num_prompt_tokens + start  # of the turn, among the tokens of the prompt and the branch
+        if present.inserted:
+            present.answer_start = start
         turn = Turn(
-            ids,
-            logprobs,
+            rollout.tokens[first:].tolist(),
+            rollout.sample_logprobs[first:].tolist(),
+            rollout.weight_version[first:].tolist(),
             rollout.finish_reason,
+            branch=present.branch.number,
             start=start,
-            reader=self._reader(rollout, num_prompt_tokens + start, num_prompt_tokens + running.answer_start),
-            inserted=running.inserted,
+            limit=present.branch.max_tokens,
+            prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
+            appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
+            inserted=present.inserted,
+            reader=self._reader(rollout, first, num_prompt_tokens + present.answer_start),
         )
-        running.rollout = rollout
-        running.turn_ends.append((before + len(tokens), rollout.finish_reason))
-        running.episode.add(new_ids, turn, versions)
-        self._host.send(running.number)
+        present.rollout = rollout
+        present.num_before = len(rollout.tokens) - num_prompt_tokens
+        running.turn_ends.append(TurnEnd(present.num_before, rollout.finish_reason, present.branch.number))
+        present.branch.add(turn)
+        self._host.send(running.number, turn)
 
     def _reader(self, rollout: Rollout, turn_start: int, answer_start: int) -> TurnReader:
         """What reads the last turn of a rollout; the starts are among its tokens."""
@@ -359,23 +429,49 @@ class EpisodeRunner:
             asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
             f"{self._name}(episode): generate(max_tokens={asked.max_tokens!r:.80}): must be at least 1",
         )
-        new_ids = self._appended_ids(running.episode, asked.after)
-        turn_start = running.num_before + len(new_ids)
-        room = running.episode.max_tokens - turn_start
-        is_first = not running.turn_ends
-        refuse(
-            room < 1 and is_first,
-            f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
-        )
-        if room < 1:
+        present = self._branch(running, asked)
+        if present is None:
             return None
-        running.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
-        running.turn_limit = turn_start + min(room, asked.max_tokens or room)
+        new_ids = self._appended_ids(running.episode, present.branch, asked.after)
+        turn_start = present.num_before + len(new_ids)
+        room = present.branch.max_tokens - turn_start
+        if room < 1:
+            refuse(
+                not running.turn_ends,
+                f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
+            )
+            return None
+        running.present = present
+        present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
+        present.turn_limit = turn_start + min(room, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
-        running.request = replace(running.request, turn_start=turn_start, stop_test=stop_test)
+        present.request = replace(present.request, turn_start=turn_start, stop_test=stop_test)
         return new_ids
 
-    def _appended_ids(self, episode: Episode, after: After) -> list[int]:
+    def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
+        """The branch that a turn is asked for; None for a new one whose prompt leaves no room for a turn."""
+        number = asked.branch
+        if number in running.branches:
+            return running.branches[number]
+        request = running.request
+        if number != 0:
+            place = f"{self._name}(episode), for the row at {running.episode.row.place}"
+            is_number = type(number) is int and number > 0
+            refuse(
+                not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
+            )
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place)
+            rollout_id = replace(request.rollout_id, branch=number)
+            request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
+            if request.max_new_tokens < 1:
+                refuse(not running.turn_ends, f"{place}: the prompt of its first turn leaves no room for it")
+                return None
+        branch = running.episode.branches.setdefault(number, Branch(asked.prompt, 0, number))
+        branch.max_tokens = request.max_new_tokens
+        running.branches[number] = RunningBranch(request, branch)
+        return running.branches[number]
+
+    def _appended_ids(self, episode: Episode, branch: Branch, after: After) -> list[int]:
         """The token ids of what a function appends behind the turns so far.
 
         Raises InputError naming function and row.
@@ -383,11 +479,10 @@ class EpisodeRunner:
         place = f"{self._name}(episode), for the row at {episode.row.place}"
         if not is_messages(after):
             return self._prompts.appended_ids(after, place)
-        refuse(
-            not episode.turns, f"{place}: messages before the first turn; write them into the row's prompt"
-        )
-        refuse(not episode.is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
-        last = episode.turns[-1]
+        refuse(not branch.turns, f"{place}: messages before the first turn; write them into the row's prompt")
+        is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
+        refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
+        last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(after, place, end_id=end_id)
 
@@ -403,25 +498,21 @@ class EpisodeRunner:
 
     def _pause(self, running: RunningEpisode, new_ids: Sequence[int] = ()) -> None:
         """Take an episode out of the engine, with tokens to be appended before its next turn."""
-        rollout_id = running.request.rollout_id
-        sampled = self._engine.withdraw(rollout_id).sampled + appended(new_ids)
-        running.request = replace(running.request, sampled=sampled)
+        for branch in running.branches.values():
+            if branch.is_held:
+                tokens = self._engine.withdraw(branch.request.rollout_id).sampled
+                branch.request = replace(branch.request, sampled=tokens)
+                branch.is_held = False
+        self._append(running, new_ids)
         self._forget(running)
         self._paused.append(running)
 
     def _check_appended(
-        self,
-        running: RunningEpisode,
-        present: Sequence[Sampled],
-        recorded: Sequence[Sampled],
-        *,
-        start: int,
+        self, running: RunningEpisode, new_ids: Sequence[int], recorded: Sequence[Sampled]
     ) -> None:
-        """Refuse an episode that does not append at `start` what it appended before."""
-        end = running.request.turn_start
-        expected = tuple(recorded[start:end])
+        """Refuse an episode that does not append what it appended before."""
         refuse(
-            tuple(present[start:end]) != expected or any(token.is_sampled for token in expected),
+            appended(new_ids) != tuple(recorded),
             f"{self._changed(running)}: it appends other tokens than before",
         )
 

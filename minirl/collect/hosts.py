@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minirl.collect.episode import Episode, Generate, RolloutFunction, Turns
+from minirl.collect.episode import Episode, Generate, RolloutFunction, Turn, Turns
 from minirl.errors import refuse
 
 
@@ -39,7 +39,7 @@ class Host(Protocol):
     def begin(self, episode: Episode) -> int:
         """Call the function for an episode, which is replied to; returns the number that replies have."""
 
-    def send(self, number: int) -> None:
+    def send(self, number: int, turn: Turn) -> None:
         """Give the newest turn of its episode to the function, which is replied to."""
 
     def close(self, number: int) -> None:
@@ -58,7 +58,7 @@ class InProcess:
         self.name = getattr(function, "__name__", "rollout")
         self._function = function
         self._numbers = itertools.count()
-        self._running: dict[int, tuple[Episode, Turns]] = {}
+        self._running: dict[int, Turns] = {}
         self._replies: list[tuple[int, Reply]] = []
 
     def begin(self, episode: Episode) -> int:
@@ -72,17 +72,16 @@ class InProcess:
             f"{self.name}(episode): is no generator; write `turn = yield episode.generate()`",
         )
         number = next(self._numbers)
-        self._running[number] = (episode, turns)
+        self._running[number] = turns
         self._advance(number, turns.__next__)
         return number
 
-    def send(self, number: int) -> None:
-        episode, turns = self._running[number]
-        self._advance(number, lambda: turns.send(episode.turns[-1]))
+    def send(self, number: int, turn: Turn) -> None:
+        turns = self._running[number]
+        self._advance(number, lambda: turns.send(turn))
 
     def close(self, number: int) -> None:
-        _, turns = self._running.pop(number)
-        turns.close()
+        self._running.pop(number).close()
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         replies, self._replies = self._replies, []

@@ -1,14 +1,15 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.collect.episode_runner import RunningEpisode
-from minirl.rollouts import Rollout, RolloutId, Sampled, rollout_of
+from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
+from minirl.rollouts import Request, Rollout, RolloutId, Sampled, rollout_of
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,38 @@ class FinishedRollout:
 
 def episode_record(running: RunningEpisode) -> dict[str, Any]:
     """The record of a paused episode."""
+    request = running.request
     return {
-        **_tokens_record(rollout_of(running.request, "")),
+        "id": list(dataclasses.astuple(request.rollout_id)),
+        "prompt": torch.tensor(request.prompt_ids, dtype=torch.int64),
+        "branches": [_tokens_record(rollout_of(branch.request, "")) for branch in running.branches.values()],
         "turn_ends": [list(end) for end in running.turn_ends],
         "finish_reason": None,
     }
+
+
+def prompt_of(record: Mapping[str, Any]) -> tuple[int, ...]:
+    """The token ids of its prompt."""
+    ids: list[int] = record["prompt"].tolist()
+    return tuple(ids)
+
+
+def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpisode:
+    """The paused episode of `episode_record`. request: of its id and prompt.
+
+    Records of before there were branches have the tokens of the only one.
+    """
+    branches = {}
+    for branch in record.get("branches", [record]):
+        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), _sampled_of(branch))
+    return RecordedEpisode(request, branches, [TurnEnd(*end) for end in record["turn_ends"]])
 
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     """The record of a rollout that has ended."""
     return {
         **_tokens_record(finished.rollout),
-        "finish_reason": finished.rollout.finish_reason,
+        "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -42,35 +63,43 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
-        "id": [rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample],
+        "id": list(dataclasses.astuple(rollout.rollout_id)),
         "prompt": rollout.tokens[:start].clone(),
         "tokens": rollout.tokens[start:].clone(),
         "logprobs": rollout.sample_logprobs[start:].clone(),
         "versions": rollout.weight_version[start:].clone(),
         "is_sampled": rollout.loss_mask[start:].clone(),
+        "finish_reason": rollout.finish_reason,
     }
 
 
 def id_of(record: Mapping[str, Any]) -> RolloutId:
-    """Whose record it is."""
+    """Whose record it is. Records of before there were branches have no number of one."""
     return RolloutId(*record["id"])
 
 
-def sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
-    """The tokens after the prompt of a paused episode."""
+def _sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
+    """The tokens after a prompt."""
     names = ("tokens", "logprobs", "versions", "is_sampled")
     return tuple(map(Sampled, *(record[name].tolist() for name in names)))
 
 
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
     """The rollout of `finished_record`."""
+    earlier = tuple(_rollout_of(branch) for branch in record.get("earlier", ()))
+    rollout = replace(_rollout_of(record), earlier=earlier)
+    return FinishedRollout(rollout, record["rewards"], record["failed"])
+
+
+def _rollout_of(record: Mapping[str, Any]) -> Rollout:
+    """The branch of `_tokens_record`."""
     prompt = record["prompt"]
 
     def stream(name: str) -> Tensor:
         tokens: Tensor = record[name]
         return torch.cat([tokens.new_zeros(len(prompt)), tokens])
 
-    rollout = Rollout(
+    return Rollout(
         tokens=torch.cat([prompt, record["tokens"]]),
         loss_mask=stream("is_sampled"),
         sample_logprobs=stream("logprobs"),
@@ -79,4 +108,3 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
     )
-    return FinishedRollout(rollout, record["rewards"], record["failed"])

@@ -209,6 +209,7 @@ def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
     if isinstance(prompt, str):
         _refuse(episode.is_chat, "prompt: the run's prompts are messages; send messages, or token ids")
         _check_text(prompt, "prompt")
+        _refuse(not prompt, "prompt: expected text, or token ids")
     else:
         _check_ids(prompt, "prompt")
     assert isinstance(prompt, str | list)

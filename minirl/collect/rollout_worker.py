@@ -180,7 +180,6 @@ class Hosted:
 
     def _add(self, turn: dict[str, Any]) -> Turn:
         """Add a turn to the episode."""
-        appended = turn["appended"]
 
         def message() -> dict[str, Any]:
             refuse(turn["message_error"] is not None, turn["message_error"])
@@ -190,12 +189,17 @@ class Hosted:
         added = Turn(
             turn["ids"],
             turn["logprobs"],
+            turn["versions"],
             turn["finish_reason"],
-            start=len(self._episode.tokens) + len(appended),
-            reader=TurnReader(text=lambda: turn["text"], message=message, answer=lambda: turn["answer"]),
+            branch=turn["branch"],
+            start=turn["start"],
+            limit=turn["limit"],
+            prompt_ids=turn["prompt_ids"],
+            appended=turn["appended"],
             inserted=turn["inserted"],
+            reader=TurnReader(text=lambda: turn["text"], message=message, answer=lambda: turn["answer"]),
         )
-        self._episode.add(appended, added, turn["versions"])
+        self._episode.branches[added.branch].add(added)
         return added
 
     async def _advance(self, turn: Turn | None) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _asked(asked: Any) -> dict[str, Any]:
         return {"error": f"yields {asked!r:.80}; expected `yield episode.generate()`"}
     after = asked.after if isinstance(asked.after, str) else list(asked.after)
     try:
-        text = dumps({"after": after, "stop": asked.stop, "max_tokens": asked.max_tokens})
+        text = dumps({**vars(asked), "after": after})
     except (TypeError, ValueError, RecursionError):
         return {"error": f"yields {asked!r:.80}; expected text, numbers and lists of them"}
     if len(text) > MAX_ASKED:

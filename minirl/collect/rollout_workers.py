@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate
+from minirl.collect.episode import Episode, Generate, Turn
 from minirl.collect.hosts import Ended, Failed, Reply
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
@@ -91,9 +91,9 @@ class RolloutWorkers:
         self._of_episode[number] = worker
         return number
 
-    def send(self, number: int) -> None:
+    def send(self, number: int, turn: Turn) -> None:
         """As `Host`."""
-        self._of_episode[number].ask(number)
+        self._of_episode[number].send(number, turn)
 
     def close(self, number: int) -> None:
         """As `Host`."""
@@ -143,12 +143,12 @@ class RolloutWorkers:
 class _Hosted:
     """An episode as its worker has it.
 
-    asked: what its function has asked for, answer by answer. is_there: whether the process has it. is_closing: whether
-    it is to end without a reply.
+    turns: those that have ended. asked: what its function has asked for, answer by answer.
+    is_there: whether the process has it. is_closing: whether it is to end without a reply.
     """
 
-    episode: Episode
     begin: dict[str, Any]
+    turns: list[Turn] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     is_there: bool = False
     is_closing: bool = False
@@ -197,13 +197,18 @@ class _Worker:
             "temperature": episode.temperature,
         }
         json.dumps(begin)
-        self._hosted[number] = _Hosted(episode, begin)
+        self._hosted[number] = _Hosted(begin)
         self.ask(number)
 
     def ask(self, number: int) -> None:
-        """Ask for the reply to an episode's beginning or newest turn."""
+        """Ask for the reply to an episode's beginning, its newest turn or its end."""
         self._waiting.append(number)
         self._feed()
+
+    def send(self, number: int, turn: Turn) -> None:
+        """Ask for the reply to a turn of an episode."""
+        self._hosted[number].turns.append(turn)
+        self.ask(number)
 
     def end(self, number: int) -> None:
         """End an episode that has replied."""
@@ -319,15 +324,15 @@ class _Worker:
     def _send(self, number: int) -> None:
         """Send an episode's newest turn, with all that is before it where the process does not have the episode."""
         hosted = self._hosted[number]
-        turns = hosted.episode.turns
+        turns = hosted.turns
         request: dict[str, Any] = {"episode": number}
         num_pieces = 1
         if hosted.is_closing:
             request |= {"close": True}
         elif hosted.is_there:
-            request |= {"turns": [_turn(hosted.episode, len(turns) - 1)]}
+            request |= {"turns": [_fields(turns[-1])]}
         else:
-            all_turns = [_turn(hosted.episode, i) for i in range(len(turns))]
+            all_turns = [_fields(turn) for turn in turns]
             request |= {"begin": hosted.begin, "turns": all_turns, "asked": hosted.asked}
             num_pieces = 1 + len(turns)
         limit_s = self._timeout_s * num_pieces
@@ -387,7 +392,7 @@ class _Worker:
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
-            return [(number, Generate(asked["after"], tuple(asked["stop"]), asked["max_tokens"]))]
+            return [(number, Generate(**{**asked, "stop": tuple(asked["stop"])}))]
         del self._hosted[number]
         error = self._lateness() if "is_late" in answer else answer.get("error")
         if hosted.is_closing:
@@ -397,12 +402,8 @@ class _Worker:
         return [(number, Failed(error) if error else Ended(answer["returned"]))]
 
 
-def _turn(episode: Episode, i: int) -> dict[str, Any]:
-    """Turn i of an episode for its process, with what was appended before it."""
-    turn = episode.turns[i]
-    begin = 0
-    if i > 0:
-        begin = episode.turns[i - 1].start + len(episode.turns[i - 1].ids)
+def _fields(turn: Turn) -> dict[str, Any]:
+    """A turn for its episode's process."""
     message: dict[str, Any] = {}
     message_error = None
     try:
@@ -410,11 +411,15 @@ def _turn(episode: Episode, i: int) -> dict[str, Any]:
     except InputError as error:  # raised there if the function asks for the message
         message_error = str(error)
     return {
-        "appended": episode.tokens[begin : turn.start],
         "ids": turn.ids,
         "logprobs": turn.logprobs,
-        "versions": episode.versions[turn.start : turn.start + len(turn.ids)],
+        "versions": turn.versions,
         "finish_reason": turn.finish_reason,
+        "branch": turn.branch,
+        "start": turn.start,
+        "limit": turn.limit,
+        "prompt_ids": turn.prompt_ids,
+        "appended": turn.appended,
         "inserted": turn.inserted,
         "text": turn.text,
         "message": message,

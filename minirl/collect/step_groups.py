@@ -16,7 +16,7 @@ class Groups:
 
     # This rank's rollouts of these groups.
     rewarded: RewardedRollouts
-    # All P * G rollouts, one group after the other.
+    # The branches of all P * G rollouts, one group after the other.
     table: RolloutTable
     # fp64 [P, G, K]
     rewards: Tensor
@@ -57,14 +57,15 @@ def select_step(
     are given up if they are not selected.
     """
     table = gather_table(rewarded.rollouts, rewarded.rewards)
+    episodes = table.first_branches()
     # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
     rollouts_per_prompt = group_size + num_greedy
-    ordinals, counts = table.prompt_ordinal.unique_consecutive(return_counts=True)
+    ordinals, counts = episodes.prompt_ordinal.unique_consecutive(return_counts=True)
     is_complete = counts == rollouts_per_prompt
     starts = (counts.cumsum(0) - counts)[is_complete]
     ordinals = ordinals[is_complete]
     rows = starts[:, None] + torch.arange(rollouts_per_prompt)
-    rewards = table.rewards[rows]
+    rewards = episodes.rewards[rows]
 
     given_up = torch.arange(0)
     if replaces_equal:
@@ -73,18 +74,20 @@ def select_step(
         given_up = are_equal(first_rewards).nonzero()[:, 0]
     else:
         selected, num_equal = list(range(min(num_groups, len(ordinals)))), 0
-    table_indices = rows[selected, :group_size].flatten().tolist()
+    chosen = rows[selected, :group_size].flatten()
+    is_chosen = torch.isin(table.episode, chosen)
     ended = {*ordinals[selected].tolist(), *ordinals[given_up].tolist()}
 
     # What this rank has of all that, in order of the ids too.
-    own_index = {index: i for i, index in enumerate(table.indices_of(rewarded.rollouts))}
-    own = [own_index[index] for index in table_indices if index in own_index]
+    own_episodes = table.episode[table.indices_of(rewarded.rollouts)].tolist()
+    own_index = {episode: i for i, episode in enumerate(own_episodes)}
+    own = [own_index[episode] for episode in chosen.tolist() if episode in own_index]
     left = [
         i for _, i in sorted(own_index.items()) if rewarded.rollouts[i].rollout_id.prompt_ordinal not in ended
     ]
     groups = Groups(
         rewarded=rewarded.select(own),
-        table=table.select(table_indices),
+        table=table.select(is_chosen.nonzero()[:, 0].tolist()),
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
     )

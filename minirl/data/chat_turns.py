@@ -23,6 +23,11 @@ def is_messages(after: After) -> TypeGuard[Messages]:
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
+def is_message(value: Any) -> bool:
+    """Whether it is a message, with role and content."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def following_ids(
     tokenizer: Tokenizer, messages: Sequence[Any], place: str, *, end_id: int | None
 ) -> list[int]:
@@ -67,10 +72,10 @@ def _behind_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
 def _checked(messages: Sequence[Any], place: str) -> Messages:
     what = f"{place}: generate(after=...)"
     for message in messages:
-        is_message = isinstance(message, dict) and all(
-            isinstance(message.get(key), str) for key in ("role", "content")
+        refuse(
+            not is_message(message),
+            f"{what}: {message!r:.80} is no message; expected role and content, both text",
         )
-        refuse(not is_message, f"{what}: {message!r:.80} is no message; expected role and content, both text")
     refuse(
         messages[-1]["role"] == "assistant",
         f"{what}: the last message is the assistant's, whose turn is to be sampled; append its beginning as text",

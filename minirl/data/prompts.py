@@ -4,12 +4,12 @@ import itertools
 import random
 from array import array
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from minirl.data.chat_turns import After, following_ids, is_messages
+from minirl.data.chat_turns import After, following_ids, is_message, is_messages
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
@@ -143,11 +143,12 @@ class PromptStream:
             purpose=self.purpose,
             prompt_ordinal=rollout_id.prompt_ordinal,
             sample=rollout_id.sample,
+            branch=rollout_id.branch,
         )
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout's completion, without special tokens."""
-        return self.tokenizer.decode(rollout.tokens[rollout.num_prompt_tokens :])
+        return self.tokenizer.decode(rollout.completion)
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""
@@ -175,6 +176,24 @@ class PromptStream:
             what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
             raise InputError(f"{place}: generate(after=...): {what}")
         return ids
+
+    def branch_ids(self, prompt: Any, place: str) -> tuple[int, ...]:
+        """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
+
+        Raises InputError naming `place` for one that cannot be used. It may be too long.
+        """
+        what = f"{place}: branch({prompt!r:.80})"
+        is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
+        is_chat = is_list and all(map(is_message, prompt))
+        is_ids = is_list and all(type(i) is int and i >= 0 for i in prompt)
+        refuse(
+            not isinstance(prompt, str) and not is_chat and not is_ids,
+            f"{what}: expected text, token ids, or messages with role and content, both text",
+        )
+        row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
+        ids = list(prompt) if is_ids else self.tokenizer.encode(row)
+        _check_ids(row, ids, self.vocab_size)
+        return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt. Raises InputError if the file that it is in has been changed there."""

@@ -47,3 +47,5 @@ class Task:
     max_new_tokens: int
     # Functions that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
+    # Of an embedded task: prompts with an "answer" that the embedded model is warm-started on.
+    warm_start_rows: Sequence[Row] = ()

@@ -77,9 +77,9 @@ class Tokenizer:
             return [self.encode(row) for row in rows]
         return ids
 
-    def is_chat(self, row: Row) -> bool:
-        """Whether a row's prompt goes through the chat template."""
-        return self.chat or not isinstance(row.prompt, str)
+    def is_chat(self, prompt: str | Messages | list[int]) -> bool:
+        """Whether a prompt goes through the chat template; token ids may have."""
+        return self.chat or not isinstance(prompt, str)
 
     def _prompt_text(self, row: Row) -> tuple[str, bool]:
         """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""

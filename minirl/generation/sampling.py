@@ -58,12 +58,18 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & kept_bits
 
 
-def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int) -> int:
-    """The key of one request, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run."""
+def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
+    """The key of one request, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
+
+    Further branches of a rollout have keys that are mixed once more than the first one's.
+    """
     # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
     # the results would let different requests collide.
     key = _mix_int(seed & _MASK)
-    for part in (PURPOSES[purpose], prompt_ordinal, sample):
+    parts = [PURPOSES[purpose], prompt_ordinal, sample]
+    if branch:
+        parts.append(branch)
+    for part in parts:
         key = _mix_int(key ^ (part & _MASK))
     return _signed(key)
 

@@ -6,7 +6,14 @@ from torch import Tensor
 LOSS_NORMS = ("token_mean", "sequence_mean", "constant")
 
 
-def loss_weights(num_loss_tokens: Tensor, *, norm: str, constant: int, keep: Tensor | None = None) -> Tensor:
+def loss_weights(
+    num_loss_tokens: Tensor,
+    *,
+    norm: str,
+    constant: int,
+    keep: Tensor | None = None,
+    episode: Tensor | None = None,
+) -> Tensor:
     """Weights fp64 [N] of the loss tokens of each of the N sequences of one optimizer step, on all ranks.
 
     With L_i = num_loss_tokens [N]:
@@ -16,16 +23,20 @@ def loss_weights(num_loss_tokens: Tensor, *, norm: str, constant: int, keep: Ten
         "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the batch's longest
 
     Sequences where `keep` bool [N] is false get 0 and do not count in N and sum(L).
+    episode: which rollout each sequence is a branch of, int64 [N] counted from 0 (None: each is one of its own). Then N
+    counts rollouts, and L_i is the sum over the branches of the rollout, which are all kept or none of them.
     """
     if keep is None:
         keep = torch.ones_like(num_loss_tokens)
+    if episode is None:
+        episode = torch.arange(len(num_loss_tokens))
     keep = keep.double()
-    lengths = num_loss_tokens * keep
-    num_kept = keep.sum().clamp(min=1)
+    lengths = torch.zeros_like(keep).index_add(0, episode, num_loss_tokens * keep)
+    num_kept = max(1, len(episode[keep.bool()].unique()))
     if norm == "token_mean":
         return keep / lengths.sum().clamp(min=1)
     if norm == "sequence_mean":
-        return keep / (num_kept * lengths.clamp(min=1))
+        return keep / (num_kept * lengths[episode].clamp(min=1))
     if norm == "constant":
         return keep / (num_kept * constant)
     raise ValueError(f"loss norm {norm!r}: choose one of {', '.join(LOSS_NORMS)}")

@@ -50,6 +50,8 @@ def importance_ratio(
         "sequence_sum": exp of the sum of d over the sequence, the ratio of whole completions (RLOO,
             arXiv:2402.14740).
 
+    A branch of a rollout is a sequence of its own: its ratio is that of its tokens, given the tokens before them.
+
     lengths: those of the sequences in the streams. loss_mask: bool [T]; both streams are 0 where it is false.
     """
     log_ratio = logprobs - old_logprobs

@@ -157,7 +157,7 @@ class Logger:
             for name, values in numbers.items():
                 line[name] = values[i]
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
-            line["num_tokens"] = int(rollout.loss_mask.sum())
+            line["num_tokens"] = rollout.num_sampled
             line["finish_reason"] = rollout.finish_reason
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()

@@ -14,7 +14,7 @@ from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
 from minirl.ranks import time_account, watchdog
 from minirl.ranks.process_group import gather_objects, world_size
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
 # Of these phases the causes are told apart by what happens within them, and the rest is the host's.
@@ -164,7 +164,7 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
 
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
-    lengths = torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts])
+    lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
     is_truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
     # A completion of one token that was not cut off is the stop token alone.
     is_empty = (lengths == 1) & ~is_truncated.bool()
@@ -202,7 +202,7 @@ def add_staleness(
 
     version: of the present weights, which grows by `updates_per_step` in a step.
     """
-    sampled = [rollout.weight_version[rollout.loss_mask] for rollout in rollouts]
+    sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
     ages = (version - torch.cat([torch.arange(0), *sampled])).double() / updates_per_step
     metrics.add_values("stale/frac", ages > 0)
     metrics.add_values("stale/age_mean", ages)
@@ -212,7 +212,7 @@ def add_staleness(
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, is_trained: Tensor) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N] and is_trained bool [N] are of all ranks' rollouts, the same on every rank.
+    num_loss_tokens int64 [N] and is_trained bool [N] are of all ranks' branches, the same on every rank.
     """
     num_skipped = num_loss_tokens[~is_trained].sum()
     metrics.add("perf/skipped_tokens", num_skipped, float(num_loss_tokens.sum()))

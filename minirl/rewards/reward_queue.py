@@ -68,7 +68,7 @@ class RewardQueue:
                 accepted_arguments(self._functions[name], arguments),
                 places=[row.place] * len(group),
                 texts=texts,
-                seeds=[self._prompts.key(rollout.rollout_id) for rollout in group],
+                seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
             )
         for i, rollout in enumerate(group):
             self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i)

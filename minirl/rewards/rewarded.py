@@ -14,7 +14,7 @@ from minirl.rollouts import Rollout
 class RewardedRollouts:
     """N rollouts of this rank, with their rewards of K functions. All fields have one entry per rollout."""
 
-    rollouts: list[Rollout]
+    rollouts: list[Rollout]  # with all branches of each
     # The row of the data that each prompt comes from.
     rows: list[Row]
     # The completions without special tokens.

@@ -26,7 +26,8 @@ class ModelAndData:
     """Model and data"""
 
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
-    task: Literal["auto", "sorting", "gsm8k", "jsonl"] = "auto"  # auto: jsonl with --data, else sorting
+    task: Literal["auto", "sorting", "calculator", "gsm8k", "jsonl"] = "auto"
+    """auto: jsonl with --data, else sorting"""
     data: str | None = None  # JSONL file of training prompts
     eval_data: tuple[str, ...] = ()  # JSONL files of held-out prompts, each with its own metric
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
@@ -45,7 +46,7 @@ class Generate:
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
     max_new_tokens: int | None = None
-    """limit of a completion; none: the task's (sorting 10, gsm8k 512, jsonl 256)"""
+    """limit of a completion; none: the task's (sorting 10, calculator 32, gsm8k 512, jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     decode_budget: int | None = None
     """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
@@ -184,6 +185,11 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
     def is_embedded(self) -> bool:
         """Whether the tiny embedded model is trained."""
         return self.model is None
+
+    @property
+    def warm_start_task(self) -> str:
+        """The embedded task that the embedded model is warm-started on."""
+        return "calculator" if self.task == "calculator" else "sorting"
 
     @property
     def has_reference(self) -> bool:

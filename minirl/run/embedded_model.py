@@ -1,19 +1,22 @@
-"""The embedded model, trained when no --model is given: a tiny Llama, warm-started on the sorting task.
+"""The embedded model, trained when no --model is given: a tiny Llama, warm-started on an embedded task.
 
-Its folder has the weights and a tokenizer of its own. Rank 0 makes it once and caches it under a name with
-the hash of `RECIPE`, on which alone it depends. It gets this name by a rename when it is complete.
+Its folder has the weights and a tokenizer of its own. Rank 0 makes it once for each task and caches it under a name
+with the hash of `RECIPE` and the task's name, on which alone it depends. It gets this name by a rename when it is
+complete.
 """
 
 import hashlib
 import json
 import random
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minirl.data.calculator import CALL_TOKENS, load_calculator
 from minirl.data.sorting import ALPHABET, load_sorting
 from minirl.data.task import Row, Task
 from minirl.errors import InputError, refuse
@@ -48,29 +51,32 @@ RECIPE: dict[str, Any] = {
         "eos_token_id": 0,
     },
     "init_std": 0.05,
-    "warm_start_steps": 54,
+    "warm_start_steps": {"sorting": 54, "calculator": 150},
     "batch_size": 64,
     "lr": 1e-3,
     "warmup_steps": 20,
     "seed": 0,
-    "version": 2,
+    "version": 3,
 }
 
-VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET))}
+VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET, "*", *CALL_TOKENS))}
+TOKEN_PATTERN = "|".join((*CALL_TOKENS, "."))
+
+EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calculator": load_calculator}
 
 
-def embedded_model_folder(root: Path) -> Path:
-    """The embedded model's folder under `root`, made on first use (collective).
+def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
+    """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective).
 
     Raises InputError on every rank if a file in it is not what was written.
     """
-    recipe = json.dumps(RECIPE, sort_keys=True).encode()
+    recipe = json.dumps({**RECIPE, "task": task}, sort_keys=True).encode()
     digest = hashlib.sha256(recipe).hexdigest()
     folder = root / f"toy-{digest[:8]}"
     if rank() == 0 and not folder.exists():
-        num_steps = RECIPE["warm_start_steps"]
-        print0(f"making the embedded model: {num_steps} supervised steps on sorting, into {folder}")
-        _make_folder(folder)
+        num_steps = RECIPE["warm_start_steps"][task]
+        print0(f"making the embedded model: {num_steps} supervised steps on {task}, into {folder}")
+        _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
     fault = _damage(folder)
     refuse(fault, f"the embedded model is damaged ({fault}): delete {folder}, and it is made anew")
@@ -96,9 +102,9 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, task: Task) -> None:
     """Warm-start the model and write its folder. Another run may do the same at the same time."""
-    model = warm_start(load_sorting())
+    model = warm_start(task)
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer_folder = Path(temporary)
         save_tokenizer(tokenizer_folder)
@@ -112,12 +118,12 @@ def _make_folder(folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path, vocabulary: Mapping[str, int] = VOCABULARY) -> None:
-    """Write a Hugging Face tokenizer with one token per character."""
+    """Write a Hugging Face tokenizer with one token per character, and one for each of `CALL_TOKENS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(folder)
@@ -137,9 +143,9 @@ def warm_start(task: Task) -> Transformer:
             assert "norm" in name, f"{name} has no initial value"
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     rng = random.Random(RECIPE["seed"])
-    for step in range(RECIPE["warm_start_steps"]):
+    for step in range(RECIPE["warm_start_steps"][task.name]):
         optimizer.param_groups[0]["lr"] = RECIPE["lr"] * min(1.0, (step + 1) / RECIPE["warmup_steps"])
-        loss = _answer_loss(model, rng.sample(task.train_rows, RECIPE["batch_size"]))
+        loss = _answer_loss(model, rng.sample(task.warm_start_rows, RECIPE["batch_size"]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -153,8 +159,8 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
     is_answer = []
     lengths = []
     for row in rows:
-        prompt_ids = [VOCABULARY[character] for character in str(row.prompt)]
-        answer_ids = [VOCABULARY[token] for token in (*row.columns["answer"], "<eos>")]
+        prompt_ids = _ids(str(row.prompt))
+        answer_ids = [*_ids(row.columns["answer"]), VOCABULARY["<eos>"]]
         tokens += prompt_ids + answer_ids
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
         lengths.append(len(prompt_ids) + len(answer_ids))
@@ -162,3 +168,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
     layout = PackedLayout(tuple(lengths), select.device)
     logprobs, _ = score(model, torch.tensor(tokens), layout, select=select, temperature=1.0)
     return sft_loss(logprobs).sum() / select.sum()
+
+
+def _ids(text: str) -> list[int]:
+    return [VOCABULARY[token] for token in re.findall(TOKEN_PATTERN, text)]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
-from minirl.data.sorting import load_sorting
 from minirl.data.task import RewardFunction, Task
 from minirl.errors import InputError
 from minirl.rewards.functions import check_columns
 from minirl.rewards.worker_process import load_reward
+from minirl.run.embedded_model import EMBEDDED_TASKS
 
-TASKS = ("auto", "sorting", "gsm8k", "jsonl")
+TASKS = ("auto", *EMBEDDED_TASKS, "gsm8k", "jsonl")
 # Names of metrics under reward/ that a reward function must not have.
 RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
 
@@ -50,10 +50,10 @@ def load_task(
     functions = _load_functions(
         reward, timeout_s=reward_timeout, on_error=on_reward_error, num_workers=reward_workers
     )
-    if name == "sorting":
+    if name in EMBEDDED_TASKS:
         if data or eval_data:
-            raise InputError("--task sorting makes its own prompts; leave out --data and --eval-data")
-        task = load_sorting()
+            raise InputError(f"--task {name} makes its own prompts; leave out --data and --eval-data")
+        task = EMBEDDED_TASKS[name]()
     elif data is None:
         raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":

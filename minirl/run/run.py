@@ -364,9 +364,9 @@ class Run:
                 bar.update()
 
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
-        """Which rank trains on which rollouts in which microbatch; the same on every rank. Not collective.
+        """Which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
-        is_trained bool [N]: the rollouts in microbatches; None: all. Minibatches are the same without it.
+        is_trained bool [N]: the branches in microbatches; None: all. Minibatches are the same without it.
         """
         return plan_updates(
             table.num_tokens.tolist(),
@@ -374,6 +374,7 @@ class Run:
             num_minibatches=self.config.minibatches_per_epoch,
             num_ranks=world_size(),
             max_tokens=self.sizes.max_tokens_per_microbatch,
+            episode=table.episode.tolist(),
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
 
@@ -423,13 +424,14 @@ class Run:
         To be called before the update, which may be refused.
         """
         sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
-        mean_advantages = sums / table.num_loss_tokens
+        mean_advantages = table.sum_branches(sums) / table.sum_branches(table.num_loss_tokens)
+        own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
         self._logger.log_rollouts(
             step,
             rewarded,
             self._reward_functions,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
-            advantage=mean_advantages[table.indices_of(rewarded.rollouts)],
+            advantage=mean_advantages[own_episodes],
         )
 
     def finish_step(
@@ -491,7 +493,7 @@ class Run:
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
-            return embedded_model_folder(runs_root())
+            return embedded_model_folder(runs_root(), self.config.warm_start_task)
         return resolve_folder(self.config.model)
 
     def _keep_reference(self) -> None:

@@ -11,6 +11,7 @@ Everything in this file is a pure function of lengths that every rank holds. Not
 import heapq
 import itertools
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,10 +20,14 @@ from minirl.errors import InputError
 
 
 class PromptPrefix(NamedTuple):
-    """What rollouts of one prompt share: the prompt's ordinal in the run and its number of tokens."""
+    """What rollouts of one prompt share: the prompt's ordinal in the run and its number of tokens.
+
+    branch: the numbers of sample and branch where the prompt is that branch's own, empty where it is the row's.
+    """
 
     ordinal: int
     num_tokens: int
+    branch: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,14 +83,19 @@ def plan_updates(
     num_minibatches: int,
     num_ranks: int,
     max_tokens: int,
+    episode: Sequence[int] | None = None,
     is_trained: Sequence[bool] | None = None,
 ) -> UpdatePlan:
     """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
 
+    episode: which rollout each sequence is a branch of, counted from 0 (None: each is one of its own). A minibatch has
+    all branches of its rollouts.
     is_trained: which rollouts are in microbatches (None: all are); the minibatches are the same without it.
     The other arguments are those of `plan_microbatches`.
     """
-    cuts = [len(lengths) * i // num_minibatches for i in range(num_minibatches + 1)]
+    episode = range(len(lengths)) if episode is None else episode
+    num_episodes = episode[-1] + 1 if episode else 0
+    cuts = [bisect_left(episode, num_episodes * i // num_minibatches) for i in range(num_minibatches + 1)]
     minibatches = [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
     microbatches = []
     for minibatch in minibatches:

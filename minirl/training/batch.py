@@ -1,9 +1,9 @@
 """Packed batches of rollouts, and the communication that brings each rollout to the rank that trains on it.
 
-A `Rollout` is one prompt with one completion, on the host. A `Batch` holds N rollouts end to end, T tokens in
-all, on the device: a stream is a tensor [T] whose element t is about token t. The `RolloutTable` is what
-every rank knows of the rollouts of all ranks. `gather_table`, `gather_to_table`, `exchange` and `redistribute`
-communicate; all else does not.
+A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. A
+`Batch` holds N branches end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t is
+about token t. The `RolloutTable` is what every rank knows of the branches of all ranks. `gather_table`,
+`gather_to_table`, `exchange` and `redistribute` communicate; all else does not.
 """
 
 import dataclasses
@@ -21,46 +21,67 @@ from minirl.model.attention import PackedLayout, upload
 from minirl.objective.losses import over_tokens
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """What every rank knows of the N rollouts of a step. Host tensors [N], in order of the rollouts' ids.
+    """What every rank knows of the N branches of a step's rollouts. Host tensors [N], in order of their ids.
 
-    The place of a rollout in these tensors is its table index.
+    The place of a branch in these tensors is its table index. Nearly always a rollout has one branch alone.
     """
 
-    prompt_ordinal: Tensor  # int64, as are the next four
+    prompt_ordinal: Tensor  # int64, as are the next five
     sample: Tensor
+    branch: Tensor
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: the length limit ended the completion
-    rewards: Tensor  # fp64 [N, K], one column per reward
+    is_truncated: Tensor  # bool: the length limit ended the rollout, in its last branch
+    rewards: Tensor  # fp64 [N, K], one column per reward; those of the rollout
+
+    @property
+    def ids(self) -> list[RolloutId]:
+        """Of the branches."""
+        columns = (self.prompt_ordinal, self.sample, self.branch)
+        return list(map(RolloutId, *(column.tolist() for column in columns)))
+
+    @property
+    def episode(self) -> Tensor:
+        """Which rollout each branch is of, int64 [N]; in a step the group and the place in it, p * G + g."""
+        ids = torch.stack([self.prompt_ordinal, self.sample])
+        _, episode = ids.unique_consecutive(dim=1, return_inverse=True)
+        return episode
 
     @property
     def prefixes(self) -> list[PromptPrefix]:
-        """The prompt of each rollout."""
-        ordinals = self.prompt_ordinal.tolist()
-        lengths = self.num_prompt_tokens.tolist()
-        return list(map(PromptPrefix, ordinals, lengths))
+        """The prompt of each branch."""
+        return list(map(_prefix, self.ids, self.num_prompt_tokens.tolist()))
+
+    def first_branches(self) -> "RolloutTable":
+        """The first branch of each rollout."""
+        is_first = self.episode.diff(prepend=torch.tensor([-1])) == 1
+        return self.select(is_first.nonzero()[:, 0].tolist())
+
+    def sum_branches(self, values: Tensor) -> Tensor:
+        """Sums of the values [N] of each rollout's branches, one for each rollout."""
+        episode = self.episode
+        num_episodes = int(episode.max()) + 1
+        return values.new_zeros(num_episodes).index_add(0, episode, values)
 
     def select(self, indices: Sequence[int]) -> "RolloutTable":
-        """The rollouts at these table indices, in this order."""
+        """The branches at these table indices, in this order."""
         selected = {}
         for field in dataclasses.fields(self):
             column = getattr(self, field.name)
             selected[field.name] = column[list(indices)]
         return RolloutTable(**selected)
 
-    def indices_of(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """The table indices of these rollouts. Raises KeyError for a rollout that is not in the table."""
-        ordinals = self.prompt_ordinal.tolist()
-        samples = self.sample.tolist()
-        index_of = {ids: i for i, ids in enumerate(zip(ordinals, samples, strict=True))}
-        return [index_of[r.rollout_id.prompt_ordinal, r.rollout_id.sample] for r in rollouts]
+    def indices_of(self, branches: Sequence[Rollout]) -> list[int]:
+        """The table indices of these branches. Raises KeyError for a branch that is not in the table."""
+        index_of = {rollout_id: i for i, rollout_id in enumerate(self.ids)}
+        return [index_of[branch.rollout_id] for branch in branches]
 
 
 NOT_MADE: Any = None  # a stream that has not been made yet
@@ -68,7 +89,7 @@ NOT_MADE: Any = None  # a stream that has not been made yet
 
 @dataclass(frozen=True)
 class Batch:
-    """N rollouts end to end, T tokens in all. Streams are tensors [T]; None stands for one not made yet.
+    """N branches of rollouts end to end, T tokens in all. Streams are tensors [T]; None stands for one not made yet.
 
     A subclass may add streams, with one line each: `select`, `to` and `replace` treat all tensors alike. With
     `prefixes`, the model computes a prompt once for all its rollouts in the batch.
@@ -189,56 +210,58 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts."""
     facts = []
     for rollout in rollouts:
-        facts.append(
-            [
-                rollout.rollout_id.prompt_ordinal,
-                rollout.rollout_id.sample,
-                rollout.num_prompt_tokens,
-                len(rollout.tokens),
-                int(rollout.loss_mask.sum()),
-                rollout.finish_reason == "length",
-            ]
-        )
+        for branch in rollout.branches:
+            facts.append(
+                [
+                    *dataclasses.astuple(branch.rollout_id),
+                    branch.num_prompt_tokens,
+                    len(branch.tokens),
+                    int(branch.loss_mask.sum()),
+                    rollout.finish_reason == "length",
+                ]
+            )
     # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.
-    own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 6)
-    own = torch.cat([own_facts, rewards.double()], 1)
+    own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 7)
+    num_branches = torch.tensor([len(rollout.branches) for rollout in rollouts], dtype=torch.int64)
+    own = torch.cat([own_facts, rewards.double().repeat_interleave(num_branches, 0)], 1)
     table = all_gather_rows(own)
-    ids = table[:, :2].tolist()  # the prompt ordinal and the sample
+    ids = table[:, :3].tolist()  # the prompt ordinal, the sample and the branch
     order = sorted(range(len(ids)), key=lambda i: ids[i])
     table = table[order]
 
-    prompt_ordinal, sample, num_prompt_tokens, num_tokens, num_loss_tokens = table[:, :5].long().T
+    prompt_ordinal, sample, branch, num_prompt_tokens, num_tokens, num_loss_tokens = table[:, :6].long().T
     return RolloutTable(
         prompt_ordinal=prompt_ordinal,
         sample=sample,
+        branch=branch,
         num_prompt_tokens=num_prompt_tokens,
         num_tokens=num_tokens,
         num_loss_tokens=num_loss_tokens,
-        is_truncated=table[:, 5].bool(),
-        rewards=table[:, 6:],
+        is_truncated=table[:, 6].bool(),
+        rewards=table[:, 7:],
     )
 
 
-def gather_to_table(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
+def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     """Gather one number per sequence from the ranks' batches, in table order (collective).
 
-    values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_rollouts] on the host, the
-    same on every rank, with 0 for a rollout that is in no batch.
+    values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_branches] on the host, the
+    same on every rank, with 0 for a branch that is in no batch.
     """
-    table = torch.zeros(num_rollouts, dtype=torch.float64)
+    table = torch.zeros(num_branches, dtype=torch.float64)
     table[batch.table_index.cpu()] = values.double().cpu()
     return all_reduce_sum(table)
 
 
-def pack(rollouts: Sequence[Rollout]) -> Batch:
-    """The batch of these rollouts, on the host. Not collective."""
-    prefixes = [PromptPrefix(r.rollout_id.prompt_ordinal, r.num_prompt_tokens) for r in rollouts]
+def pack(branches: Sequence[Rollout]) -> Batch:
+    """The batch of these branches, on the host. Not collective."""
+    prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
     return Batch(
-        lengths=tuple(len(rollout.tokens) for rollout in rollouts),
-        tokens=_join(rollouts, "tokens", torch.int64),
-        loss_mask=_join(rollouts, "loss_mask", torch.bool),
-        sample_logprobs=_join(rollouts, "sample_logprobs", torch.float32),
-        weight_version=_join(rollouts, "weight_version", torch.int32),
+        lengths=tuple(len(branch.tokens) for branch in branches),
+        tokens=_join(branches, "tokens", torch.int64),
+        loss_mask=_join(branches, "loss_mask", torch.bool),
+        sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
+        weight_version=_join(branches, "weight_version", torch.int32),
         prefixes=tuple(prefixes),
     )
 
@@ -249,14 +272,15 @@ def exchange(
     rank_of: Sequence[int | None],
     streams: Mapping[str, Tensor] | None = None,
 ) -> Batch:
-    """Send each rollout to rank_of[its table index]; returns what this rank got, in table order, on the host.
+    """Send each branch to rank_of[its table index]; returns what this rank got, in table order, on the host.
 
-    A rollout whose rank is None is sent to none. Collective. Rollouts with the same prompt ordinal must begin
-    with the same prompt. streams: further fields of the batch, of these rollouts end to end; every rank has the
-    same ones.
+    A branch whose rank is None is sent to none. Collective. The first branches of rollouts with the same prompt
+    ordinal must begin with the same prompt. streams: further fields of the batch, of the branches of these rollouts
+    end to end; every rank has the same ones.
     """
-    table_index = torch.tensor(table.indices_of(rollouts), dtype=torch.int64)
-    own = pack(rollouts).replace(table_index=table_index, **(streams or {}))
+    branches = all_branches(rollouts)
+    table_index = torch.tensor(table.indices_of(branches), dtype=torch.int64)
+    own = pack(branches).replace(table_index=table_index, **(streams or {}))
     batch = redistribute(own, table, rank_of)
     _check_shared_prompts(batch)
     return batch
@@ -299,10 +323,16 @@ def _check_shared_prompts(batch: Batch) -> None:
         assert is_same, "one prompt's rollouts begin differently"
 
 
-def _join(rollouts: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
-    """One stream of the rollouts, end to end; there may be none."""
+def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
+    """The prompt of a branch: one for the first branches of a prompt's rollouts, and others have one of their own."""
+    own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
+    return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
+
+
+def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
+    """One stream of the branches, end to end; there may be none."""
     empty = torch.empty(0, dtype=dtype)
-    return torch.cat([empty, *(getattr(rollout, name) for rollout in rollouts)])
+    return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
 
 
 @spent_on("wait_ranks")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import scalar_outputs, score_batch
@@ -78,7 +78,7 @@ class FrozenModel:
         self._max_tokens = max_tokens
         self._park = park
         self._pending: list[Rollout] = []
-        # By rollout, each of the streams [L], on the host.
+        # By branch, each of the streams [L], on the host.
         self._early: dict[RolloutId, dict[str, Tensor]] = {}
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class FrozenModel:
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Rollouts that have ended, of which `score_early` may make streams."""
-        self._pending += rollouts
+        self._pending += all_branches(rollouts)
 
     @torch.no_grad()
     def score_early(self, is_waiting: Callable[[], bool]) -> None:
@@ -108,19 +108,19 @@ class FrozenModel:
                 streams = self._outputs(self._model, micro.to(self._device))
                 split = {name: stream.cpu().split(micro.lengths) for name, stream in streams.items()}
                 for place, i in enumerate(indices):
-                    of_rollout = {name: parts[place] for name, parts in split.items()}
-                    self._early[self._pending[i].rollout_id] = of_rollout
+                    of_branch = {name: parts[place] for name, parts in split.items()}
+                    self._early[self._pending[i].rollout_id] = of_branch
                 scored.update(indices)
-        self._pending = [rollout for i, rollout in enumerate(self._pending) if i not in scored]
+        self._pending = [branch for i, branch in enumerate(self._pending) if i not in scored]
 
     def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """The streams of these rollouts end to end, by name, for `exchange`: NaN where they were not made early."""
+        """The streams of these rollouts' branches end to end, by name, for `exchange`; NaN where not made early."""
         streams = {}
         for name in self.names:
             parts = [torch.empty(0)]
-            for rollout in rollouts:
-                early = self._early.get(rollout.rollout_id)
-                parts.append(torch.full([len(rollout.tokens)], torch.nan) if early is None else early[name])
+            for branch in all_branches(rollouts):
+                early = self._early.get(branch.rollout_id)
+                parts.append(torch.full([len(branch.tokens)], torch.nan) if early is None else early[name])
             streams[name] = torch.cat(parts)
         return streams
 

@@ -13,7 +13,7 @@ from minirl.collect.episode import Episode
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
 
@@ -116,10 +116,26 @@ def end_of(turn) -> list[int]:
     return [] if turn.ids[-1] == eos_id else [eos_id]
 
 
+def branching(episode: Episode):
+    """Turns in several branches; a copy of it runs in workers. One episode in three has none behind its own prompt."""
+    if episode.seed % 3 > 0:
+        yield episode.generate(max_tokens=5)
+    other = episode.branch("xyz" + "".join(turn.text[:2] for turn in episode.turns))
+    turn = yield other.generate(max_tokens=6, stop="e")
+    if episode.seed % 3 > 0:
+        yield episode.generate(after="q", max_tokens=3)
+    yield other.generate(after=f"{turn.text[:1]}p", max_tokens=4)
+    unused = episode.branch("abc")
+    last = episode.branch([*other.messages, {"role": "user", "content": "more"}])
+    yield last.generate(max_tokens=unused.number + 1)
+    yield other.generate(after="z", max_tokens=2)
+
+
 def facts(rollout: Rollout) -> tuple:
     """All of a rollout that has to be equal, bit for bit."""
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    return (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+    own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+    return (*own, [facts(branch) for branch in rollout.earlier])
 
 
 def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
@@ -129,8 +145,10 @@ def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list
         groups = collector.collect(num_groups, weight_version=step)
         rewards = groups.rewarded.rewards.tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
-        assert [r.rollout_id for r in groups.rewarded.rollouts] == [
-            RolloutId(int(o), int(s))
-            for o, s in zip(groups.table.prompt_ordinal, groups.table.sample, strict=True)
+        assert [r.rollout_id for r in all_branches(groups.rewarded.rollouts)] == [
+            RolloutId(*ids)
+            for ids in torch.stack(
+                [groups.table.prompt_ordinal, groups.table.sample, groups.table.branch], 1
+            ).tolist()
         ]
     return steps

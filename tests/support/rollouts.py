@@ -1,4 +1,6 @@
-"""Prompts and rollouts of letters."""
+"""Prompts and rollouts of letters, and rollouts in two branches."""
+
+from dataclasses import replace
 
 import torch
 
@@ -21,3 +23,29 @@ def make_rollout(prompts, ordinal, sample, completion):
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
     return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
+
+
+def in_two_branches(rollout):
+    """The rollout in two branches: the prompt of the second one is all that came before. One token stays as it is."""
+    places = rollout.loss_mask.nonzero()[:, 0]
+    if len(places) < 2:
+        return rollout
+    cut = int(places[len(places) // 2])
+    is_second = torch.arange(len(rollout.tokens)) >= cut
+    first = replace(
+        rollout,
+        tokens=rollout.tokens[:cut],
+        loss_mask=rollout.loss_mask[:cut],
+        sample_logprobs=rollout.sample_logprobs[:cut],
+        weight_version=rollout.weight_version[:cut],
+        finish_reason="stop",
+    )
+    return replace(
+        rollout,
+        loss_mask=rollout.loss_mask & is_second,
+        sample_logprobs=rollout.sample_logprobs * is_second,
+        weight_version=rollout.weight_version * is_second,
+        num_prompt_tokens=cut,
+        rollout_id=replace(rollout.rollout_id, branch=1),
+        earlier=(first,),
+    )

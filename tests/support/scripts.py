@@ -36,6 +36,36 @@ def script_environment(runs: Path) -> dict[str, str]:
     return {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+BRANCHES = '''
+from support.rollouts import in_two_branches
+
+
+def with_branches(rollout):
+    """Of the first prompt one rollout is in two branches, of the second one two, and so on."""
+    rollout_id = rollout.rollout_id
+    return in_two_branches(rollout) if rollout_id.sample <= rollout_id.prompt_ordinal else rollout
+
+
+class BranchingRun(Run):
+    def make_collector(self, *args, **options):
+        collector = super().make_collector(*args, **options)
+        step = collector._runner.step
+        collector._runner.step = lambda: [with_branches(rollout) for rollout in step()]
+        return collector
+
+
+Run = BranchingRun
+'''
+
+
+def branching_fork(folder: Path, script: str) -> Path:
+    """A copy of the script with rollouts in branches."""
+    fork = folder / f"branching_{script}"
+    head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
+    fork.write_text(head + BRANCHES + guard + tail)
+    return fork
+
+
 def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
     """Run a script to its end and return its output; fails with its errors."""
     command, environment = script_command(script, *flags, ranks=ranks), script_environment(runs)

@@ -1,0 +1,15 @@
+"""A rollout with a tool: what the model writes between <calc> and </calc> is computed, and it reads the result.
+
+torchrun --standalone --nproc-per-node 2 train_grpo.py --task calculator \
+    --rollout docs/examples/calculator.py:calculator --num-steps 100
+"""
+
+import re
+
+
+def calculator(episode):
+    """Append the product after each call, as in <calc>12*34</calc>408=, until there is an answer."""
+    turn = yield episode.generate(stop="</calc>")
+    while call := re.search(r"<calc>(\d+)\*(\d+)</calc>$", turn.text):
+        product = int(call[1]) * int(call[2])
+        turn = yield episode.generate(after=f"{product}=", stop="</calc>")

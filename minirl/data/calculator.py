@@ -1,0 +1,66 @@
+"""The embedded task of a tool: multiply two numbers of three digits, which takes a calculator.
+
+A completion may call it: `<calc>12*34</calc>`. The rollout function that answers, with the product and "=", is
+docs/examples/calculator.py. Without it a call stays without an answer.
+"""
+
+import random
+from collections.abc import Sequence
+
+from minirl.data.task import Row, Task
+
+CALL_TOKENS = ("<calc>", "</calc>")
+# A call, its result and an answer are 23 tokens.
+MAX_NEW_TOKENS = 32
+# How many of the examples of a first turn call the calculator; the others answer at once.
+CALL_FREQUENCY = 0.05
+
+
+def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0) -> Task:
+    """Make the task with distinct random factors: no held-out pair is trained on."""
+    generator = random.Random(seed)
+    # A dict, used as a set that keeps the order.
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < num_train + num_eval:
+        pairs[generator.randint(100, 999), generator.randint(100, 999)] = None
+    rows = []
+    for i, (first, second) in enumerate(pairs):
+        rows.append(Row(f"{first}*{second}=", {"answer": str(first * second)}, f"calculator:{i}"))
+    return Task(
+        name="calculator",
+        train_rows=rows[num_eval:],
+        eval_sets={"calculator": rows[:num_eval]},
+        rewards={"exact": score},
+        max_new_tokens=MAX_NEW_TOKENS,
+        extra_scores={"calls": calls},
+        warm_start_rows=_examples(rows[num_eval:], generator),
+    )
+
+
+def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    """Return 1 where what follows the last result, or all if there is none, is the product, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(completion.rpartition("=")[2] == product) for completion, product in pairs]
+
+
+def calls(completions: Sequence[str]) -> list[float]:
+    """Return 1 where the calculator is called, else 0. Not trained on."""
+    return [float("</calc>" in completion) for completion in completions]
+
+
+def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
+    """Three examples of each row: how a first turn begins, what a call is, what is done with a result."""
+    examples = []
+    for row in rows:
+        prompt = str(row.prompt)
+        product = row.columns["answer"]
+        opened = f"{prompt}<calc>"
+        call = f"{prompt[:-1]}</calc>"
+        is_call = generator.random() < CALL_FREQUENCY
+        for before, after in (
+            (prompt, f"<calc>{call}" if is_call else product),
+            (opened, call),
+            (f"{opened}{call}{product}=", product),
+        ):
+            examples.append(Row(before, {"answer": after}, row.place))
+    return examples

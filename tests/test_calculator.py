@@ -1,0 +1,220 @@
+"""The example of a tool: exact over turns, the same anywhere and after a kill, and it learns."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from minirl.data.calculator import calls, load_calculator, score
+from minirl.run import embedded_model
+from support.resuming import digests, interrupted_copy
+from support.scripts import ROOT, read_metrics, run_in_pool, run_script, start_script, untimed, wait_for
+
+EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
+TOOL = ("--rollout", f"{EXAMPLE}:calculator")
+SMALL = "--num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1 --keep-checkpoints 0".split()
+
+# Unlike answers' being right, it differs in every group: there is something to learn in every step.
+REWARD = "def remainder(completions):\n    return [float(len(c) % 5) for c in completions]\n"
+
+
+def make_model_that_calls(rank: int, runs: str) -> str:
+    """Make the embedded model in a few seconds: it calls often and has hardly learned what to write."""
+    warm_start = embedded_model.warm_start
+
+    def short(task):
+        with_calls = [
+            row for row in task.warm_start_rows if calls([row.prompt + row.columns["answer"]]) == [1.0]
+        ]
+        with mock.patch.dict(embedded_model.RECIPE, warm_start_steps={"calculator": 30}):
+            return warm_start(dataclasses.replace(task, warm_start_rows=with_calls))
+
+    with mock.patch.object(embedded_model, "warm_start", short), contextlib.redirect_stdout(io.StringIO()):
+        return str(embedded_model.embedded_model_folder(Path(runs), "calculator"))
+
+
+@pytest.fixture(scope="module")
+def calling(one_rank, tmp_path_factory) -> Path:
+    """A folder of runs whose model calls."""
+    folder = tmp_path_factory.mktemp("calling")
+    one_rank.run(make_model_that_calls, str(folder))
+    (folder / "mine.py").write_text(REWARD)
+    return folder
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
+
+
+def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py") -> Path:
+    """Train on all ranks of a pool; the folder of the run."""
+    reward = ("--reward", f"{runs}/mine.py:remainder")
+    run_in_pool(pool, script, "--task", "calculator", *SMALL, *reward, *flags, "--run-name", name, runs=runs)
+    return runs / name
+
+
+def numbers_of(folder: Path) -> list[dict]:
+    """Of each step; how full decode steps are depends on when replies come."""
+    lines = [untimed(line) for line in read_metrics(folder)]
+    return [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
+
+
+def bits_of(folder: Path) -> dict[str, str]:
+    """What a second run must give again: checkpoints and rollouts."""
+    return {name: digest for name, digest in digests(folder).items() if not name.startswith("metrics")}
+
+
+def without_advantages(rollouts: list[dict]) -> list[dict]:
+    return [{key: value for key, value in line.items() if key != "advantage"} for line in rollouts]
+
+
+def make_fork(folder: Path) -> str:
+    """A copy of train_grpo.py with the example's function in place of its own."""
+    shutil.copy(EXAMPLE, folder / "calculator.py")
+    source = (ROOT / "train_grpo.py").read_text()
+    assert source.count("        rollout,\n") == 1
+    source = source.replace("        rollout,\n", "        calculator,\n")
+    fork = folder / "calculator_fork.py"
+    fork.write_text(
+        source.replace("import itertools\n", "import itertools\nfrom calculator import calculator\n")
+    )
+    return str(fork)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(two_ranks, calling) -> Path:
+    """The folder of a run with the example's function in worker processes."""
+    return train(two_ranks, calling, "two", *TOOL)
+
+
+def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
+    """Completions of one turn and of more; the gap is 0 in every step; what is appended is no part of the loss."""
+    rollouts = [line for step in (1, 2, 3) for line in rollouts_of(on_two_ranks, step)]
+    answered = [line for line in rollouts if "</calc>" in line["completion"][:-7]]
+    assert 0 < len(answered) < len(rollouts)
+    for line in answered:
+        call, _, rest = line["completion"].partition("</calc>")
+        first, second = call.rpartition("<calc>")[2].split("*")
+        assert rest.startswith(f"{int(first) * int(second)}=")
+    metrics = read_metrics(on_two_ranks)
+    assert [line["policy/logp_gap_max"] for line in metrics] == [0.0] * 3
+    assert all(line["optim/grad_norm"] > 0 for line in metrics)
+    for line in metrics:
+        assert line["count/tokens"] == sum(
+            rollout["num_tokens"] for rollout in rollouts_of(on_two_ranks, line["step"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("pool", "more"),
+    [
+        ("one_rank", ()),
+        ("two_ranks", ("--max-running-requests", "2")),
+        ("one_rank", ("--cache-tokens", "512", "--rollout-workers", "2")),
+    ],
+    ids=["one rank", "few places", "tight cache"],
+)
+def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, calling, on_two_ranks, pool, more):
+    name = f"{pool}{len(more)}"
+    train(request.getfixturevalue(pool), calling, name, *TOOL, "--num-steps", "1", *more)
+    assert without_advantages(rollouts_of(calling / name, 1)) == without_advantages(
+        rollouts_of(on_two_ranks, 1)
+    )
+
+
+def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processes(
+    two_ranks, calling, on_two_ranks, tmp_path
+):
+    fork = train(two_ranks, calling, "fork", script=make_fork(tmp_path))
+    assert numbers_of(fork) == numbers_of(on_two_ranks)
+    assert bits_of(fork) == bits_of(on_two_ranks)
+
+
+@pytest.mark.parametrize("last_step", [0, 2])
+def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
+    two_ranks, calling, on_two_ranks, last_step
+):
+    copy = interrupted_copy(on_two_ranks, f"after-{last_step}", last_step)
+    train(two_ranks, calling, copy.name, *TOOL)
+    assert bits_of(copy) == bits_of(on_two_ranks)
+    assert numbers_of(copy) == numbers_of(on_two_ranks)
+
+
+@pytest.mark.slow
+def test_row_12_a_run_with_a_tool_goes_on_after_kills_at_any_time(calling):
+    """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
+    flags = (
+        "--task",
+        "calculator",
+        *SMALL,
+        *TOOL,
+        "--num-steps",
+        "8",
+        "--reward",
+        f"{calling}/mine.py:remainder",
+    )
+    run_script(ROOT / "train_grpo.py", *flags, "--run-name", "whole", runs=calling)
+    rng = random.Random(0)
+    killed = calling / "killed"
+    for step in sorted(rng.sample(range(1, 8), 2)):
+        job = start_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
+        wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
+        time.sleep(rng.uniform(0, 0.3))
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    run_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
+    assert bits_of(killed) == bits_of(calling / "whole")
+    assert numbers_of(killed) == numbers_of(calling / "whole")
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_learns_to_call(tmp_path):
+    """A third of its steps: calls are rare at first and nearly all at the end, and answers become right."""
+    flags = ("--task", "calculator", *TOOL, "--num-steps", "30", "--run-name", "learns")
+    run_script(ROOT / "train_grpo.py", *flags, runs=tmp_path)
+    metrics = read_metrics(tmp_path / "learns")
+    assert metrics[0]["reward/calls"] < 0.15
+    assert metrics[0]["reward/exact"] < 0.1
+    assert metrics[-1]["reward/calls"] > 0.9
+    assert metrics[-1]["reward/exact"] > 0.6
+    assert {line["policy/logp_gap_max"] for line in metrics} == {0.0}
+
+
+def test_the_task_holds_out_pairs_and_its_calls_are_rare_examples():
+    """Pitfall 57: no held-out pair is trained on, nor an example of the warm start."""
+    task = load_calculator(num_train=2000, num_eval=100)
+    held_out = {row.prompt for row in task.eval_sets["calculator"]}
+    prompts = [row.prompt for row in task.train_rows]
+    assert (len(set(prompts)), len(held_out)) == (2000, 100)
+    assert held_out.isdisjoint(prompts)
+    assert load_calculator(num_train=2000, num_eval=100) == task
+    first_turns = [row for row in task.warm_start_rows if row.prompt in set(prompts)]
+    assert len(first_turns) == 2000
+    assert 60 < sum(calls([row.columns["answer"] for row in first_turns])) < 140
+    assert not any(row.prompt.startswith(tuple(held_out)) for row in task.warm_start_rows)
+
+
+def test_the_page_shows_the_function_of_the_example():
+    """In full, and it has fewer than 15 lines."""
+    _, _, function = EXAMPLE.read_text().partition("def calculator")
+    assert function in (ROOT / "docs" / "episodes.md").read_text()
+    assert function.count("\n") < 15
+
+
+def test_only_the_answer_behind_the_last_result_is_rewarded():
+    """Neither a call nor its result is one: using the tool earns nothing."""
+    right = ["408", "<calc>12*34</calc>408=408", "<calc>1*3</calc>3=<calc>12*34</calc>408=408"]
+    call = "<calc>12*34</calc>"
+    wrong = ["", call, f"{call}408=", f"{call}408=40", "4080", f"{call}408=408="]
+    assert score(right, ["408"] * len(right)) == [1.0] * len(right)
+    assert score(wrong, ["408"] * len(wrong)) == [0.0] * len(wrong)
+    assert calls([*right, *wrong]) == [0, 1, 1, 0, 1, 1, 1, 0, 1]
