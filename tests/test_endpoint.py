@@ -672,6 +672,16 @@ def test_an_answer_that_nobody_can_read_is_its_text():
     drive(program, {"message": None, "finish_reason": "length"})
 
 
+def test_an_answer_of_calls_alone_has_no_text():
+    async def program(post, _):
+        _, answer = await post(messages=[HI])
+        assert answer["choices"][0]["message"]["content"] == ""
+        await post(messages=[HI, {**answer["choices"][0]["message"], "content": None}, HI])
+
+    asked = drive(program, {"content": None, "tool_calls": [CALL]}, {})
+    assert [generate.branch for generate in asked] == [0, 0]
+
+
 def test_an_answer_comes_as_a_stream_of_events_with_calls_numbered():
     async def program(post, _):
         with pytest.raises(json.JSONDecodeError) as raised:

@@ -6,8 +6,8 @@
         ...
         return 1.0
 
-is a rollout function, for `--rollout`. What the program asks for is a turn of its episode: what continues a stream of
-tokens is appended to it, so that what was sampled is never tokenized again, and anything else begins a branch.
+is a rollout function, for `--rollout`. What the program asks for is a turn of its episode: what continues a branch is
+appended to its tokens, so that nothing sampled is tokenized again, and anything else begins another one.
 
 Standard library only. Nothing here is collective.
 """

@@ -95,7 +95,7 @@ class Sampled:
         except InputError:
             # It is not known how the model writes calls.
             said = {"content": self.turn.text}
-        message: dict[str, Any] = {"role": "assistant", "content": self._cut(said["content"])}
+        message: dict[str, Any] = {"role": "assistant", "content": self._cut(said["content"] or "")}
         for key in ("reasoning_content", "parse_error"):
             if key in said:
                 message[key] = said[key]

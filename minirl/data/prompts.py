@@ -188,7 +188,7 @@ class PromptStream:
         is_ids = is_list and all(type(i) is int and i >= 0 for i in prompt)
         refuse(
             not isinstance(prompt, str) and not is_chat and not is_ids,
-            f"{what}: expected text, token ids, or messages with role and content, both text",
+            f"{what}: expected text or messages with role and content, both text, or token ids",
         )
         row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
         ids = list(prompt) if is_ids else self.tokenizer.encode(row)
