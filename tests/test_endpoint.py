@@ -5,8 +5,10 @@ import contextlib
 import functools
 import json
 import re
+import runpy
 import time
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
@@ -914,3 +916,24 @@ def test_a_branch_shows_templates_the_calls_in_its_history():
     (generate,) = drive(program, {})
     assert generate.prompt[1]["content"] == ""
     assert generate.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_the_documented_agent_is_rewarded_for_its_last_answer():
+    pytest.importorskip("openai")
+    example = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "examples" / "openai_agent.py"))
+    given = []
+
+    async def run():
+        episode = made_episode()
+        episode.row.columns["answer"] = 1200.0
+        episode.reward = lambda value, name: given.append((name, value))
+        rollout = example["agent"](episode)
+        asked = await rollout.asend(None)
+        for text in ("so 3", "so 1,200."):
+            episode.add(sampled_turn(episode, text))
+            with contextlib.suppress(StopAsyncIteration):
+                asked = await rollout.asend(episode.turns[-1])
+        assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert given == [("reward", 1.0)]

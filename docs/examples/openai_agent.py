@@ -9,11 +9,14 @@ import openai
 
 from minirl.collect.endpoint import serve
 
+# Made once: a client of its own for each episode takes longer than its requests.
+CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")
+
 
 @serve
 async def agent(url, episode):
     """Its reward is whether the last number that it says is the row's answer."""
-    client = openai.AsyncOpenAI(base_url=url, api_key="-")
+    client = CLIENT.with_options(base_url=url)
     messages = [{"role": "user", "content": episode.row.prompt}]
     for _ in range(2):
         completion = await client.chat.completions.create(model="policy", messages=messages, max_tokens=200)
