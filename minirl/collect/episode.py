@@ -144,7 +144,7 @@ class Branch:
         or ids. One that continues the prompt's last message is one with it. Raises InputError behind token ids.
         """
         refuse(
-            not isinstance(self.prompt, str) and isinstance(self.prompt[0], int),
+            not isinstance(self.prompt, str) and isinstance(next(iter(self.prompt), None), int),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
         messages = [dict(message) for message in as_messages(cast(str | Messages, self.prompt))]

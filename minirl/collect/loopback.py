@@ -134,7 +134,7 @@ class LoopbackServer:
         self._num_connections += 1
         try:
             # Such an error is the client's, who has gone.
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, TimeoutError):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 await self._serve_all(reader, writer)
         finally:
             self._num_connections -= 1
@@ -156,7 +156,10 @@ class LoopbackServer:
                 answer = await _answer(session, head.method, path, body)
                 keeps_alive = head.keeps_alive and session.is_open
                 await _write(writer, answer, keeps_alive=keeps_alive)
-                # From here on it is closed with the session.
+                if not session.is_open:
+                    # It ended while the answer was written.
+                    return
+                # From here on the connection is closed with the session.
                 limit_s = None
                 idle = session.idle
                 idle.add(writer)
