@@ -20,7 +20,7 @@ from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import pack
-from minirl.training.frozen_models import FrozenModel, logprobs_as
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score
 from support.collecting import (
     CHAT,
@@ -34,11 +34,12 @@ from support.collecting import (
     facts,
     letter_tokenizer,
     make_collector,
+    make_frozen,
     replies_of,
     replying,
     sums,
 )
-from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
+from support.engines import VOCAB, cached_model, make_engine
 from support.rollouts import in_two_branches
 
 
@@ -553,13 +554,6 @@ def test_refills_come_from_new_prompts_and_end():
     assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
     assert collector.num_served == 4 * 4
     assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
-
-
-def make_frozen(max_tokens: int = 100) -> FrozenModel:
-    """Another model than the policy; its logprobs depend on nothing but the sequence."""
-    model = make_model("mixed", torch.float32, seed=5)
-    outputs = logprobs_as("ref_logprobs", 1.0)
-    return FrozenModel(model, outputs, names=["ref_logprobs"], device=CPU, max_tokens=max_tokens)
 
 
 def rollouts_and_streams(num_groups: int = 4) -> tuple[FrozenModel, list[Rollout], torch.Tensor]:

@@ -13,7 +13,16 @@ import torch
 
 from minirl.collect.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
-from support.collecting import Prompts, branching, chat_prompts, chatting, collected, make_collector
+from minirl.training.batch import pack
+from support.collecting import (
+    Prompts,
+    branching,
+    chat_prompts,
+    chatting,
+    collected,
+    make_collector,
+    make_frozen,
+)
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
 from support.processes import is_alive
@@ -158,6 +167,11 @@ forks_async = hostile_async(do_fork)
 moves = hostile(do_move)
 closes = hostile(lambda episode: os.closerange(0, 50) or episode.generate(after="b", max_tokens=3))
 
+def tells_secrets(episode):
+    print("the key is", os.environ["MY_API_KEY"], flush=True)
+    yield episode.generate(max_tokens=4)
+    raise KeyError(os.environ["MY_API_KEY"])
+
 def always_raises(episode):
     yield episode.generate(max_tokens=4)
     raise KeyError("again")
@@ -200,6 +214,11 @@ async def naps(episode):
     for _ in range(3):
         yield episode.generate(max_tokens=10)
         await asyncio.sleep(0.02)
+
+async def late(episode):
+    yield episode.generate(max_tokens=4)
+    await asyncio.sleep(2.0 if is_chosen(episode) else 0)
+    yield episode.generate(after="a", max_tokens=3)
 
 def modules(episode):
     heavy = {"torch", "numpy", "transformers", "tokenizers"} & sys.modules.keys()
@@ -297,6 +316,19 @@ def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(l
         rollouts_of(load("chatting"), prompts=chat_prompts())
 
 
+def test_frozen_models_score_what_has_ended_while_replies_are_waited_for(load):
+    frozen = make_frozen()
+    collector = make_collector(rollout=load("late"), frozen=[frozen], group_size=1)
+    rollouts = collector.collect(40).rewarded.rollouts
+    for rollout in rollouts:
+        is_late = collector._prompts.row(rollout.rollout_id.prompt_ordinal).place == "f:3"
+        early = frozen.early_streams([rollout])["ref_logprobs"]
+        assert early.isnan().any() == is_late
+        batch = pack([rollout])
+        expected = frozen.add_to(batch, [[0]]).ref_logprobs
+        assert is_late or torch.equal(early, expected)
+
+
 def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_episode(load, tmp_path):
     rollouts_of(load("modules"), 1, 1, prompts=Prompts(lambda _: 60))
     assert (tmp_path / "seen").exists()
@@ -380,6 +412,15 @@ def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
         assert {i: row for i, row in found.items() if i != failed} == {
             i: row for i, row in expected.items() if i != failed
         }
+
+
+def test_row_48_secrets_are_taken_out_of_what_a_rollout_function_says(load, monkeypatch, capsys):
+    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
+    with pytest.raises(RolloutError, match=r"KeyError: '\*\*\*'") as raised:
+        rollouts_of(load("tells_secrets"))
+    shown = str(raised.value) + capsys.readouterr().out
+    assert "the key is ***" in shown
+    assert "very-secret-value!" not in shown
 
 
 def test_row_53_more_failures_than_are_forgiven_stop_the_run(load):

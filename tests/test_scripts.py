@@ -241,19 +241,35 @@ def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, script, mo
         assert ("time/save" in line) == (i >= 1)  # it keeps the next step waiting
 
 
-def test_a_slow_reward_and_a_resume_are_seen_in_the_account_of_time(one_rank, runs, tmp_path):
+SLOW = """
+import time
+
+def rewards(completions):
+    time.sleep(0.5)
+    return [float(len(c)) for c in completions]
+
+def replies(episode):
+    yield episode.generate(max_tokens=1)
+    time.sleep(0.05)
+    yield episode.generate(max_tokens=1)
+"""
+
+
+@pytest.mark.parametrize(("flag", "function"), [("--reward", "rewards"), ("--rollout", "replies")])
+def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
+    one_rank, runs, tmp_path, flag, function
+):
     """A run that goes on begins its account anew, after what it loads."""
-    slow = "import time\ndef slow(completions):\n    time.sleep(0.5)\n    return [float(len(c)) for c in completions]\n"
-    (tmp_path / "mine.py").write_text(slow)
-    flags = ("--reward", f"{tmp_path}/mine.py:slow", "--run-name", "slow", "--eval-rows", "4")
+    (tmp_path / "mine.py").write_text(SLOW)
+    flags = (flag, f"{tmp_path}/mine.py:{function}", "--run-name", f"slow-{function}", "--eval-rows", "4")
     flags += ("--prompts-per-step", "4", "--save-every", "1")
     for num_steps in ("1", "2"):
         run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", num_steps, runs=runs)
-    lines = read_metrics(runs / "slow")
+    lines = read_metrics(runs / f"slow-{function}")
     assert len(lines) == 2
     for line in lines:
         assert_all_time_has_a_cause(line)
-        assert line["time/wait_rewards"] >= 0.5
+        assert line[f"time/wait_{function}"] >= 0.5
         assert line["perf/idle_frac"] >= 0.5 / line["time/step"]
 
 

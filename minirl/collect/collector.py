@@ -290,6 +290,8 @@ class Collector:
         self._runner.submit(episodes, weight_version=weight_version)
         with progress_bar("generate", total=len(episodes), unit="completions") as bar:
             while self._runner.is_busy:
+                for model in self._frozen:
+                    model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
                     ordinal = rollout.rollout_id.prompt_ordinal

@@ -203,6 +203,11 @@ class EpisodeRunner:
         ended, self._ended = self._ended, []
         return ended
 
+    def is_waiting(self) -> bool:
+        """Whether `step` would only wait for replies: no episode has a turn to be decoded, and no reply is there."""
+        self._take_replies(0.0)
+        return self.is_busy and not self._engine.is_decoding
+
     def take_paused(self) -> list[RunningEpisode]:
         """The episodes that have been paused since the last call."""
         paused, self._paused = self._paused, []

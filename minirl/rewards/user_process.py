@@ -12,6 +12,8 @@ import sys
 import weakref
 from collections.abc import Sequence
 
+from minirl.files.redaction import redacted
+
 # Bytes that are read of what it sends at a time.
 READ_SIZE = 1 << 16
 
@@ -107,8 +109,12 @@ class UserProcess:
 
 
 def escaped(text: str) -> str:
-    """Return the text with control characters (a terminal's escape codes, for example) spelt out."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """Return what user code has said, to be shown: without secrets, and with control characters spelt out.
+
+    Control characters could be a terminal's escape codes, for example.
+    """
+    shown: str = redacted(text)
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
 
 
 def _signal_name(number: int) -> str:

@@ -56,8 +56,8 @@ def frozen_logprobs(
 class FrozenModel:
     """A model that does not change while a step's rollouts are made, and the streams that it makes of them.
 
-    They may be made early: of rollouts that have ended, while their rank would wait for rewards or for other ranks.
-    That changes no bit where a model's outputs do not depend on the batch. Not collective.
+    They may be made early: of rollouts that have ended, while their rank would wait for replies, for rewards or for
+    other ranks. That changes no bit where a model's outputs do not depend on the batch. Not collective.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.rollouts import Rollout, RolloutId, all_branches
-from support.engines import VOCAB, cached_model, make_engine
+from minirl.training.frozen_models import FrozenModel, logprobs_as
+from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
 from support.texts import TOKENS, save_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -114,6 +115,13 @@ def end_of(turn) -> list[int]:
     """What closes a turn that has not closed itself."""
     eos_id = TOKENS.index("<eos>")
     return [] if turn.ids[-1] == eos_id else [eos_id]
+
+
+def make_frozen(max_tokens: int = 100) -> FrozenModel:
+    """Another model than the policy; its logprobs depend on nothing but the sequence."""
+    model = make_model("mixed", torch.float32, seed=5)
+    outputs = logprobs_as("ref_logprobs", 1.0)
+    return FrozenModel(model, outputs, names=["ref_logprobs"], device=CPU, max_tokens=max_tokens)
 
 
 def branching(episode: Episode):
