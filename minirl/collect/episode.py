@@ -15,7 +15,7 @@ Standard library only: a process that runs such a function (`rollout_worker`) st
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.errors import InputError, refuse
@@ -56,7 +56,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     branch: int = 0
-    prompt: str | Messages = ""
+    prompt: str | Messages | list[int] = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Turn:
     ids: the token ids, including the stop token. logprobs: of these tokens. versions: of the weights that sampled them.
     finish_reason: "stop" or "length". appended: the token ids that were appended before it. inserted: the messages, if
     it was messages. branch: its number. start: where the turn begins among the branch's tokens after its prompt. limit:
-    of all these tokens, `Branch.max_tokens`.
+    of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its first turn.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Turn:
         branch: int,
         start: int,
         limit: int,
+        prompt_ids: list[int],
         appended: list[int],
         inserted: Messages,
         reader: TurnReader,
@@ -109,6 +110,7 @@ class Turn:
         self.branch = branch
         self.start = start
         self.limit = limit
+        self.prompt_ids = prompt_ids
         self.appended = appended
         self.inserted = inserted
         self._reader = reader
@@ -143,15 +145,17 @@ class Branch:
     """A prompt with the turns behind it. The lists have one element per token after the prompt.
 
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
-    where the episode began it, that of the episode, until its first turn is there. turns: those that have ended.
+    where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
+    which a branch that the episode began knows from then on. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
     end_reason: that `end` was called with.
     """
 
-    prompt: str | Messages
+    prompt: str | Messages | list[int]
     max_tokens: int
     number: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -165,14 +169,22 @@ class Branch:
         return self.max_tokens - len(self.tokens)
 
     @property
+    def has_messages(self) -> bool:
+        """Whether it is a conversation: the prompt is no list of token ids."""
+        return isinstance(self.prompt, str) or not isinstance(next(iter(self.prompt), None), int)
+
+    @property
     def messages(self) -> Messages:
         """The conversation so far: the prompt (text is the user's), the answers, and what was appended as messages.
 
         An answer is all text between messages, without special tokens: what was sampled and what was appended as text
-        or ids. One that continues the prompt's last message is one with it.
+        or ids. One that continues the prompt's last message is one with it. Raises InputError behind token ids.
         """
+        refuse(
+            not self.has_messages, f"branch {self.number}: it begins with token ids, so it has no messages"
+        )
         turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
-        return conversation(as_messages(self.prompt), turns)
+        return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
 
     def generate(
         self,
@@ -194,6 +206,8 @@ class Branch:
     def add(self, turn: Turn) -> None:
         """Add a turn of this branch, see `Episode.take`."""
         self.max_tokens = turn.limit
+        if not self.turns:
+            self.prompt_ids = turn.prompt_ids
         none = [0] * len(turn.appended)
         self.tokens += [*turn.appended, *turn.ids]
         self.loss_mask += [False] * len(turn.appended) + [True] * len(turn.ids)
@@ -206,16 +220,29 @@ class Episode(Branch):
     """One rollout while it is made. It is a branch itself, the one behind the row's prompt.
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    tools: JSON schemas of those that the prompt tells of. branches: all of them by number, this one is 0. all_turns: of
-    all branches, in their order. rewards: by name, what was given before the first turn, and behind each.
+    tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
+    temperature: that of all turns. branches: all of them by number, this one is 0. all_turns: of all branches, in their
+    order. rewards: by name, what was given before the first turn, and behind each.
     is_closed: whether the function has ended, or is being ended.
     """
 
-    def __init__(self, row: "Row", seed: int, max_tokens: int, tools: list[dict[str, Any]] | None = None):
-        super().__init__(row.prompt, max_tokens)
+    def __init__(
+        self,
+        row: "Row",
+        seed: int,
+        max_tokens: int,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt_ids: Sequence[int] = (),
+        is_chat: bool = False,
+        temperature: float = 1.0,
+    ):
+        super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
         self.seed = seed
         self.tools = tools or []
+        self.is_chat = is_chat
+        self.temperature = temperature
         self.branches: dict[int, Branch] = {0: self}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
@@ -227,8 +254,8 @@ class Episode(Branch):
         self.all_turns.append(turn)
         self.rewards.append({})
 
-    def branch(self, prompt: str | Messages) -> Branch:
-        """A further branch, behind another prompt: a conversation that is written anew, or another one.
+    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+        """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
         It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
         """

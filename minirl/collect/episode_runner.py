@@ -188,8 +188,16 @@ class EpisodeRunner:
     def begin(self, request: Request) -> RunningEpisode:
         """A new episode, whose function is asked for its first turn. Raises InputError if it is no such function."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
-        tools = self._prompts.tokenizer.tools
-        episode = Episode(row, seed=request.key, max_tokens=request.max_new_tokens, tools=tools)
+        tokenizer = self._prompts.tokenizer
+        episode = Episode(
+            row,
+            seed=request.key,
+            max_tokens=request.max_new_tokens,
+            tools=tokenizer.tools,
+            prompt_ids=list(request.prompt_ids),
+            is_chat=tokenizer.is_chat(row.prompt),
+            temperature=request.temperature,
+        )
         return RunningEpisode(request, episode, self._host.begin(episode))
 
     def submit(self, episodes: Sequence[RunningEpisode], *, weight_version: int) -> None:
@@ -429,7 +437,7 @@ class EpisodeRunner:
             return record
         begun = [branch for branch in running.episode.branches.values() if branch.turns]
         messages = []
-        for message in begun[-1].messages:
+        for message in begun[-1].messages if begun[-1].has_messages else []:
             messages.append({key: value for key, value in message.items() if isinstance(value, str)})
         segments = [segment for branch in begun for segment in self._segments(running, branch)]
         return replace(record, messages=messages, segments=segments)
@@ -490,6 +498,7 @@ class EpisodeRunner:
             branch=present.branch.number,
             start=start,
             limit=present.branch.max_tokens,
+            prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
             reader=self._reader(rollout, first, num_prompt_tokens + present.answer_start),

@@ -165,7 +165,7 @@ class Hosted:
     def __init__(self, function: Callable[[Episode], Any], begin: dict[str, Any]):
         row: Any = types.SimpleNamespace(**begin["row"])
         self.own_random = OwnRandom(begin["seed"])
-        self._episode = Episode(row, begin["seed"], begin["max_tokens"], begin["tools"])
+        self._episode = Episode(**{**begin, "row": row})
         self._function = function
         self._turns: Any = None
 
@@ -217,6 +217,7 @@ class Hosted:
             branch=turn["branch"],
             start=turn["start"],
             limit=turn["limit"],
+            prompt_ids=turn["prompt_ids"],
             appended=turn["appended"],
             inserted=turn["inserted"],
             reader=TurnReader(text=lambda: turn["text"], message=message, answer=lambda: turn["answer"]),

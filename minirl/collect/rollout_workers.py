@@ -228,6 +228,9 @@ class _Worker:
             "seed": episode.seed,
             "max_tokens": episode.max_tokens,
             "tools": episode.tools,
+            "prompt_ids": episode.prompt_ids,
+            "is_chat": episode.is_chat,
+            "temperature": episode.temperature,
         }
         json.dumps(begin)
         self._hosted[number] = _Hosted(episode, begin)
@@ -469,6 +472,7 @@ def _fields(turn: Turn) -> dict[str, Any]:
         "branch": turn.branch,
         "start": turn.start,
         "limit": turn.limit,
+        "prompt_ids": turn.prompt_ids,
         "appended": turn.appended,
         "inserted": turn.inserted,
         "text": turn.text,

@@ -201,18 +201,20 @@ class PromptStream:
         return ids
 
     def branch_ids(self, prompt: Any, place: str) -> tuple[int, ...]:
-        """Return the ids of a prompt, text or messages, that an episode gives a further branch.
+        """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
 
         Raises InputError naming `place` for one that cannot be used. It may be too long.
         """
         what = f"{place}: branch({prompt!r:.80})"
-        is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and all(map(is_message, prompt))
+        is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
+        is_chat = is_list and all(map(is_message, prompt))
+        is_ids = is_list and all(type(i) is int and i >= 0 for i in prompt)
         refuse(
-            not isinstance(prompt, str) and not is_chat,
-            f"{what}: expected text or messages with role and content, both text",
+            not isinstance(prompt, str) and not is_chat and not is_ids,
+            f"{what}: expected text or messages with role and content, both text, or token ids",
         )
-        row = Row(prompt, {}, f"{place}: branch(...)")
-        ids = self.tokenizer.encode(row)
+        row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
+        ids = list(prompt) if is_ids else self.tokenizer.encode(row)
         _check_ids(row, ids, self.vocab_size)
         return tuple(ids)
 

@@ -77,8 +77,8 @@ class Tokenizer:
             return [self.encode(row) for row in rows]
         return ids
 
-    def is_chat(self, prompt: str | Messages) -> bool:
-        """Whether a prompt goes through the chat template."""
+    def is_chat(self, prompt: str | Messages | list[int]) -> bool:
+        """Whether a prompt goes through the chat template; token ids may have."""
         return self.chat or not isinstance(prompt, str)
 
     def _prompt_text(self, row: Row) -> tuple[str, bool]:

@@ -1,0 +1,312 @@
+"""Programs that own their loop: each episode has a URL on this machine that speaks OpenAI's protocol.
+
+    @serve
+    async def agent(url, episode):
+        client = openai.AsyncOpenAI(base_url=url, api_key="-")
+        ...
+        return 1.0
+
+is a rollout function, for `--rollout`. What the program asks for is a turn of its episode: what continues a branch is
+appended to its tokens, so that nothing sampled is tokenized again, and anything else begins another one.
+
+Standard library only. Nothing here is collective.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any
+
+from minirl.collect import loopback
+from minirl.collect.episode import AsyncTurns, Branch, Episode, Generate, Turn
+from minirl.collect.loopback import Answer, HttpError
+from minirl.collect.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
+from minirl.data.task import as_messages
+
+# Requests of an episode that wait for their turn.
+MAX_PENDING = 64
+# For a program that is told to end.
+CLOSE_S = 1.0
+# Bytes of what a program prints that are kept.
+MAX_OUTPUT = 1 << 20
+
+Program = Callable[[str, Episode], Any]
+
+
+def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
+    """The rollout function of a program that asks for turns at a URL.
+
+    program: takes the URL and the episode; what it returns is the reward, or rewards by name. An `async def`, or a
+    function that waits, for which each episode has a thread.
+    """
+
+    @functools.wraps(program)
+    async def rollout(episode: Episode) -> AsyncTurns:
+        async with Endpoint(episode, program) as endpoint:
+            async for request in endpoint:
+                request.answer((yield request.generate))
+        returned = endpoint.returned
+        rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
+        for name, value in rewards.items():
+            if value is not None:
+                episode.reward(value, name)
+
+    return rollout
+
+
+async def run_program(url: str, *command: str, text: str = "") -> str:
+    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; returns what it prints.
+
+    Of more than MAX_OUTPUT bytes it is the end. Raises RuntimeError with the end of its stderr if its exit code is not
+    0. It is killed where the episode ends before it; what it has started itself ends with the run.
+    """
+    environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+    )
+    try:
+        _, output, errors = await asyncio.gather(
+            _write(process.stdin, text.encode()), _read_end(process.stdout), _read_end(process.stderr)
+        )
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if code != 0:
+        raise RuntimeError(f"{command[0]} ended with exit code {code}\n{errors[-2000:]}")
+    return output
+
+
+class _Conversation:
+    """What the program knows of a branch of the episode.
+
+    said: the messages or the text so far, as the program has them; None where it has only ids.
+    """
+
+    def __init__(self, branch: Branch, said: list[Any] | str | None):
+        self.branch = branch
+        self.said = said
+
+    def rest(self, prompt: list[Any] | str) -> list[Any] | str | None:
+        """What a request says behind all that was said; None if it does not continue the conversation."""
+        if _is_ids(prompt):
+            ids = [*self.branch.prompt_ids, *self.branch.tokens]
+            return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
+        if isinstance(prompt, str) and isinstance(self.said, str):
+            return prompt[len(self.said) :] if prompt.startswith(self.said) else None
+        if isinstance(prompt, list) and isinstance(self.said, list):
+            begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
+            # The first turn answers the prompt as it is, and later ones answer new messages.
+            is_next = bool(rest) == bool(self.branch.turns)
+            return rest if is_next and same_messages(begin, self.said) else None
+        return None
+
+    def add(self, prompt: list[Any] | str, sampled: Sampled) -> None:
+        """Note a turn, and what was asked for it."""
+        if _is_ids(prompt):
+            self.said = None
+        elif isinstance(prompt, str):
+            # With the stop string, which the stream has too: what continues it says it again.
+            self.said = prompt + sampled.turn.text
+        else:
+            self.said = [*prompt, sampled.message]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of the program. generate: what to yield for it."""
+
+    generate: Generate
+    _answer: Callable[[Turn], None]
+
+    def answer(self, turn: Turn) -> None:
+        """Answer it with the turn that was sampled."""
+        self._answer(turn)
+
+
+class Endpoint:
+    """The URL of an episode, and the program that uses it: `async with`, then `async for` request until it ends."""
+
+    def __init__(self, episode: Episode, program: Program):
+        self._episode = episode
+        self._program = program
+        prompt = episode.row.prompt
+        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else prompt)]
+        self._num_turns = 0
+        # None when the program has ended.
+        self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
+        self._pending: set[asyncio.Future[Sampled]] = set()
+
+    async def __aenter__(self) -> "Endpoint":
+        self._server = await loopback.of_this_loop()
+        self._session = self._server.open(self._handle)
+        self._running = asyncio.ensure_future(_run(self._program, self._session.url, self._episode))
+        self._running.add_done_callback(lambda _: self._waiting.put_nowait(None))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.close(self._session)
+        for answered in self._pending:
+            if not answered.done():
+                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode has ended"))
+        self._running.cancel()
+        # A program that goes on is left alone: nothing answers it any more.
+        await asyncio.wait({self._running}, timeout=CLOSE_S)
+        if self._running.done() and not self._running.cancelled():
+            # Looked at, so that asyncio does not print what a program raises because its episode has ended.
+            self._running.exception()
+
+    @property
+    def returned(self) -> Any:
+        """What the program has returned, None while it runs. Raises what it raised."""
+        return self._running.result() if self._running.done() else None
+
+    def __aiter__(self) -> "Endpoint":
+        return self
+
+    async def __anext__(self) -> Request:
+        """The next request, in the order in which they came. Raises what the program raised."""
+        while (waiting := await self._waiting.get()) is not None and not self._running.done():
+            asked, answered = waiting
+            if answered.done():
+                continue
+            try:
+                return self._request(asked, answered)
+            except HttpError as error:
+                answered.set_exception(error)
+        self._running.result()
+        raise StopAsyncIteration
+
+    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
+        """What to yield for a request. Raises HttpError."""
+        conversation, rest = self._find(asked.prompt)
+        branch = conversation.branch
+        if branch.room < 1:
+            message = "the episode has no room for another token; see --max-new-tokens"
+            raise HttpError(HTTPStatus.BAD_REQUEST, message, "context_length_exceeded")
+
+        def answer(turn: Turn) -> None:
+            self._num_turns += 1
+            num_before = len(branch.prompt_ids) + turn.start
+            sampled = Sampled(turn, self._num_turns, num_before, asked.stop)
+            conversation.add(asked.prompt, sampled)
+            if not answered.done():
+                answered.set_result(sampled)
+
+        after = template_form(rest) or None
+        return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
+
+    def _find(self, prompt: list[Any] | str) -> tuple[_Conversation, list[Any] | str]:
+        """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
+        rests = [(conversation, conversation.rest(prompt)) for conversation in self._conversations]
+        found = [(conversation, rest) for conversation, rest in rests if rest is not None]
+        farthest = min(found, key=lambda pair: len(pair[1]), default=None)
+        is_whole = farthest is not None and not farthest[1]
+        if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
+            message = "the last message is the assistant's, whose turn is to be sampled"
+            raise HttpError(HTTPStatus.BAD_REQUEST, message)
+        if farthest is not None:
+            return farthest
+        said = None if _is_ids(prompt) else prompt
+        conversation = _Conversation(self._episode.branch(template_form(prompt)), said)
+        self._conversations.append(conversation)
+        # It begins with all that was said.
+        return conversation, prompt[:0]
+
+    async def _handle(self, method: str, path: str, body: bytes) -> Answer:
+        """Answer what the program sends. Raises HttpError."""
+        is_list = path == "v1/models"
+        if method != ("GET" if is_list else "POST"):
+            message = f"{method:.20} is not answered here; ask with {'GET' if is_list else 'POST'}"
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, message)
+        if is_list:
+            return models(self._episode)
+        asked = read_request(path, body, self._episode)
+        if not self._session.is_open:
+            raise HttpError(HTTPStatus.GONE, "the episode has ended")
+        if len(self._pending) >= MAX_PENDING:
+            message = f"{MAX_PENDING} requests of the episode are waiting already"
+            raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, message)
+        answered: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._pending.add(answered)
+        self._waiting.put_nowait((asked, answered))
+        try:
+            return asked.write(await answered)
+        finally:
+            self._pending.discard(answered)
+
+
+def _is_ids(prompt: list[Any] | str) -> bool:
+    return isinstance(prompt, list) and type(prompt[0]) is int
+
+
+async def _run(program: Program, url: str, episode: Episode) -> Any:
+    """What a program returns, in a thread if it is no `async def`. Raises what it raises."""
+    try:
+        is_async = inspect.iscoroutinefunction(program)
+        return await (program(url, episode) if is_async else _in_thread(program, url, episode))
+    except (SystemExit, KeyboardInterrupt) as error:
+        # They would end the event loop, with all other episodes.
+        raise RuntimeError(f"the program raised {error!r}") from error
+
+
+async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
+    """Call a function in a thread of its own: those of the loop are too few for all episodes."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Callable[[], Any]] = loop.create_future()
+
+    def end(outcome: Callable[[], Any]) -> None:
+        if not ended.done():
+            ended.set_result(outcome)
+
+    def run() -> None:
+        outcome = functools.partial(_outcome, *_called(program, url, episode))
+        # Where the loop has ended there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(end, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return (await ended)()
+
+
+def _called(program: Program, url: str, episode: Episode) -> tuple[Any, BaseException | None]:
+    """What a program returns and None, or None and what it raises."""
+    try:
+        return program(url, episode), None
+    except BaseException as error:
+        # It would be raised in the thread, where nobody sees it.
+        return None, error
+
+
+def _outcome(returned: Any, error: BaseException | None) -> Any:
+    if error is not None:
+        raise error
+    return returned
+
+
+async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
+    """Write all to a program, which may have ended."""
+    assert pipe is not None
+    with contextlib.suppress(ConnectionError):
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _read_end(pipe: asyncio.StreamReader | None) -> str:
+    """The end of what a program writes."""
+    assert pipe is not None
+    kept = b""
+    while piece := await pipe.read(MAX_OUTPUT):
+        kept = (kept + piece)[-MAX_OUTPUT:]
+    return kept.decode(errors="replace")

@@ -1,0 +1,411 @@
+"""What programs ask for in OpenAI's format, and the answers.
+
+What would be sampled otherwise than the run samples is refused: sampling is the run's own.
+
+Standard library only.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from math import isfinite
+from typing import Any
+
+from minirl.collect.episode import Episode, Turn
+from minirl.collect.loopback import Answer, HttpError
+from minirl.errors import InputError
+
+MODEL = "policy"
+# The values that change nothing; others are refused. None is as good as nothing.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "logprobs": (False, True, 0, 1),
+}
+# They do not change what is sampled here: keys of randomness and tokens that end a turn are the run's own.
+_WITHOUT_EFFECT = {
+    *("model", "user", "seed", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"),
+    *("cache_salt", "priority", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
+}
+_READ = {"max_tokens", "max_completion_tokens", "stop", "temperature", "return_token_ids"}
+_MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls"}
+# Programs send back what they got. Templates have no use for it.
+_DROPPED_KEYS = {
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "annotations",
+    "audio",
+    "function_call",
+    "parse_error",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. prompt: messages, text or token ids, from the beginning on. stop, max_tokens: as in `Generate`.
+
+    write: makes the answer of a turn.
+    """
+
+    prompt: list[Any] | str
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    write: Callable[["Sampled"], Answer]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The answer to a request. number: of the turn in its episode. num_prompt_tokens: all before the turn.
+
+    stop: the strings that may have ended it. Programs do not get them, and neither what follows in the last token.
+    """
+
+    turn: Turn
+    number: int
+    num_prompt_tokens: int
+    stop: tuple[str, ...]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What a program gets as text."""
+        return self._cut(self.turn.text)
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """What a program gets as a message, with texts of JSON as arguments of calls."""
+        try:
+            said = self.turn.message
+        except InputError:
+            # It is not known how the model writes calls.
+            said = {"content": self.turn.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self._cut(said["content"] or "")}
+        for key in ("reasoning_content", "parse_error"):
+            if key in said:
+                message[key] = said[key]
+        calls = said.get("tool_calls", [])
+        if calls:
+            message["tool_calls"] = [_call(call["function"], self.number, i) for i, call in enumerate(calls)]
+        return message
+
+    def _cut(self, text: str) -> str:
+        ends = [text.find(string) for string in self.stop if string in text]
+        return text[: min(ends, default=len(text))]
+
+
+def read_request(path: str, body: bytes, episode: Episode) -> Asked:
+    """Raises HttpError for what cannot be answered, naming the field."""
+    readers = {
+        "v1/chat/completions": _read_chat,
+        "v1/completions": _read_completion,
+        "inference/v1/generate": _read_generate,
+    }
+    if path not in readers:
+        raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there are /{', /'.join(readers)}")
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"the request is no JSON: {error}") from None
+    _refuse(not isinstance(fields, dict), "the request is no JSON object")
+    return readers[path]({key: value for key, value in fields.items() if value is not None}, episode)
+
+
+def models(episode: Episode) -> Answer:
+    """The list of the one model that there is."""
+    length = len(episode.prompt_ids) + episode.max_tokens
+    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl", "max_model_len": length}
+    return Answer.of_json({"object": "list", "data": [card]})
+
+
+def same_messages(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> bool:
+    """Whether two conversations say the same."""
+    return [_meaning(message) for message in first] == [_meaning(message) for message in second]
+
+
+def template_form(rest: list[Any] | str) -> list[Any] | str:
+    """Text, ids or messages as chat templates take them: the arguments of calls are values there."""
+    if isinstance(rest, str) or not any(
+        "tool_calls" in message for message in rest if isinstance(message, dict)
+    ):
+        return rest
+    return [_with_values(message) for message in rest]
+
+
+def _with_values(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as values."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        called = {"name": function["name"], "arguments": _json_value(function["arguments"])}
+        calls.append({**call, "function": called})
+    return {**message, "tool_calls": calls}
+
+
+def _meaning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as values, and without the calls' ids."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    meaning = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}
+    return {**meaning, "calls": [(call["name"], _json_value(call["arguments"])) for call in calls]}
+
+
+def _json_value(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return text
+
+
+def _call(function: dict[str, Any], number: int, i: int) -> dict[str, Any]:
+    """A call of a tool. Some templates take ids of nine letters and digits only."""
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": f"c{number % 10**5:05}{i % 10**3:03}", "type": "function", "function": called}
+
+
+def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
+    sampling = _read_sampling(fields, episode, "messages", "tools", "stream", "stream_options")
+    what = "messages: the run's prompts are text, to which no template is applied; see --chat, or use completions"
+    _refuse(not episode.is_chat, what)
+    tools = fields.get("tools", [])
+    _refuse(
+        tools not in ([], episode.tools),
+        f"tools: they are not the run's {[tool['function']['name'] for tool in episode.tools]}; the prompts tell of "
+        "tools before there are episodes: give them to the run",
+    )
+    messages = fields.get("messages")
+    _refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
+    assert isinstance(messages, list)
+    write = _writer(_chat_choice, "chat.completion", fields)
+    if fields.get("stream", False) is not False:
+        _refuse(fields["stream"] is not True, "stream: expected true or false")
+        options = fields.get("stream_options", {})
+        has_usage = isinstance(options, dict) and options.get("include_usage") is True
+        write = _streamed(write, has_usage=has_usage)
+    return Asked([_read_message(message, i) for i, message in enumerate(messages)], *sampling, write)
+
+
+def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
+    sampling = _read_sampling(fields, episode, "prompt", "stream")
+    _refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        _refuse(episode.is_chat, "prompt: the run's prompts are messages; send messages, or token ids")
+        _check_text(prompt, "prompt")
+        _refuse(not prompt, "prompt: expected text, or token ids")
+    else:
+        _check_ids(prompt, "prompt")
+    assert isinstance(prompt, str | list)
+    return Asked(prompt, *sampling, _writer(_completion_choice, "text_completion", fields))
+
+
+def _read_generate(fields: dict[str, Any], episode: Episode) -> Asked:
+    """The format of vLLM's /inference/v1/generate: ids in, ids and logprobs out."""
+    params = fields.get("sampling_params", {})
+    _refuse(not isinstance(params, dict), "sampling_params: expected an object")
+    _check_known(fields, "token_ids", "sampling_params", "stream")
+    _refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
+    sampling = _read_sampling({key: value for key, value in params.items() if value is not None}, episode)
+    ids = fields.get("token_ids")
+    _check_ids(ids, "token_ids")
+    assert isinstance(ids, list)
+    return Asked(ids, *sampling, _write_generated)
+
+
+def _read_sampling(
+    fields: dict[str, Any], episode: Episode, *others: str
+) -> tuple[tuple[str, ...], int | None]:
+    """The stop strings and the limit of a turn. others: fields that are read elsewhere."""
+    _check_known(fields, *others, *_READ, *_ONLY)
+    for key, values in _ONLY.items():
+        is_same = any(
+            type(fields.get(key)) in (type(value), float) and fields[key] == value for value in values
+        )
+        _refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
+    temperature = fields.get("temperature", episode.temperature)
+    # Evaluations may be greedy. Programs do not know of it.
+    is_greedy = episode.temperature == 0
+    _refuse(
+        not _is_number(temperature) or (temperature != episode.temperature and not is_greedy),
+        f"temperature: this run samples with {episode.temperature:g}; leave it out",
+    )
+    stop = fields.get("stop", [])
+    strings = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(strings, list) and all(isinstance(string, str) for string in strings)
+    _refuse(not is_list, "stop: expected text or a list of texts")
+    for string in strings:
+        _refuse(not string or "\ufffd" in string, "stop: '' and U+FFFD end no text")
+        _check_text(string, "stop")
+    limits = [fields[key] for key in ("max_completion_tokens", "max_tokens") if key in fields]
+    for limit in limits:
+        _refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
+    return tuple(strings), min(limits, default=None)
+
+
+def _check_known(fields: dict[str, Any], *known: str) -> None:
+    unknown = fields.keys() - {*known, *_WITHOUT_EFFECT}
+    _refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
+
+
+def _read_message(message: Any, i: int) -> dict[str, Any]:
+    """A message as chat templates take it, with texts of JSON as arguments of calls."""
+    place = f"messages[{i}]"
+    _refuse(not isinstance(message, dict), f"{place}: expected an object")
+    message = {key: value for key, value in message.items() if value is not None and key not in _DROPPED_KEYS}
+    unknown = message.keys() - _MESSAGE_KEYS
+    _refuse(bool(unknown), f"{place}: {', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        content = "".join(_part_text(part, place) for part in content)
+    message["content"] = content
+    for key in message.keys() - {"tool_calls"}:
+        _check_text(message[key], f"{place}: {key}")
+    _refuse("role" not in message, f"{place}: has no role")
+    calls = message.pop("tool_calls", [])
+    _refuse(
+        not isinstance(calls, list) or not all(map(_is_call, calls)), f"{place}: tool_calls: expected calls"
+    )
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _part_text(part: Any, place: str) -> str:
+    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    _refuse(not is_text, f"{place}: content: only text is possible here")
+    text: str = part["text"]
+    return text
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and all(
+        isinstance(function.get(key), str) for key in ("name", "arguments")
+    )
+
+
+def _check_text(text: Any, place: str) -> None:
+    _refuse(not isinstance(text, str), f"{place}: expected text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is no text") from None
+
+
+def _check_ids(ids: Any, place: str) -> None:
+    is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
+    _refuse(not is_ids, f"{place}: expected token ids")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
+
+
+def _refuse(is_wrong: bool, message: str) -> None:
+    if is_wrong:
+        raise HttpError(HTTPStatus.BAD_REQUEST, message)
+
+
+def _writer(
+    choice_of: Callable[[Sampled, bool], dict[str, Any]], kind: str, fields: dict[str, Any]
+) -> Callable[[Sampled], Answer]:
+    """What writes the answer to a request with these fields."""
+    has_logprobs = fields.get("logprobs", False) is not False
+    has_ids = fields.get("return_token_ids") is True
+
+    def write(sampled: Sampled) -> Answer:
+        choice = {"index": 0, "finish_reason": _finish_reason(sampled), **choice_of(sampled, has_logprobs)}
+        if has_ids:
+            choice["token_ids"] = sampled.turn.ids
+        return Answer.of_json({**_frame(sampled, kind), "choices": [choice], "usage": _usage(sampled)})
+
+    return write
+
+
+def _streamed(write: Callable[[Sampled], Answer], *, has_usage: bool) -> Callable[[Sampled], Answer]:
+    """What writes the same as a stream of events, with all of the message in one."""
+
+    def write_events(sampled: Sampled) -> Answer:
+        whole = json.loads(write(sampled).body)
+        frame = {**_frame(sampled, "chat.completion.chunk"), "usage": None}
+        (choice,) = whole["choices"]
+        delta = choice.pop("message")
+        for i, call in enumerate(delta.get("tool_calls", [])):
+            call["index"] = i
+        chunks: list[Any] = [{**frame, "choices": [{**choice, "delta": delta}]}]
+        if has_usage:
+            chunks.append({**frame, "choices": [], "usage": whole["usage"]})
+        events = [*map(json.dumps, chunks), "[DONE]"]
+        return Answer("".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
+
+    return write_events
+
+
+def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
+    # Without the time: an answer is the same whenever an episode is run again.
+    return {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
+
+
+def _usage(sampled: Sampled) -> dict[str, int]:
+    before, new = sampled.num_prompt_tokens, len(sampled.turn.ids)
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
+
+def _finish_reason(sampled: Sampled) -> str:
+    has_calls = "tool_calls" in sampled.message and sampled.turn.finish_reason == "stop"
+    return "tool_calls" if has_calls else sampled.turn.finish_reason
+
+
+def _chat_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
+    return {"message": sampled.message, "logprobs": _logprobs(sampled.turn) if has_logprobs else None}
+
+
+def _completion_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
+    turn = sampled.turn
+    logprobs = None
+    if has_logprobs:
+        logprobs = {"tokens": [_token(i) for i in turn.ids], "token_logprobs": turn.logprobs}
+    return {"text": sampled.text, "finish_reason": turn.finish_reason, "logprobs": logprobs}
+
+
+def _write_generated(sampled: Sampled) -> Answer:
+    turn = sampled.turn
+    choice = {
+        "index": 0,
+        "token_ids": turn.ids,
+        "finish_reason": turn.finish_reason,
+        "logprobs": _logprobs(turn),
+    }
+    return Answer.of_json(
+        {"request_id": f"turn-{sampled.number}", "choices": [choice], "usage": _usage(sampled)}
+    )
+
+
+def _logprobs(turn: Turn) -> dict[str, Any]:
+    pairs = zip(turn.ids, turn.logprobs, strict=True)
+    entries = [
+        {"token": _token(i), "logprob": x, "bytes": None, "top_logprobs": list[Any]()} for i, x in pairs
+    ]
+    return {"content": entries}
+
+
+def _token(token_id: int) -> str:
+    """As vLLM names tokens that may be parts of characters."""
+    return f"token_id:{token_id}"

@@ -1,0 +1,939 @@
+"""Programs that own their loop: what they sample at a URL is their episode, whatever else they send there."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import re
+import runpy
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from minirl.collect import loopback
+from minirl.collect.endpoint import run_program, serve
+from minirl.collect.episode import Episode, Turn, TurnReader
+from minirl.collect.loopback import Answer, HttpError, of_this_loop
+from minirl.collect.openai_format import read_request
+from minirl.collect.rollout_workers import load_rollout
+from minirl.data.task import Row
+from minirl.errors import InputError, RolloutError
+from support.collecting import chat_prompts, collected, make_collector
+from support.processes import is_alive
+
+SOURCE = """
+import asyncio, json, os, pathlib, random, signal, sys, threading, time, urllib.error, urllib.request
+from minirl.collect.endpoint import run_program, serve
+
+FOLDER = pathlib.Path(__file__).parent
+
+def post(url, fields, path="chat/completions"):
+    body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/{path}", body)) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+def first_messages(episode):
+    return [{"role": "user", "content": episode.row.prompt}]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def chat(messages, answer):
+    message = answer["choices"][0]["message"]
+    return [*messages, message, user(message["content"][:3] + " go on")]
+
+@serve
+def in_thread(url, episode):
+    messages = first_messages(episode)
+    for number in range(3):
+        answer = post(url, {"model": "m", "messages": messages, "max_tokens": 5 + number, "stop": "e"})
+        messages = chat(messages, answer)
+
+async def post_async(url, fields):
+    host, port = url.split("/")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(fields).encode()
+    path = url.split(port, 1)[1] + "/chat/completions"
+    writer.write(f"POST {path} HTTP/1.0\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])
+
+@serve
+async def in_loop(url, episode):
+    messages = first_messages(episode)
+    for number in range(3):
+        fields = {"model": "m", "messages": messages, "max_completion_tokens": 5 + number, "stop": ["e"]}
+        answer = await post_async(url, fields)
+        await asyncio.sleep(random.SystemRandom().random() / 50)
+        messages = chat(messages, answer)
+
+@serve
+def as_events(url, episode):
+    messages = first_messages(episode)
+    for number in range(3):
+        fields = {"messages": messages, "max_tokens": 5 + number, "stop": "e", "stream": True}
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(fields).encode())
+        with urllib.request.urlopen(request) as answer:
+            events = [line[6:] for line in answer.read().decode().splitlines() if line]
+        assert events.pop() == "[DONE]"
+        (choice,) = json.loads(events[0])["choices"]
+        messages = chat(messages, {"choices": [{"message": choice["delta"]}]})
+
+def once(name):
+    try:
+        (FOLDER / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+@serve
+def dies_once(url, episode):
+    messages = first_messages(episode)
+    for number in range(3):
+        if number == 2 and episode.row.place == "f:26" and once("death"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = post(url, {"messages": messages, "max_tokens": 5 + number, "stop": "e"})
+        messages = chat(messages, answer)
+
+@serve
+def by_generate(url, episode):
+    ids, root = episode.prompt_ids, url.removesuffix("/v1")
+    for number in range(3):
+        params = {"max_tokens": 4, "temperature": 1, "logprobs": 1, "stop_token_ids": [1]}
+        fields = {"token_ids": ids, "sampling_params": params}
+        (choice,) = post(root, fields, "inference/v1/generate")["choices"]
+        entries = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
+        assert [entry["logprob"] for entry in entries] == episode.turns[-1].logprobs
+        ids = [*ids, *choice["token_ids"], 7, 8 + number]
+
+@serve
+def by_completion(url, episode):
+    ids = episode.prompt_ids
+    for number in range(3):
+        fields = {"prompt": ids, "max_tokens": 4, "return_token_ids": True, "logprobs": 1}
+        answer = post(url, fields, "completions")
+        (choice,) = answer["choices"]
+        assert choice["logprobs"]["token_logprobs"] == episode.turns[-1].logprobs
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        ids = [*ids, *choice["token_ids"], 7, 8 + number]
+
+@serve
+def in_branches(url, episode):
+    said = [user("be brief " + episode.row.prompt)]
+    for number in range(2):
+        answer = post(url, {"messages": said, "max_tokens": 5})
+        said = [*said, answer["choices"][0]["message"], user("go on")]
+    ids = [*episode.prompt_ids, 8]
+    (choice,) = post(url, {"prompt": ids[:-1], "max_tokens": 4, "return_token_ids": True}, "completions")["choices"]
+    post(url, {"prompt": [*ids, *choice["token_ids"]], "max_tokens": 4}, "completions")
+
+@serve
+def by_text(url, episode):
+    prompt = episode.row.prompt
+    for reply in ("ab", "cd", ""):
+        (choice,) = post(url, {"prompt": prompt, "max_tokens": 4}, "completions")["choices"]
+        prompt += choice["text"] + reply
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Functions of the file above in their workers, which are killed when the test is over."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
+    loaded = []
+
+    def load_function(name, **options):
+        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
+        return loaded[-1]
+
+    yield load_function
+    for workers in loaded:
+        workers.stop()
+
+
+def rollouts_of(rollout, num_steps=1, num_groups=5, *, is_chat=True, **options):
+    prompts = chat_prompts(120) if is_chat else None
+    return collected(make_collector(prompts, rollout=rollout, **options), num_steps, num_groups)
+
+
+def in_turns(episode):
+    """What the programs above ask for."""
+    turn = yield episode.generate(max_tokens=5, stop="e")
+    for number in (1, 2):
+        said = turn.text.partition("e")[0]
+        reply = {"role": "user", "content": said[:3] + " go on"}
+        turn = yield episode.generate(after=reply, max_tokens=5 + number, stop="e")
+
+
+def of_ids(episode):
+    yield episode.generate(max_tokens=4)
+    yield episode.generate(after=[7, 8], max_tokens=4)
+    yield episode.generate(after=[7, 9], max_tokens=4)
+
+
+def of_text(episode):
+    yield episode.generate(max_tokens=4)
+    yield episode.generate(after="ab", max_tokens=4)
+    yield episode.generate(after="cd", max_tokens=4)
+
+
+def of_branches(episode):
+    own = episode.branch([{"role": "user", "content": "be brief " + episode.row.prompt}])
+    yield own.generate(max_tokens=5)
+    yield own.generate(after={"role": "user", "content": "go on"}, max_tokens=5)
+    turn = yield episode.generate(max_tokens=4)
+    yield episode.branch([*episode.prompt_ids, 8, *turn.ids]).generate(max_tokens=4)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
+def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
+    assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
+
+
+@pytest.mark.parametrize(("name", "is_chat"), [("by_generate", True), ("by_completion", False)])
+def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, name, is_chat):
+    assert rollouts_of(load(name), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
+
+
+def test_what_continues_nothing_is_a_branch_as_a_function_begins_one(load):
+    assert rollouts_of(load("in_branches")) == rollouts_of(of_branches)
+
+
+def test_text_is_continued_by_its_prefix(load):
+    assert rollouts_of(load("by_text"), is_chat=False) == rollouts_of(of_text, is_chat=False)
+
+
+@pytest.mark.parametrize("name", ["in_loop", "in_thread"])
+def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
+    """The program is run again, and gets the answers that it got."""
+    options = {"decode_budget": 6, "max_staleness": 3}
+    expected = rollouts_of(in_turns, 4, 2, **options)
+    first = make_collector(chat_prompts(120), rollout=load(name), **options)
+    before = collected(first, 2, 2)
+    second = make_collector(chat_prompts(120), rollout=load(name, num_workers=2), **options)
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    after = []
+    for step in (2, 3):
+        groups = second.collect(2, weight_version=step)
+        after.append([r.tokens.tolist() for r in groups.rewarded.rollouts])
+    assert before == expected[:2]
+    assert after == [[row[2] for row in step] for step in expected[2:]]
+
+
+def test_a_program_whose_process_died_gets_the_answers_that_it_got(load):
+    workers = load("dies_once", num_workers=2)
+    pids = [worker.pid for worker in workers.workers]
+    assert rollouts_of(workers, 2) == rollouts_of(in_turns, 2)
+    assert sum(is_alive(pid) for pid in pids) == 1
+
+
+OPENAI = """
+import asyncio, openai
+from minirl.collect.endpoint import run_program, serve
+
+@serve
+async def client_async(url, episode):
+    client = openai.AsyncOpenAI(base_url=url, api_key="-")
+    messages = [{"role": "user", "content": episode.row.prompt}]
+    for number in range(3):
+        completion = await client.chat.completions.create(
+            model="m", messages=messages, max_tokens=5 + number, stop="e", temperature=1.0, logprobs=True
+        )
+        (choice,) = completion.choices
+        assert [entry.logprob for entry in choice.logprobs.content] == episode.turns[-1].logprobs
+        messages.append(choice.message)
+        messages.append({"role": "user", "content": choice.message.content[:3] + " go on"})
+
+@serve
+def client_sync(url, episode):
+    client = openai.OpenAI(base_url=url, api_key="-")
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages = [{"role": "user", "content": [{"type": "text", "text": episode.row.prompt}]}]
+    for number in range(3):
+        text = ""
+        for chunk in client.chat.completions.create(
+            model="m", messages=messages, max_completion_tokens=5 + number, stop=["e"], stream=True
+        ):
+            text += chunk.choices[0].delta.content
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "user", "content": text[:3] + " go on"})
+
+AGENT = '''
+import openai, sys
+client = openai.OpenAI()
+messages = [{"role": "user", "content": sys.stdin.read()}]
+for number in range(3):
+    completion = client.chat.completions.create(model="m", messages=messages, max_tokens=5 + number, stop="e")
+    message = completion.choices[0].message
+    messages += [message.model_dump(), {"role": "user", "content": message.content[:3] + " go on"}]
+print(len(messages))
+'''
+
+@serve
+async def client_program(url, episode):
+    import sys
+    printed = await run_program(url, sys.executable, "-c", AGENT, text=episode.row.prompt)
+    assert printed == "7\\n"
+"""
+
+
+@pytest.mark.parametrize("name", ["client_async", "client_sync", "client_program"])
+def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path, name):
+    pytest.importorskip("openai")
+    (tmp_path / "mine.py").write_text(OPENAI)
+    rollout = load(name, timeout_s=60)
+    assert rollouts_of(rollout, num_groups=3, group_size=2) == rollouts_of(
+        in_turns, num_groups=3, group_size=2
+    )
+
+
+async def echo(method, path, body):
+    if body == b"refuse":
+        raise HttpError(HTTPStatus.BAD_REQUEST, "no")
+    return Answer.of_json([method, path, len(body)])
+
+
+def at_session(conversation):
+    """Run `conversation(session, server)` with a session that echoes."""
+
+    async def run():
+        server = await of_this_loop()
+        assert server is await of_this_loop()
+        return await asyncio.wait_for(conversation(server.open(echo), server), 30)
+
+    return asyncio.run(run())
+
+
+async def connect(session):
+    host, port = session.url.split("/")[2].split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def head(session, path="/v1/x", size=0, *more):
+    target = "/" + session.url.split("/")[3] + path
+    return "\r\n".join((f"POST {target} HTTP/1.1", f"Content-Length: {size}", *more, "", "")).encode()
+
+
+async def read_answer(reader):
+    """The status and the JSON of an answer."""
+    text = (await reader.readuntil(b"\r\n\r\n")).decode()
+    size = int(re.search(r"Content-Length: (\d+)", text)[1])
+    return int(text.split()[1]), json.loads(await reader.readexactly(size))
+
+
+async def ask(session, sent, *, end=False):
+    """The status and JSON that come for these bytes, and whether the connection is closed then."""
+    reader, writer = await connect(session)
+    writer.write(sent)
+    if end:
+        writer.write_eof()
+    status, answer = await read_answer(reader)
+    is_closed = False
+    with contextlib.suppress(TimeoutError):
+        is_closed = await asyncio.wait_for(reader.read(), 0.2) == b""
+    writer.close()
+    return status, answer, is_closed
+
+
+def test_requests_on_one_connection_are_answered_one_after_another():
+    async def conversation(session, _):
+        reader, writer = await connect(session)
+        writer.write(head(session, "/v1/a?b=c", 3) + b"abc" + head(session, "/v1/x", 6) + b"refuse")
+        assert await read_answer(reader) == (200, ["POST", "v1/a", 3])
+        status, answer = await read_answer(reader)
+        error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+        assert (status, answer) == (400, {"error": error})
+        for pause in range(3):
+            writer.write(head(session, f"/{pause}"))
+            await asyncio.sleep(0.01)
+        for pause in range(3):
+            assert await read_answer(reader) == (200, ["POST", f"{pause}", 0])
+        writer.close()
+
+    at_session(conversation)
+
+
+def test_an_early_end_of_what_is_sent_does_not_keep_the_answer_back():
+    """A half-closed connection, and HTTP/1.0."""
+
+    async def conversation(session, _):
+        sent = head(session, size=3) + b"abc"
+        assert await ask(session, sent, end=True) == (200, ["POST", "v1/x", 3], True)
+        old = sent.replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert await ask(session, old) == (200, ["POST", "v1/x", 3], True)
+        asks_first = head(session, "/v1/x", 3, "Expect: 100-continue")
+        reader, writer = await connect(session)
+        writer.write(asks_first)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert await read_answer(reader) == (200, ["POST", "v1/x", 3])
+        writer.close()
+
+    at_session(conversation)
+
+
+HUGE = 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "said"),
+    [
+        (lambda s: b"nonsense\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: b"GET /x HTTP/2.0\r\n\r\n", 400, "this is no HTTP/1.1"),
+        (lambda s: head(s).replace(b": 0", b" 0"), 400, "this is no HTTP/1.1"),
+        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it has ended, or never was"),
+        (lambda s: head(s).replace(b"/v1", b"x/v1"), 404, "no episode has this URL"),
+        (lambda s: b"POST " + b"x" * 10_000_000, 431, "head has more than 32768 bytes"),
+        (lambda s: head(s, "/v1", 0, *["a: b"] * 10_000), 431, "head has more than 32768 bytes"),
+        (lambda s: head(s, "/v1", "-1"), 400, "Content-Length: '-1': expected a number"),
+        (lambda s: head(s, "/v1", 3, "content-length: 4"), 400, "Content-Length: '3, 4': expected a number"),
+        (lambda s: head(s, "/v1", "9" * 9999), 413, "bytes; at most"),
+        (
+            lambda s: head(s, "/v1", HUGE) + b"x" * HUGE,
+            413,
+            "the request has 100000000 bytes; at most 4194304",
+        ),
+        (lambda s: head(s, "/v1", 0, "Transfer-Encoding: chunked"), 411, "send it with Content-Length"),
+    ],
+)
+def test_row_60_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(make, status, said):
+    async def conversation(session, _):
+        found, answer, is_closed = await ask(session, make(session))
+        assert (found, is_closed) == (status, True)
+        assert said in answer["error"]["message"]
+        assert (await ask(session, head(session)))[0] == 200
+
+    at_session(conversation)
+
+
+@pytest.mark.parametrize("is_body", [True, False])
+def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
+    monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
+
+    async def conversation(session, server):
+        reader, writer = await connect(session)
+        for letter in head(session, size=100) if is_body else b"POST /":
+            writer.write(bytes([letter]))
+        begin = time.monotonic()
+        answer = await reader.read()
+        assert 0.2 < time.monotonic() - begin < 5
+        assert (b"408 Request Timeout" in answer) == is_body
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert server._num_connections == 0
+
+    at_session(conversation)
+
+
+def test_row_60_more_connections_than_there_may_be_are_refused(monkeypatch):
+    monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
+
+    async def conversation(session, server):
+        connections = [await connect(session) for _ in range(5)]
+        status, answer, _ = await ask(session, head(session))
+        assert (status, answer["error"]["message"]) == (503, "more than 5 connections are open")
+        for _, writer in connections:
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert (await ask(session, head(session)))[0] == 200
+        await asyncio.sleep(0.05)
+        assert server._num_connections == 0
+
+    at_session(conversation)
+
+
+def test_a_session_that_ends_closes_its_connections_and_no_others():
+    async def conversation(session, server):
+        other = server.open(echo)
+        assert other.url != session.url
+        reader, writer = await connect(session)
+        for used in (other, session):
+            writer.write(head(used))
+            assert (await read_answer(reader))[0] == 200
+        server.close(other)
+        writer.write(head(session))
+        assert (await read_answer(reader))[0] == 200
+        server.close(session)
+        assert await reader.read() == b""
+        writer.close()
+        assert (await ask(session, head(session)))[0] == 404
+
+    at_session(conversation)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+HI = {"role": "user", "content": "hi"}
+
+
+def made_episode(*, is_chat=True, temperature=1.0):
+    row = Row("hi", {}, "f:1")
+    return Episode(row, 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
+
+
+def read(fields, path="v1/chat/completions", **options):
+    return read_request(path, json.dumps(fields).encode(), made_episode(**options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "is no JSON object"),
+        ({}, "messages: expected a list of one or more"),
+        ({"messages": "hi"}, "messages: expected a list"),
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": ["hi"]}, r"messages\[0\]: expected an object"),
+        ({"messages": [HI, {"content": "a"}]}, r"messages\[1\]: has no role"),
+        ({"messages": [HI, {"role": 1}]}, r"messages\[1\]: role: expected text"),
+        ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]: content: expected text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair"),
+        ({"messages": [{**HI, "content": [{"type": "image_url"}]}]}, "content: only text is possible here"),
+        ({"messages": [{**HI, "tool_calls": 3}]}, "tool_calls: expected calls"),
+        ({"messages": [{**HI, "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls: expected calls"),
+        ({"messages": [{**HI, "mood": 3}]}, r"messages\[0\]: 'mood': not known here"),
+        ({"n": 2}, "n: only 1 is possible here; leave it out"),
+        ({"n": True}, "n: only 1 is possible here"),
+        ({"top_p": 0.9}, "top_p: only 1 is possible here"),
+        ({"logit_bias": {"3": 4}}, "logit_bias: only {} is possible here"),
+        ({"response_format": {"type": "json_object"}}, "response_format: only {'type': 'text'} is possible"),
+        ({"tool_choice": "required"}, "tool_choice: only 'auto' is possible here"),
+        ({"top_logprobs": 5}, "top_logprobs: only 0 is possible here"),
+        ({"temperature": 0.7}, "temperature: this run samples with 1; leave it out"),
+        ({"temperature": "1"}, "temperature: this run samples with 1"),
+        ({"max_tokens": 0}, "max_tokens: expected a number from 1 on"),
+        ({"max_tokens": 3, "max_completion_tokens": 2.5}, "max_tokens: expected a number"),
+        ({"stop": 3}, "stop: expected text or a list of texts"),
+        ({"stop": ["a", 3]}, "stop: expected text or a list of texts"),
+        ({"stop": ["a", ""]}, "stop: '' and U.FFFD end no text"),
+        ({"stop": "\ud800"}, "stop: half a surrogate pair"),
+        ({"stream": 1}, "stream: expected true or false"),
+        ({"tools": []}, None),
+        ({"tools": [TOOL]}, None),
+        ({"tools": [{**TOOL, "type": "x"}]}, r"tools: they are not the run's \['add'\]"),
+        ({"beams": 3, "heat": 3}, "'beams, heat': not known here; leave it out"),
+        (
+            {"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False},
+            None,
+        ),
+    ],
+)
+def test_a_request_for_what_the_run_does_not_do_is_refused_by_its_field(fields, said):
+    if isinstance(fields, dict) and fields and "messages" not in fields:
+        fields = {"messages": [HI], **fields}
+    if said is None:
+        assert read(fields).prompt == [HI]
+        return
+    with pytest.raises(HttpError, match=said) as raised:
+        read(fields)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "options", "said"),
+    [
+        ("v1/embeddings", b"{}", {}, "there is no /v1/embeddings; there are /v1/chat/completions, /v1/comp"),
+        ("v1/completions", b"{", {}, "the request is no JSON"),
+        ("v1/completions", b"\xff", {}, "the request is no JSON"),
+        ("v1/completions", b"[" * 100_000, {}, "the request is no JSON"),
+        ("v1/completions", b'{"prompt": "hi"}', {}, "prompt: the run's prompts are messages"),
+        ("v1/completions", b'{"prompt": ["hi"]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": []}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [true]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [-1]}', {}, "prompt: expected token ids"),
+        ("v1/completions", b'{"prompt": [1], "stream": true}', {}, "stream: only chat completions"),
+        ("v1/completions", b'{"prompt": "\\ud800"}', {"is_chat": False}, "half a surrogate pair"),
+        (
+            "v1/chat/completions",
+            b'{"messages": [1]}',
+            {"is_chat": False},
+            "no template is applied; see --chat",
+        ),
+        ("inference/v1/generate", b"{}", {}, "token_ids: expected token ids"),
+        ("inference/v1/generate", b'{"sampling_params": 3}', {}, "sampling_params: expected an object"),
+        ("inference/v1/generate", b'{"sampling_params": {"top_k": 5}}', {}, "top_k: only -1 is possible"),
+        ("inference/v1/generate", b'{"features": 3}', {}, "'features': not known here"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(path, body, options, said):
+    with pytest.raises(HttpError, match=said):
+        read_request(path, body, made_episode(**options))
+
+
+def test_a_greedy_evaluation_takes_any_temperature():
+    assert read({"messages": [HI], "temperature": 0.7}, temperature=0).prompt == [HI]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
+
+
+def sampled_turn(branch, text="yes", finish_reason="stop", **said):
+    """A turn of one token per letter, with this message; None for one that nobody can read."""
+
+    def message():
+        if "message" in said:
+            raise InputError("no response template")
+        return {"role": "assistant", "content": text, **said}
+
+    ids = [ord(letter) for letter in text]
+    prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
+    where = {"branch": branch.number, "start": len(branch.tokens), "limit": 50, "prompt_ids": prompt_ids}
+    reader = TurnReader(text=lambda: text, message=message, answer=lambda: text)
+    logprobs, versions = [-0.5] * len(ids), [0] * len(ids)
+    return Turn(ids, logprobs, versions, finish_reason, appended=[], inserted=[], reader=reader, **where)
+
+
+def drive(program, *turns, **options):
+    """What a program asks for when it gets these turns; closes it where it asks for more. `program(post, episode)`."""
+
+    async def with_post(url, episode):
+        return await program(functools.partial(post, url), episode)
+
+    async def run():
+        episode = made_episode(**options)
+        asked = []
+        rollout = serve(with_post)(episode)
+        with contextlib.suppress(StopAsyncIteration):
+            asked.append(await rollout.asend(None))
+            for fields in turns:
+                branch = episode.branches[asked[-1].branch]
+                turn = sampled_turn(branch, **fields)
+                branch.add(turn)
+                asked.append(await rollout.asend(turn))
+        await rollout.aclose()
+        return asked
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def post(url, path="/chat/completions", method="POST", **fields):
+    """The status and the JSON of what is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2].split(":")[1]))
+    body = json.dumps(fields).encode()
+    target = "/" + url.split("/", 3)[3] + path
+    writer.write(f"{method} {target} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    try:
+        return await read_answer(reader)
+    finally:
+        writer.close()
+
+
+def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode():
+    result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
+
+    async def program(post, _):
+        status, answer = await post(messages=[HI], tools=[TOOL], return_token_ids=True, logprobs=True)
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        (call,) = message["tool_calls"]
+        assert (status, choice["finish_reason"], message["content"]) == (200, "tool_calls", "so")
+        assert message["reasoning_content"] == "hm"
+        function = {"name": "add", "arguments": '{"a": "é", "b": [1, 2]}'}
+        assert call == {"id": "c00001000", "type": "function", "function": function}
+        assert choice["token_ids"] == [115, 111]
+        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+        entry = {"token": "token_id:115", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+        assert choice["logprobs"]["content"][0] == entry
+        # As programs send it back: without the reasoning, with other spaces, with fields of None.
+        call["function"]["arguments"] = '{"b":[1,2],"a":"\\u00e9"}'
+        back = {"role": "assistant", "content": "so", "tool_calls": [call], "refusal": None}
+        await post(messages=[HI, back, {**result, "name": None}])
+
+    so = {"text": "so", "tool_calls": [CALL], "reasoning_content": "hm"}
+    first, second = drive(program, so, {})
+    assert (first.after, first.stop, first.max_tokens) == ("", (), None)
+    assert second.after == [result]
+
+
+def test_a_stop_string_is_not_a_part_of_what_a_program_gets():
+    async def program(post, episode):
+        _, answer = await post(messages=[HI], stop=["Z", "Obs"])
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I see. ", "stop")
+        await post(messages=[HI, choice["message"], HI])
+
+    first, second = drive(program, {"text": "I see. Obs:"}, {})
+    assert (first.stop, second.after) == (("Z", "Obs"), [HI])
+
+
+def test_an_answer_that_nobody_can_read_is_its_text():
+    async def program(post, _):
+        _, answer = await post(messages=[HI])
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    drive(program, {"message": None, "finish_reason": "length"})
+
+
+def test_an_answer_of_calls_alone_has_no_text():
+    async def program(post, _):
+        _, answer = await post(messages=[HI])
+        assert answer["choices"][0]["message"]["content"] == ""
+        await post(messages=[HI, {**answer["choices"][0]["message"], "content": None}, HI])
+
+    asked = drive(program, {"content": None, "tool_calls": [CALL]}, {})
+    assert [generate.branch for generate in asked] == [0, 0]
+
+
+def test_an_answer_comes_as_a_stream_of_events_with_calls_numbered():
+    async def program(post, _):
+        with pytest.raises(json.JSONDecodeError) as raised:
+            await post(messages=[HI], stream=True, stream_options={"include_usage": True})
+        first, second, end, _ = raised.value.doc.split("\n\n")
+        (choice,) = json.loads(first.removeprefix("data: "))["choices"]
+        assert (choice["finish_reason"], choice["delta"]["content"]) == ("tool_calls", "yes")
+        assert choice["delta"]["tool_calls"][0]["index"] == 0
+        second = json.loads(second.removeprefix("data: "))
+        assert (second["choices"], second["usage"]["completion_tokens"]) == ([], 3)
+        assert end == "data: [DONE]"
+
+    drive(program, {"tool_calls": [CALL]})
+
+
+def test_requests_that_come_together_are_answered_in_the_order_in_which_they_came():
+    async def program(post, episode):
+        ids = [5, 6]
+        first = asyncio.create_task(post(path="/completions", prompt=ids, max_tokens=3))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(post(path="/completions", prompt=[*ids, *b"one"], max_tokens=4))
+        third = asyncio.create_task(post(path="/models", method="GET"))
+        assert (await third)[1]["data"][0]["max_model_len"] == 52
+        assert [(await task)[1]["choices"][0]["text"] for task in (first, second)] == ["one", "two"]
+
+    asked = drive(program, {"text": "one"}, {"text": "two"})
+    assert [generate.max_tokens for generate in asked] == [3, 4]
+
+
+def test_what_is_refused_is_no_turn_and_the_episode_goes_on():
+    async def program(post, episode):
+        assert (await post(messages=[HI], n=2))[0] == 400
+        assert (await post(path="/x"))[0] == 404
+        assert (await post(method="GET"))[0] == 405
+        status, answer = await post(messages=[HI])
+        message = answer["choices"][0]["message"]
+        assert status == 200
+        status, answer = await post(messages=[HI, message])
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        episode.max_tokens = 3
+        status, answer = await post(messages=[HI, message, HI])
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    assert len(drive(program, {})) == 1
+
+
+def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
+    statuses = []
+
+    async def ask_once(url):
+        statuses.append((await post(url, messages=[HI]))[0])
+
+    async def program(url, episode):
+        await asyncio.gather(*(ask_once(url) for _ in range(100)))
+
+    async def run():
+        rollout = serve(program)(made_episode())
+        await rollout.asend(None)
+        while len(statuses) < 36:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await rollout.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert statuses == [429] * 36
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), StopIteration()])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_row_60_what_a_program_raises_is_its_episodes_error(error, is_async):
+    async def program(url, episode):
+        raise error
+
+    def program_in_thread(url, episode):
+        raise error
+
+    async def run():
+        await serve(program if is_async else program_in_thread)(made_episode()).asend(None)
+
+    with pytest.raises((ValueError, RuntimeError)):
+        asyncio.run(run())
+
+
+def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started(tmp_path):
+    """A coroutine, even one that does not let itself be cancelled; a thread that asks; a process."""
+    seen = []
+
+    async def stubborn(url, episode):
+        try:
+            await post(url, messages=[HI])
+        finally:
+            seen.append("cancelled")
+            await asyncio.sleep(1000)
+
+    def threaded(url, episode):
+        asyncio.run(ask_twice(url))
+
+    async def ask_twice(url):
+        seen.append((await post(url, messages=[HI]))[0])
+        seen.append((await post(url, messages=[HI]))[0])
+
+    async def starting(url, episode):
+        asking = asyncio.create_task(post(url, messages=[HI]))
+        try:
+            await run_program(url, "sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+        finally:
+            await asking
+
+    async def run():
+        for program in (stubborn, threaded, starting):
+            rollout = serve(program)(made_episode())
+            await rollout.asend(None)
+            while program is starting and not (tmp_path / "pid").exists():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            await rollout.aclose()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert seen == ["cancelled", 410, 404]
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_command_has_the_url_and_a_text_and_gives_what_it_prints():
+    async def run():
+        assert (
+            await run_program("http://a", "sh", "-c", "cat; echo $OPENAI_BASE_URL", text="hi ")
+            == "hi http://a\n"
+        )
+        printed = await run_program(
+            "http://a", "sh", "-c", "yes | head -c 100000000; echo end", text="x" * 10_000_000
+        )
+        assert len(printed) == 1 << 20
+        assert printed.endswith("y\nend\n")
+        with pytest.raises(RuntimeError, match="sh ended with exit code 3\noh"):
+            await run_program("http://a", "sh", "-c", "echo oh >&2; exit 3")
+        with pytest.raises(FileNotFoundError):
+            await run_program("http://a", "no-such-program")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+HOSTILE = """
+@serve
+async def silent(url, episode):
+    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    await asyncio.sleep(1000)
+
+@serve
+def silent_thread(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    time.sleep(1000)
+
+@serve
+def raises(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    raise KeyError("no such tool")
+
+@serve
+def exits(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    sys.exit(3)
+
+@serve
+def flood(url, episode):
+    fields = {"messages": first_messages(episode), "max_tokens": 3}
+    threads = [threading.Thread(target=post, args=(url, fields)) for _ in range(100)]
+    for body in (b"{", b"[]", b"x" * 10_000_000, b"[" * 1_000_000):
+        assert "error" in post(url, body)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    raise KeyError("all have been answered")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("silent", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("silent_thread", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
+        ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
+        ("flood", r"raised\n(.|\n)*KeyError: 'all have been answered'"),
+    ],
+)
+def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
+    (tmp_path / "mine.py").write_text(SOURCE + HOSTILE)
+    workers = load(name, timeout_s=20 if name == "flood" else 0.7)
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
+        rollouts_of(workers, num_groups=2, group_size=2)
+    workers.stop()
+    assert not any(is_alive(worker.pid) for worker in workers.workers)
+
+
+def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
+    """A system's message of the program's own, a history without its thoughts, the same question once more."""
+    system = {"role": "system", "content": "be brief"}
+
+    async def program(post, episode):
+        own = [system, HI]
+        for _ in range(2):
+            status, answer = await post(messages=own)
+            assert status == 200
+            own += [answer["choices"][0]["message"], HI]
+        assert answer["usage"]["prompt_tokens"] == 5
+        await post(messages=[HI])
+        await post(messages=[HI])
+        await post(messages=[system, HI, {"role": "assistant", "content": "otherwise"}, HI])
+        await post(messages=own)
+        await post(path="/completions", prompt=[5, 6, *b"yesyesyes"], max_tokens=3)
+        await post(path="/completions", prompt=[9, 9], max_tokens=3)
+        await post(path="/completions", prompt=[9, 9, *b"yes", 7], max_tokens=3)
+
+    asked = drive(program, *[{}] * 9)
+    assert [generate.branch for generate in asked] == [1, 1, 0, 2, 3, 1, 1, 4, 4]
+    assert asked[0].prompt == [system, HI]
+    assert [generate.after for generate in asked[:4]] == ["", [HI], "", ""]
+    assert (asked[7].prompt, asked[8].after) == ([9, 9], [7])
+
+
+def test_a_branch_shows_templates_the_calls_in_its_history():
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    history = [HI, {"role": "assistant", "content": None, "tool_calls": calls}, HI]
+
+    async def program(post, episode):
+        await post(messages=history)
+
+    (generate,) = drive(program, {})
+    assert generate.prompt[1]["content"] == ""
+    assert generate.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_the_documented_agent_is_rewarded_for_its_last_answer():
+    pytest.importorskip("openai")
+    example = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "examples" / "openai_agent.py"))
+    given = []
+
+    async def run():
+        episode = made_episode()
+        episode.row.columns["answer"] = 1200.0
+        episode.reward = lambda value, name: given.append((name, value))
+        rollout = example["agent"](episode)
+        asked = await rollout.asend(None)
+        for text in ("so 3", "so 1,200."):
+            episode.add(sampled_turn(episode, text))
+            with contextlib.suppress(StopAsyncIteration):
+                asked = await rollout.asend(episode.turns[-1])
+        assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert given == [("reward", 1.0)]
