@@ -206,7 +206,7 @@ def test_the_task_holds_out_pairs_and_its_calls_are_rare_examples():
 def test_the_page_shows_the_function_of_the_example():
     """In full, and it has fewer than 15 lines."""
     _, _, function = EXAMPLE.read_text().partition("def calculator")
-    assert function in (ROOT / "docs" / "episodes.md").read_text()
+    assert function in (ROOT / "docs" / "environments.md").read_text()
     assert function.count("\n") < 15
 
 

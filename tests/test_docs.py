@@ -3,16 +3,25 @@
 import inspect
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train_grpo
 import train_ppo
 from minirl import errors
 from minirl.collect.collector import Collector
 from minirl.collect.episode import Episode, Turns
+from minirl.collect.rollout_workers import load_rollout
+from minirl.data.tools import tool_schemas
+from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
+from support.collecting import chat_prompts, sums
+from support.engines import cached_model, make_engine
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import run_in_pool
 from support.texts import TOKENS, save_tokenizer
@@ -28,6 +37,15 @@ def some(completions):
     return [None if len(c) % 2 else 1.0 for c in completions]
 def few(completion_ids):
     return [None if len(ids) % 2 else -float(len(ids)) for ids in completion_ids]
+"""
+
+# What an agent in another language does.
+PROGRAM = """
+import json, os, sys, urllib.request
+body = {"model": "any", "messages": [{"role": "user", "content": sys.stdin.read()}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
 """
 
 
@@ -108,19 +126,139 @@ def test_every_flag_that_a_page_names_exists(page):
     assert {flag for flag in named if not flag.startswith("--no-")} | negated <= known
 
 
-def test_the_rollouts_and_the_notebook_of_a_page_run(tmp_path, monkeypatch, capsys):
-    """The functions too, on the notebook's engine."""
+def anchors(page):
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def python_blocks(name):
+    """The Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
+def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
-    *functions, notebook = re.findall(r"```python\n(.*?)```", (DOCS / "rollouts.md").read_text(), re.DOTALL)
-    names = {"Episode": Episode, "Turns": Turns, "look_up": str.upper}
-    exec(notebook, names)
+    (notebook,) = python_blocks("rollouts.md")
+    exec(notebook, {})
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
-    assert len(functions) == 2
-    for function in functions:
-        exec(function, names)
-        rewards = {"brevity": names["brevity"]}
-        collector = Collector(
-            names["engine"], names["prompts"], rewards, rollout=names["rollout"], group_size=2
-        )
-        assert len(collector.collect(2).rewarded.rollouts) == 4
+
+
+def rollouts_of(rollout, rewards):
+    """Twelve, in a chat."""
+    engine = make_engine(cached_model("mixed", torch.float32))
+    collector = Collector(engine, chat_prompts(200), rewards or {"sums": sums}, rollout=rollout, group_size=3)
+    return collector.collect(4).rewarded.rollouts
+
+
+ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in block]
+
+
+@pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
+def test_the_rollouts_of_a_page_run(monkeypatch, source):
+    """In a chat whose model calls a tool, and then writes what cannot be read, in each turn with an "a"."""
+
+    def parsed(tokenizer, ids, before):
+        call = {"function": {"name": "lookup", "arguments": {"query": "a"}}}
+        found = {"tool_calls": [call], "parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
+        return {"role": "assistant", "content": "", **found}
+
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", parsed)
+    names = {
+        "Episode": Episode,
+        "Turns": Turns,
+        "look_up": str.upper,
+        "run_tool": lambda name, arguments: f"{name} found {arguments['query']}",
+        "reply_to": str.upper,
+        "is_right": bool,
+    }
+    exec(re.sub("</?query>", "e", source), names)
+    rewards = {name: EpisodeReward(name) for name in ("answer", "format") if "return {" in source}
+    rollouts = rollouts_of(names["rollout"], rewards)
+    assert len(rollouts) == 4 * 3
+    assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = yield" in source)
+
+
+def test_the_tools_that_a_script_tells_of_have_schemas():
+    (source,) = (block for block in python_blocks("episodes.md") if "def lookup" in block)
+    names = {"Run": lambda config, name, tools: tool_schemas(tools), "config": None}
+    exec(source, names)
+    (schema,) = names["run"]
+    assert schema["function"]["parameters"]["properties"]["query"]["description"] == "The term."
+
+
+def test_a_reward_of_groups_on_a_page_runs():
+    (source,) = (block for block in python_blocks("episodes.md") if "def shorter" in block)
+    names = {}
+    exec(source, names)
+    assert names["shorter"]([SimpleNamespace(text=text) for text in ("abc", "a", "ab")]) == [0.0, 2.0, 1.0]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(line, name, before)`: the block of a page with this line, behind what it leaves out, in its processes."""
+    loaded = []
+
+    def load_block(line, name, before="", kind="rollout"):
+        (source,) = (block for block in python_blocks("environments.md") if line in block)
+        (tmp_path / "mine.py").write_text(before + re.sub("</query>", "e", source))
+        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", kind=kind))
+        return loaded[-1]
+
+    yield load_block
+    for workers in loaded:
+        workers.stop()
+
+
+def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
+    ask = "async def ask(text):\n    return text.upper()\n"
+    rollouts = rollouts_of(load("async def search", "search", ask), {})
+    assert any(len(rollout.episode.turns) > 1 for rollout in rollouts)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "package"),
+    [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
+)
+def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
+    """The program is one of Python in place of node, put in its place by a path."""
+    pytest.importorskip(package)
+    program = tmp_path / "node"
+    program.write_text(f"#!{sys.executable}\n{PROGRAM}")
+    program.chmod(0o755)
+    before = f"import os\nos.environ['PATH'] = {str(tmp_path)!r} + os.pathsep + os.environ['PATH']\n"
+    rollouts = rollouts_of(load(line, name, before), {"reward": EpisodeReward()})
+    assert {len(rollout.episode.turns) for rollout in rollouts} == {1}
+    assert {turn.rewards["reward"] for rollout in rollouts for turn in rollout.episode.turns} <= {0.0, 1.0}
+
+
+def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(load, tmp_path):
+    (tool,) = load("def multiply", "multiply", kind="tools").tools
+    assert tool["function"]["parameters"]["required"] == ["a", "b"]
+    (tool,) = load("class Guess", "Guess", kind="environment").tools
+    assert tool["function"]["name"] == "guess"
+    game = runpy.run_path(str(tmp_path / "mine.py"))["Guess"]()
+    assert game.reset(target=7, prompt=[]).strip()
+    assert [game.guess(3), game.guess(9), game.get_reward()] == ["higher", "lower", 0.0]
+    assert [game.guess(7), game.get_reward()] == ["right", 1.0]
+    (source,) = (block for block in python_blocks("environments.md") if "def score" in block)
+    names = {}
+    exec(source, names)
+    conversations = [[{"content": "12"}, {"content": text}] for text in ("it is 12", "no")]
+    assert names["score"](messages=conversations, answer=["12", "12"], prompts=[]) == [1.0, 0.0]

@@ -1,4 +1,7 @@
-"""Play a text game of gymnasium's interface: `--rollout docs/examples/text_game.py:play --reward episode --chat`."""
+"""Play a text game of gymnasium's interface: `--rollout docs/examples/text_game.py:play --reward episode --chat`.
+
+Rows: {"prompt": "You play a game."}
+"""
 
 import random
 
