@@ -360,7 +360,7 @@ def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
         ({"name": "jsonl", "data": None}, "--task jsonl needs --data"),
         (
             {"name": "auto", "data": "a.jsonl"},
-            "needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k",
+            "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
         ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
         ({"name": "calculator", "data": "a.jsonl"}, "--task calculator .*leave out --data"),

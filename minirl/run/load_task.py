@@ -63,7 +63,8 @@ def load_task(
         task = load_gsm8k(data, eval_data)
     elif not functions and not reward_model:
         raise InputError(
-            "--data FILE.jsonl needs --reward FILE.py:FUNCTION, --reward-model DIR or --task gsm8k"
+            "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
+            "--reward-model DIR or --task gsm8k"
         )
     else:
         task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
