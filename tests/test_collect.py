@@ -1,5 +1,6 @@
 """The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -443,18 +444,28 @@ def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
     assert second._rewarded.texts == first._rewarded.texts
 
 
-def test_a_function_that_does_not_repeat_itself_is_refused_at_a_resume():
-    replies = iter("abcdefghijkl" * 99)
+def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys):
+    replies = ["a"]
 
     def moody(episode):
         yield episode.generate(max_tokens=3)
-        yield episode.generate(after=next(replies))
+        yield episode.generate(after=replies[-1])
 
     first = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
     first.collect(1)
     second = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
-    with pytest.raises(InputError, match=r"moody.*row at f:\d+.*appends other tokens than before"):
-        second.restore(first.state(), first.records())
+    second.num_served = first.num_served
+    paused = {tuple(record["id"]) for record in first.records() if record["finish_reason"] is None}
+    replies.append("b")
+    second.restore(first.state(), first.records())
+    assert second.take_num_restarted() == len(paused) > 0
+    assert "moody(episode), for the row at f:" in capsys.readouterr().out
+    rollouts = [r for _ in range(3) for r in second.collect(1, weight_version=7).rewarded.rollouts]
+    again = [r for r in rollouts if dataclasses.astuple(r.rollout_id) in paused]
+    assert len(again) == len(paused)
+    for rollout in again:
+        assert set(rollout.weight_version[rollout.loss_mask].tolist()) == {7}
+    assert second.take_num_restarted() == 0
 
 
 def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:

@@ -194,6 +194,7 @@ def add_turn(episode, tokenizer, asked, text):
         branch=asked.branch,
         start=len(branch.tokens),
         limit=1000,
+        prompt_ids=[],
         appended=[],
         reader=TurnReader(text=lambda: text, message=lambda: message, answer=lambda: text),
         inserted=list(asked.after) if isinstance(asked.after, list) else [],

@@ -698,6 +698,22 @@ def test_a_metric_that_is_not_finite_keeps_metrics_jsonl_valid(one_process, tmp_
     assert strict_json((tmp_path / "metrics.jsonl").read_text())["a"] == 1.0
 
 
+def test_row_48_secrets_in_results_of_tools_are_not_written(one_process, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
+    text = "KeyError: 'very-secret-value!'"
+    record = EpisodeRecord(
+        messages=[{"role": "tool", "content": text}], segments=[Segment("environment", text, 3)]
+    )
+    rollout = dataclasses.replace(make_rollout(2, 3), episode=record)
+    rewarded = RewardedRollouts(
+        [rollout], [Row("a", {}, "f:1")], [text], torch.zeros(1, 1), torch.tensor([False])
+    )
+    Logger(tmp_path, {}, wandb_mode="off").log_rollouts(1, rewarded, ["score"])
+    written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
+    assert written.count("'***'") == 3
+    assert "very-secret" not in written
+
+
 def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path):
     """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
     logger = Logger(tmp_path, {}, wandb_mode="off")
@@ -707,7 +723,11 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
         dataclasses.replace(
             make_rollout(1, 1, "length"),
             rollout_id=RolloutId(4, 0),
-            episode=EpisodeRecord(chat, [Segment("sampled", "2", 1)], [TurnRecord(0, 1, "length")]),
+            episode=EpisodeRecord(
+                messages=chat,
+                segments=[Segment("sampled", "2", 1)],
+                turns=[TurnRecord(0, 1, "length")],
+            ),
         ),
     ]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
@@ -725,9 +745,16 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
     episode = {
         "messages": chat,
-        "segments": [{"kind": "sampled", "text": "2", "num_tokens": 1}],
+        "segments": [{"kind": "sampled", "text": "2", "num_tokens": 1, "branch": 0}],
         "turns": [
-            {"start": 0, "num_tokens": 1, "finish_reason": "length", "parse_error": None, "rewards": {}}
+            {
+                "start": 0,
+                "num_tokens": 1,
+                "finish_reason": "length",
+                "branch": 0,
+                "parse_error": None,
+                "rewards": {},
+            }
         ],
     }
     assert strict_json(lines[0]).items() >= episode.items()

@@ -185,6 +185,10 @@ class Collector:
         """How many episodes of this rank have ended by a failure of the rollout function since the last call."""
         return self._runner.take_num_failed()
 
+    def take_num_restarted(self) -> int:
+        """How many of this rank's episodes in flight have begun anew at a resume since the last call."""
+        return self._runner.take_num_restarted()
+
     def take_num_tool_results(self) -> tuple[int, int]:
         """How many results of tools this rank's episodes got since the last call, and how many of them are errors."""
         return self._runner.take_num_tool_results()
@@ -213,7 +217,7 @@ class Collector:
     def restore(self, state: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what a checkpoint holds; `records` are those that are this rank's now. Not collective.
 
-        Raises InputError where the rollout function does not do again what it did.
+        An episode whose function does not do again what it did begins anew (`take_num_restarted`).
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])

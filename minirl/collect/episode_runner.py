@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from minirl.collect.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
@@ -173,6 +173,9 @@ class EpisodeRunner:
         self._num_sampled = 0
         self._num_failed = 0
         self._num_tool_results: Counter[bool] = Counter()
+        self._num_restarted = 0
+        # Of episodes that are not running yet.
+        self._kept_replies: list[tuple[int, Reply]] = []
         self._running: dict[int, RunningEpisode] = {}
         # Of all branches of the running episodes that have begun.
         self._number_of: dict[RolloutId, int] = {}
@@ -259,6 +262,11 @@ class EpisodeRunner:
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed
 
+    def take_num_restarted(self) -> int:
+        """How many paused episodes have begun anew since the last call."""
+        num_restarted, self._num_restarted = self._num_restarted, 0
+        return num_restarted
+
     def take_num_tool_results(self) -> tuple[int, int]:
         """How many results of tools were appended since the last call, and how many of them are errors, as TRL's."""
         results, self._num_tool_results = self._num_tool_results, Counter()
@@ -267,47 +275,74 @@ class EpisodeRunner:
     def restore(self, recorded: Sequence[RecordedEpisode]) -> list[RunningEpisode]:
         """Paused episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
-        Raises InputError if the function appends other tokens than it did, RolloutError if it fails.
+        One that then does something else than it did begins anew, and is counted. Raises InputError if a function may
+        not ask for what it asks for, RolloutError if it fails.
         """
         restored = [self.begin(one.request) for one in recorded]
-        left = {running.number: (running, one) for running, one in zip(restored, recorded, strict=True)}
+        left = {running.number: i for i, running in enumerate(restored)}
+        anew: set[int] = set()
         while left:
             for number, reply in self._host.replies(WAIT_S):
-                running, one = left[number]
-                if isinstance(reply, Failed):
-                    raise RolloutError(self._failure(running, reply.why))
-                if self._restore_turn(running, one, reply):
+                i = left[number]
+                if i in anew:
+                    self._kept_replies.append((number, reply))
                     del left[number]
+                    continue
+                if isinstance(reply, Failed):
+                    raise RolloutError(self._failure(restored[i], reply.why))
+                replay = self._replay_turn(restored[i], recorded[i], reply)
+                if replay == "goes on":
+                    continue
+                del left[number]
+                if replay == "differs":
+                    if not isinstance(reply, Ended):
+                        self._host.close(number)
+                    self._note_restart(restored[i])
+                    restored[i] = self.begin(recorded[i].request)
+                    left[restored[i].number] = i
+                    anew.add(i)
         self.take_num_tool_results()  # they were counted then
         return restored
 
-    def _restore_turn(self, running: RunningEpisode, recorded: RecordedEpisode, reply: Reply) -> bool:
-        """Give the next turn that was recorded to its function; returns whether there was none left."""
+    def _note_restart(self, running: RunningEpisode) -> None:
+        """Count an episode that begins anew; say so of the first one."""
+        self._num_restarted += 1
+        if self._num_restarted == 1:
+            print_here(
+                f"note: {self._place(running.episode)}: given the same turns as in the run that is resumed, it does "
+                "something else, and begins anew, see count/restarted; make it a function of its turns and of "
+                "episode.seed"
+            )
+
+    def _replay_turn(
+        self, running: RunningEpisode, recorded: RecordedEpisode, reply: Reply
+    ) -> Literal["goes on", "restored", "differs"]:
+        """Give the next turn that was recorded to its function, unless there is none left, or it asks for another."""
         new_ids = self._begin_turn(running, reply)
-        refuse(new_ids is None, f"{self._changed(running)}: it had a further turn, and now ends")
         present = running.present
-        assert present is not None
-        assert new_ids is not None
+        if new_ids is None or present is None:
+            return "differs"
         before = recorded.branches.get(present.branch.number)
-        is_same = before is not None and before.prompt_ids == present.request.prompt_ids
-        refuse(not is_same, f"{self._changed(running)}: it goes on in another branch")
-        assert before is not None
-        self._check_appended(
-            running, new_ids, before.sampled[present.num_before : present.request.turn_start]
-        )
+        if before is None or before.prompt_ids != present.request.prompt_ids:
+            return "differs"
+        if appended(new_ids) != before.sampled[present.num_before : present.request.turn_start]:
+            return "differs"
         num_ended = len(running.turn_ends)
         if num_ended == len(recorded.turn_ends):
             for number, branch in running.branches.items():
                 branch.request = replace(branch.request, sampled=recorded.branches[number].sampled)
-            return True
-        num_tokens, finish_reason, _ = recorded.turn_ends[num_ended]
+            return "restored"
+        num_tokens, finish_reason, number = recorded.turn_ends[num_ended]
+        if number != present.branch.number:
+            return "differs"
         so_far = replace(present.request, sampled=before.sampled[:num_tokens])
         self._give_turn(running, rollout_of(so_far, finish_reason))
-        return False
+        return "goes on"
 
     def _take_replies(self, timeout_s: float) -> None:
         """Let the episodes go on whose functions have replied."""
-        for number, reply in self._host.replies(timeout_s):
+        kept, self._kept_replies = self._kept_replies, []
+        for number, reply in [*kept, *self._host.replies(0.0 if kept else timeout_s)]:
             self._go_on(self._running[number], reply)
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
@@ -642,21 +677,6 @@ class EpisodeRunner:
         self._append(running, new_ids)
         self._forget(running)
         self._paused.append(running)
-
-    def _check_appended(
-        self, running: RunningEpisode, new_ids: Sequence[int], recorded: Sequence[Sampled]
-    ) -> None:
-        """Refuse an episode that does not append what it appended before."""
-        refuse(
-            appended(new_ids) != tuple(recorded),
-            f"{self._changed(running)}: it appends other tokens than before",
-        )
-
-    def _changed(self, running: RunningEpisode) -> str:
-        return (
-            f"{self._name}(episode), for the row at {running.episode.row.place}: given the same turns as in the run "
-            "that is resumed, it does something else; make it a function of its turns and of episode.seed"
-        )
 
 
 def _sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -168,7 +168,8 @@ class Logger:
             line["finish_reason"] = rollout.finish_reason
             if rollout.episode.segments:
                 facts = rollout.episode.to_json()
-                line |= {name: facts[name] for name in ("messages", "segments", "turns")}
+                # A tool's result may have a secret in it.
+                line = redacted(line | {name: facts[name] for name in ("messages", "segments", "turns")})
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

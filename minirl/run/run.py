@@ -466,6 +466,8 @@ class Run:
             add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
+        if self.config.decode_budget is not None:
+            metrics.add_total("count/restarted", self._collector.take_num_restarted())
         if self.config.on_rollout_error == "end":
             metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
         if self.tokenizer.tools:
