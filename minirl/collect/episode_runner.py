@@ -395,8 +395,10 @@ class EpisodeRunner:
 
     def _room_to_sample(self, running: RunningEpisode) -> int:
         """How many more tokens may be sampled, whatever is appended."""
-        limit = self._limits.max_sampled_tokens or sys.maxsize
-        return limit - sum(sum(branch.loss_mask) for branch in running.episode.branches.values())
+        limit = self._limits.max_sampled_tokens
+        if limit == 0:
+            return sys.maxsize
+        return limit - sum(len(turn.ids) for turn in running.episode.all_turns)
 
     def _reason_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends because its function does."""
@@ -435,7 +437,8 @@ class EpisodeRunner:
         record = EpisodeRecord(turns=turns, rewards=rewards)
         if record.is_one_answer:
             return record
-        begun = [branch for branch in running.episode.branches.values() if branch.turns]
+        # In order of their numbers: a process of its own tells of a branch when its first turn is asked for.
+        begun = [branch for _, branch in sorted(running.episode.branches.items()) if branch.turns]
         messages = []
         for message in begun[-1].messages if begun[-1].has_messages else []:
             messages.append({key: value for key, value in message.items() if isinstance(value, str)})
