@@ -196,7 +196,7 @@ def test_branches_are_the_same_in_any_batch_and_with_a_small_cache(engine_option
     assert branches(engine_options=engine_options) == branches()
 
 
-def test_a_branch_has_the_messages_that_it_began_with():
+def test_row_61_a_branch_has_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
     seen = []
 

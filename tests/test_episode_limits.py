@@ -269,7 +269,7 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
         assert len(rollout.completion) >= kept.get(rollout_id, 1)
 
 
-def test_the_record_of_branches_is_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
+def test_row_61_the_record_of_branches_is_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
     """In a process of its own too; turn by turn its segments are those of `turns`."""
     here = [rollout.episode for rollout in rollouts_of(HERE["out_of_order"], prompts=chat_prompts())]
     in_worker = [rollout.episode for rollout in rollouts_of(load("out_of_order"), prompts=chat_prompts())]
