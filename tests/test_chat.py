@@ -231,6 +231,21 @@ def called(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def test_a_turn_of_a_long_episode_is_read_without_all_that_is_before_it(make, monkeypatch):
+    tokenizer = make(CHATML, tool_format="hermes")
+    lengths = []
+    decode = tokenizer.decode
+
+    def watched(ids, **options):
+        lengths.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", watched)
+    message = message_of(tokenizer, "a</think>b", "abc " * 5000 + "<think>\n")
+    assert message == {"role": "assistant", "reasoning_content": "a", "content": "b"}
+    assert sum(lengths) < 200
+
+
 GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</tool_call>'
 
 

@@ -197,6 +197,26 @@ def test_branches_are_the_same_in_any_batch_and_with_a_small_cache(engine_option
     assert branches(engine_options=engine_options) == branches()
 
 
+def test_row_61_a_branch_has_the_messages_that_it_began_with():
+    """Its caller may go on with the list that it gave."""
+    seen = []
+
+    def going_on(episode):
+        messages = [{"role": "user", "content": "abc"}]
+        branch = episode.branch(messages)
+        messages.append({"role": "assistant", "content": "not said"})
+        yield branch.generate(max_tokens=3)
+        messages[0]["content"] = "xyz"
+        yield branch.generate(after="d", max_tokens=3)
+        seen.append(branch.messages)
+
+    rollouts = make_collector(chat_prompts(), rollout=going_on).collect(1).rewarded.rollouts
+    assert [list(rollout.episode.messages) for rollout in rollouts] == seen
+    for messages in seen:
+        assert [message["role"] for message in messages] == ["user", "assistant"]
+        assert messages[0]["content"] == "abc"
+
+
 def test_branches_of_an_episode_have_noise_of_their_own():
     def twins(episode):
         for _ in range(3):
@@ -302,9 +322,24 @@ def foreign_ids(episode):
     yield episode.generate(after=[VOCAB])
 
 
+def number_appended(episode):
+    yield episode.generate(after=5)
+
+
+def bytes_appended(episode):
+    yield episode.generate(after=b"abc")
+
+
+def stop_of_no_texts(episode):
+    yield episode.generate(stop=True)
+
+
 @pytest.mark.parametrize(
     ("rollout", "error"),
     [
+        (number_appended, r"generate\(after=5\): expected text, a list of token ids, or messages"),
+        (bytes_appended, r"generate\(after=b'abc'\): expected text, a list of token ids, or messages"),
+        (stop_of_no_texts, r"generate\(stop=True\): expected a text or several"),
         (no_generator, "no_generator.*is no generator; write `turn = yield"),
         (silent, "silent.*ended without a turn"),
         (strange, "strange.*yields 'a turn'; expected `yield episode.generate"),
@@ -416,7 +451,9 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
         before = collected(first, last_step, 2)
         second.num_served = first.num_served
         second.restore(first.state(), first.records())
-        assert first.records(), "nothing was in flight"
+        ids = [record["id"] for record in first.records()]
+        assert ids, "nothing was in flight"
+        assert ids == sorted(ids), "the order of replies is in the checkpoint"
         after = [
             [(*facts(r), x) for r, x in zip(g.rewarded.rollouts, g.rewarded.rewards.tolist(), strict=True)]
             for g in (second.collect(2, weight_version=step) for step in range(last_step, 4))

@@ -70,6 +70,31 @@ def goes_on(episode):
     episode.end("env_done")
     yield episode.generate(max_tokens=3)
 
+def begins_a_branch(episode):
+    yield episode.generate(max_tokens=3)
+    episode.end("env_done")
+    yield episode.branch("abc").generate(max_tokens=3)
+
+def goes_on_in_a_branch(episode):
+    branch = episode.branch("abc")
+    yield branch.generate(max_tokens=3)
+    episode.end("env_done")
+    yield branch.generate(max_tokens=3)
+
+def gives_late(episode):
+    yield episode.generate(max_tokens=3)
+    try:
+        yield episode.end("env_done")
+    finally:
+        episode.reward(1.0)
+
+def out_of_order(episode):
+    first, second = episode.branch("one"), episode.branch("two")
+    yield second.generate(max_tokens=2)
+    yield first.generate(max_tokens=3)
+    yield second.generate(after="q", max_tokens=4)
+    yield episode.generate(after="q", max_tokens=5)
+
 def naps(episode):
     while True:
         yield episode.generate(max_tokens=2)
@@ -186,6 +211,9 @@ def test_a_function_that_has_yielded_its_end_is_closed():
         ("ends_first", "ended without a turn"),
         ("unknown", r"episode.end\('won'\): expected one of stop, length, .*env_done"),
         ("goes_on", r"episode.generate\(\) after episode.end\('env_done'\)"),
+        ("begins_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
+        ("goes_on_in_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
+        ("gives_late", "the episode has ended; give rewards before a `yield`"),
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):
@@ -239,6 +267,18 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
         rollout_id = (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample)
         assert rollout.finish_reason == "timeout"
         assert len(rollout.completion) >= kept.get(rollout_id, 1)
+
+
+def test_row_61_the_record_of_branches_is_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
+    """In a process of its own too; turn by turn its segments are those of `turns`."""
+    here = [rollout.episode for rollout in rollouts_of(HERE["out_of_order"], prompts=chat_prompts())]
+    in_worker = [rollout.episode for rollout in rollouts_of(load("out_of_order"), prompts=chat_prompts())]
+    assert in_worker == here
+    for record in here:
+        sampled = [(s.branch, s.num_tokens) for s in record.segments if s.kind == "sampled"]
+        assert sampled == [(turn.branch, turn.num_tokens) for turn in record.turns]
+        assert [branch for branch, _ in sampled] == [0, 1, 2, 2]
+        assert record.messages[0]["content"] == "two"
 
 
 def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():

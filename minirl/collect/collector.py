@@ -212,7 +212,8 @@ class Collector:
             records.append(
                 finished_record(FinishedRollout(rollout, applicable, bool(self._rewarded.failed[i])))
             )
-        return records
+        # Episodes are paused in the order of their functions' replies.
+        return sorted(records, key=lambda record: record["id"])
 
     def restore(self, state: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what a checkpoint holds; `records` are those that are this rank's now. Not collective.

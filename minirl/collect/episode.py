@@ -12,8 +12,9 @@ messages, which the chat template writes.
 Standard library only: a process that runs such a function (`rollout_worker`) starts quickly.
 """
 
+import copy
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,7 +150,7 @@ class Branch:
     which a branch that the episode began knows from then on. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
-    end_reason: that `end` was called with.
+    end_reason: that the episode's `end` was called with.
     """
 
     prompt: str | Messages | list[int]
@@ -195,9 +196,16 @@ class Branch:
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. Raises InputError after `end`.
+        after: also a single message; None for nothing. Raises InputError after `end`, and for what is of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
+        refuse(
+            not isinstance(after, str | list | tuple | dict | None),
+            f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages",
+        )
+        refuse(
+            not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
+        )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         prompt = self.prompt if self.number > 0 else ""
@@ -259,7 +267,9 @@ class Episode(Branch):
 
         It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
         """
-        branch = Branch(prompt, self.max_tokens, number=len(self.branches))
+        # The caller may go on with its list of messages, the branch's are those of now.
+        own = copy.deepcopy(prompt)
+        branch = Branch(own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason)
         self.branches[branch.number] = branch
         return branch
 
@@ -284,7 +294,8 @@ class Episode(Branch):
             reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
-        self.end_reason = reason
+        for branch in self.branches.values():
+            branch.end_reason = reason
         return End(reason)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from minirl.collect.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
+from minirl.collect.episode_record import record_of, sum_of_rewards
 from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.data.answers import parsed_answer
@@ -25,13 +26,10 @@ from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
 from minirl.rollouts import (
-    EpisodeRecord,
     Request,
     Rollout,
     RolloutId,
     Sampled,
-    Segment,
-    TurnRecord,
     appended,
     rollout_of,
 )
@@ -430,8 +428,10 @@ class EpisodeRunner:
 
     def _room_to_sample(self, running: RunningEpisode) -> int:
         """How many more tokens may be sampled, whatever is appended."""
-        limit = self._limits.max_sampled_tokens or sys.maxsize
-        return limit - sum(sum(branch.loss_mask) for branch in running.episode.branches.values())
+        limit = self._limits.max_sampled_tokens
+        if limit == 0:
+            return sys.maxsize
+        return limit - sum(len(turn.ids) for turn in running.episode.all_turns)
 
     def _reason_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends because its function does."""
@@ -450,49 +450,13 @@ class EpisodeRunner:
         rollout = running.rollout(finish_reason)
         assert rollout is not None
         missing = None if finish_reason == "error" else 0.0
-        rewards = dict.fromkeys(self._reward_names, missing) | _sum_of_rewards(
-            running.episode, returned or {}
-        )
-        self._ended.append(replace(rollout, episode=self._record(running, rewards)))
+        rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
+        record = record_of(running.episode, rewards, self._prompts.tokenizer)
+        self._ended.append(replace(rollout, episode=record))
         for branch in running.branches.values():
             if branch.is_held:
                 self._engine.release(branch.request.rollout_id)
         self._forget(running)
-
-    def _record(self, running: RunningEpisode, rewards: Mapping[str, float | None]) -> EpisodeRecord:
-        """What there is to tell of an episode that has ended."""
-        turns = []
-        given = running.episode.rewards[1:]
-        for turn, of_turn in zip(running.episode.all_turns, given, strict=True):
-            facts = (turn.start, len(turn.ids), turn.finish_reason, turn.branch, turn.parse_error, of_turn)
-            turns.append(TurnRecord(*facts))
-        turns.sort(key=lambda turn: turn.branch)
-        record = EpisodeRecord(turns=turns, rewards=rewards)
-        if record.is_one_answer:
-            return record
-        begun = [branch for branch in running.episode.branches.values() if branch.turns]
-        messages = []
-        for message in begun[-1].messages if begun[-1].has_messages else []:
-            messages.append({key: value for key, value in message.items() if isinstance(value, str)})
-        segments = [segment for branch in begun for segment in self._segments(running, branch)]
-        return replace(record, messages=messages, segments=segments)
-
-    def _segments(self, running: RunningEpisode, branch: Branch) -> list[Segment]:
-        """A branch's tokens as texts, turn by turn with what was appended before it; its prompt, if not the row's."""
-        number = branch.number
-        segments = []
-        if number > 0:
-            ids = running.branches[number].request.prompt_ids
-            segments.append(Segment("prompt", self._spelt(ids), len(ids), number))
-        for turn in branch.turns:
-            if turn.appended:
-                text = self._spelt(turn.appended)
-                segments.append(Segment("environment", text, len(turn.appended), number))
-            segments.append(Segment("sampled", self._spelt(turn.ids), len(turn.ids), number))
-        return segments
-
-    def _spelt(self, ids: Sequence[int]) -> str:
-        return self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _forget(self, running: RunningEpisode) -> None:
         del self._running[running.number]
@@ -677,13 +641,3 @@ class EpisodeRunner:
         self._append(running, new_ids)
         self._forget(running)
         self._paused.append(running)
-
-
-def _sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The rewards that were given and returned; one that was returned as None stays None."""
-    rewards = dict(returned)
-    for given in episode.rewards:
-        for name, value in given.items():
-            so_far = rewards.get(name, 0.0)
-            rewards[name] = None if so_far is None else so_far + value
-    return rewards

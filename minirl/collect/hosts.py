@@ -104,17 +104,16 @@ class InProcess:
 
     def _advance(self, number: int, next_turn: Callable[[], Any]) -> None:
         reply: Any
-        episode, turns = self._running[number]
+        episode, _ = self._running[number]
         try:
             reply = next_turn()
-            if isinstance(reply, End):
-                turns.close()
-                reply = Ended(reason=reply.reason)
         except StopIteration as end:
-            reply = Ended(self._returned(episode, end.value), episode.end_reason)
-        if isinstance(reply, Ended):
             episode.is_closed = True
             del self._running[number]
+            reply = Ended(self._returned(episode, end.value), episode.end_reason)
+        if isinstance(reply, End):
+            self.close(number)
+            reply = Ended(reason=episode.end_reason)
         self._replies.append((number, reply))
 
     def _returned(self, episode: Episode, value: Any) -> dict[str, float | None]:

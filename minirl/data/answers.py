@@ -15,6 +15,8 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 
+# Before an answer, to see whether its reasoning has begun there: a tag, and blanks behind it.
+TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -29,11 +31,13 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError naming the
     tokenizer's folder if it is not known how the model writes calls.
     """
-    prefix = tokenizer.decode(before, skip_special_tokens=False)
     if tokenizer.tool_format == "hermes":
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
-        return _hermes_message(text, has_begun_thinking=prefix.rstrip().endswith("<think>"))
+        # Each turn of a long episode would decode all before it.
+        tail = tokenizer.decode(before[-TAIL_TOKENS:], skip_special_tokens=False)
+        return _hermes_message(text, has_begun_thinking=tail.rstrip().endswith("<think>"))
     check_readable(tokenizer)
+    prefix = tokenizer.decode(before, skip_special_tokens=False)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return _by_response_template(tokenizer, text, prefix)
 
