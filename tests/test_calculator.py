@@ -150,7 +150,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 
 
 @pytest.mark.slow
-def test_row_12_a_run_with_a_tool_goes_on_after_kills_at_any_time(calling):
+def test_row_12_a_run_with_a_tool_goes_on_after_a_kill_at_any_time(calling):
     """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     flags = (
         "--task",
@@ -165,12 +165,12 @@ def test_row_12_a_run_with_a_tool_goes_on_after_kills_at_any_time(calling):
     run_script(ROOT / "train_grpo.py", *flags, "--run-name", "whole", runs=calling)
     rng = random.Random(0)
     killed = calling / "killed"
-    for step in sorted(rng.sample(range(1, 8), 2)):
-        job = start_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
-        wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
-        time.sleep(rng.uniform(0, 0.3))
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    step = rng.randrange(1, 8)
+    job = start_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
+    wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
+    time.sleep(rng.uniform(0, 0.3))
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
     run_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
     assert bits_of(killed) == bits_of(calling / "whole")
     assert numbers_of(killed) == numbers_of(calling / "whole")
