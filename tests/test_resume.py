@@ -231,7 +231,7 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(FORKS))
+@pytest.mark.parametrize("name", ["replay"])
 def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path, name):
     """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     fork = make_fork(tmp_path, name)
