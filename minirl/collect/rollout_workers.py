@@ -24,7 +24,7 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.exchange import LOAD_TIMEOUT_S, MAX_ANSWER, NO_ANSWER
-from minirl.rewards.user_process import UserProcess, escaped
+from minirl.rewards.user_process import UserProcess, checked_answer, escaped, source_and_name
 
 # A process that runs an `async def` sees itself which episode takes too long, unless it hangs.
 GRACE_S = 3.0
@@ -47,14 +47,8 @@ def load_rollout(
     kind: "rollout", a rollout function; "tools" (several names, with commas between them) or "environment", of which
     `tool_loop` makes one.
     """
-    source, _, name = spec.rpartition(":")
-    is_file = source.endswith(".py")
-    is_module = all(part.isidentifier() for part in source.split("."))
-    if not name or not (is_file or is_module):
-        what = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
-        raise InputError(f"--{kind} {spec}: expected file.py:{what} or module:{what}")
-    if is_file and not Path(source).is_file():
-        raise InputError(f"--{kind} {spec}: there is no file {source}")
+    expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
+    source, name = source_and_name(f"--{kind}", spec, expected=expected)
     return RolloutWorkers(
         source, name, kind=kind, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers
     )
@@ -409,12 +403,8 @@ class _Worker:
 
     def _parsed(self, line: bytes) -> dict[str, Any] | None:
         """The answer in a line; None if it is not what the worker's own code sends."""
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        is_answer = isinstance(answer, dict) and answer.get("id") == self._key
-        if not is_answer or not isinstance(answer.get("printed"), str):
+        answer = checked_answer(line, self._key)
+        if answer is None:
             return None
         if self.is_ready and (answer.get("episode") not in self._awaited or not _has_rewards(answer)):
             return None

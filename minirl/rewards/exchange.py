@@ -11,7 +11,7 @@ from typing import Any
 from minirl.errors import RewardError
 from minirl.ranks import watchdog
 from minirl.rewards import worker
-from minirl.rewards.user_process import UserProcess
+from minirl.rewards.user_process import UserProcess, checked_answer
 
 # For the imports of the user's file, in addition to the time limit of a call.
 LOAD_TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ class Worker:
             self._deadline = time.monotonic() + self._limit_s
         has_ended = self._process.read()
         if self._process.received.endswith(b"\n"):
-            return self._parsed() or NO_ANSWER
+            return checked_answer(self._process.received, self._request_id) or NO_ANSWER
         if len(self._process.received) > MAX_ANSWER:
             return NO_ANSWER
         if has_ended:
@@ -119,15 +119,6 @@ class Worker:
         if time.monotonic() > self._deadline:
             return f"took more than {self._limit_s:g} s and was killed; see --reward-timeout"
         return None
-
-    def _parsed(self) -> dict[str, Any] | None:
-        """The answer; None if the worker's own code has not sent it in answer to this request."""
-        try:
-            answer = json.loads(self._process.received)
-        except (ValueError, RecursionError):
-            return None
-        is_answer = isinstance(answer, dict) and answer.get("id") == self._request_id
-        return answer if is_answer and isinstance(answer.get("printed"), str) else None
 
 
 def wait_for_any(workers: Sequence[Worker], timeout_s: float) -> None:

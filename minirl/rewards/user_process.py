@@ -4,6 +4,7 @@ Nothing is pickled. The process has the user's rights: this limits accidents, no
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -11,7 +12,10 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from minirl.errors import InputError
 from minirl.files.redaction import redacted
 
 # Bytes that are read of what it sends at a time.
@@ -106,6 +110,31 @@ class UserProcess:
         if code < 0:
             return f"ended its process, {_signal_name(-code)}"
         return f"ended its process, exit code {code}"
+
+
+def source_and_name(flag: str, spec: str, *, expected: str = "function") -> tuple[str, str]:
+    """The file or module, and the name in it, that a flag's "file.py:name" or "module:name" says.
+
+    expected: what is named. Raises InputError naming the flag if it is neither, or if there is no such file.
+    """
+    source, _, name = spec.rpartition(":")
+    is_file = source.endswith(".py")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    if not name or not (is_file or is_module):
+        raise InputError(f"{flag} {spec}: expected file.py:{expected} or module:{expected}")
+    if is_file and not Path(source).is_file():
+        raise InputError(f"{flag} {spec}: there is no file {source}")
+    return source, name
+
+
+def checked_answer(line: bytes | bytearray, request_id: str) -> dict[str, Any] | None:
+    """The answer in a line; None if the process's own code has not sent it in answer to this request."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_answer = isinstance(answer, dict) and answer.get("id") == request_id
+    return answer if is_answer and isinstance(answer.get("printed"), str) else None
 
 
 def escaped(text: str) -> str:

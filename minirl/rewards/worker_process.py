@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError, RewardError
@@ -19,7 +18,7 @@ from minirl.ranks.process_group import print_here, rank
 from minirl.ranks.time_account import spent_on
 from minirl.rewards import worker
 from minirl.rewards.exchange import NO_ANSWER, POLL_S, Worker, wait_for_any
-from minirl.rewards.user_process import escaped
+from minirl.rewards.user_process import escaped, source_and_name
 
 # With on_error "zero", up to this share of the completions of a phase (at least one) may fail and is forgiven.
 MAX_FORGIVEN_FRAC = 0.05
@@ -33,13 +32,7 @@ def load_reward(
     spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
 ) -> "RewardProcess":
     """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
-    source, _, name = spec.rpartition(":")
-    is_file = source.endswith(".py")
-    is_module = all(part.isidentifier() for part in source.split("."))
-    if not name or not (is_file or is_module):
-        raise InputError(f"--reward {spec}: expected file.py:function or module:function")
-    if is_file and not Path(source).is_file():
-        raise InputError(f"--reward {spec}: there is no file {source}")
+    source, name = source_and_name("--reward", spec)
     return RewardProcess(source, name, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
 
 
