@@ -12,19 +12,25 @@ def record_of(episode: Episode, rewards: Mapping[str, float | None], tokenizer: 
     """The record of an episode. rewards: by name, all of them."""
     turns = []
     for turn, given in zip(episode.all_turns, episode.rewards[1:], strict=True):
-        facts = (turn.start, len(turn.ids), turn.finish_reason, turn.branch, turn.parse_error, given)
-        turns.append(TurnRecord(*facts))
+        record_of_turn = TurnRecord(
+            start=turn.start,
+            num_tokens=len(turn.ids),
+            finish_reason=turn.finish_reason,
+            branch=turn.branch,
+            parse_error=turn.parse_error,
+            rewards=given,
+        )
+        turns.append(record_of_turn)
     turns.sort(key=lambda turn: turn.branch)
     record = EpisodeRecord(turns=turns, rewards=rewards)
     if record.is_one_answer:
         return record
     # In order of their numbers: a process of its own tells of a branch when its first turn is asked for.
     begun = [branch for _, branch in sorted(episode.branches.items()) if branch.turns]
-    messages = []
-    for message in begun[-1].messages if begun[-1].has_messages else []:
-        messages.append({key: value for key, value in message.items() if isinstance(value, str)})
-    segments = [segment for branch in begun for segment in _segments(branch, tokenizer)]
-    return EpisodeRecord(turns, rewards, messages, segments)
+    segments = []
+    for branch in begun:
+        segments += _segments(branch, tokenizer)
+    return EpisodeRecord(turns, rewards, _messages(begun[-1]), segments)
 
 
 def sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -35,6 +41,16 @@ def sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> di
             so_far = rewards.get(name, 0.0)
             rewards[name] = None if so_far is None else so_far + value
     return rewards
+
+
+def _messages(branch: Branch) -> list[dict[str, str]]:
+    """A branch's messages, of each what is text; none of a branch that begins with token ids."""
+    if not branch.has_messages:
+        return []
+    messages = []
+    for message in branch.messages:
+        messages.append({key: value for key, value in message.items() if isinstance(value, str)})
+    return messages
 
 
 def _segments(branch: Branch, tokenizer: Tokenizer) -> list[Segment]:

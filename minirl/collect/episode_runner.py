@@ -25,14 +25,7 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import (
-    Request,
-    Rollout,
-    RolloutId,
-    Sampled,
-    appended,
-    rollout_of,
-)
+from minirl.rollouts import Request, Rollout, RolloutId, Sampled, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
@@ -489,8 +482,9 @@ class EpisodeRunner:
         first = num_prompt_tokens + start  # of the turn, among the tokens of the prompt and the branch
         if present.inserted:
             present.answer_start = start
+        ids = rollout.tokens[first:].tolist()
         turn = Turn(
-            rollout.tokens[first:].tolist(),
+            ids,
             rollout.sample_logprobs[first:].tolist(),
             rollout.weight_version[first:].tolist(),
             rollout.finish_reason,
@@ -500,7 +494,7 @@ class EpisodeRunner:
             prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
-            reader=self._reader(rollout, first, num_prompt_tokens + present.answer_start),
+            reader=self._reader(rollout, ids, num_prompt_tokens + present.answer_start),
         )
         present.rollout = rollout
         present.num_before = len(rollout.tokens) - num_prompt_tokens
@@ -508,13 +502,14 @@ class EpisodeRunner:
         running.episode.take(turn)
         self._host.send(running.number, turn)
 
-    def _reader(self, rollout: Rollout, turn_start: int, answer_start: int) -> TurnReader:
-        """What reads the last turn of a rollout; the starts are among its tokens."""
+    def _reader(self, rollout: Rollout, ids: list[int], answer_start: int) -> TurnReader:
+        """What reads the last turn of a rollout, which has these ids; answer_start: among its tokens."""
         tokenizer = self._prompts.tokenizer
-        ids = rollout.tokens[turn_start:]
         return TurnReader(
             text=functools.partial(tokenizer.decode, ids),
-            message=functools.partial(parsed_answer, tokenizer, ids.tolist(), rollout.tokens[:turn_start]),
+            message=functools.partial(
+                parsed_answer, tokenizer, ids, rollout.tokens[: len(rollout.tokens) - len(ids)]
+            ),
             answer=functools.partial(tokenizer.decode, rollout.tokens[answer_start:]),
         )
 

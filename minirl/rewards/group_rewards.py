@@ -1,7 +1,6 @@
 """Rewards of functions that judge all rollouts of a prompt together, whichever ranks made these."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -43,15 +42,11 @@ class GroupRewards:
         """Judge the groups that have become complete (collective). Raises RewardError as `reward_rollouts`."""
         if not self._functions:
             return rewarded
-        own = [rollout.rollout_id for rollout in rewarded.rollouts]
-        own_ids = [(one.prompt_ordinal, one.sample, rank()) for one in own]
-        ids = all_gather_rows(torch.tensor(own_ids, dtype=torch.int64).view(-1, 3)).tolist()
-        counts = Counter(ordinal for ordinal, _, _ in ids)
-        new = {ordinal for ordinal, count in counts.items() if count == self._size} - self.done
+        makers_of = _makers_of_prompts(rewarded.rollouts)
+        new = {ordinal for ordinal, makers in makers_of.items() if len(makers) == self._size} - self.done
         self.done |= new
-        # In order of the samples: the last one that is written is the first sample's.
-        judge_of = {ordinal: judge for ordinal, _, judge in sorted(ids, reverse=True) if ordinal in new}
-        split = {ordinal for ordinal, _, maker in ids if ordinal in new and judge_of[ordinal] != maker}
+        judge_of = {ordinal: makers_of[ordinal][0] for ordinal in new}
+        split = {ordinal for ordinal in new if len(set(makers_of[ordinal])) > 1}
         to_judge: list[Rollout] = []
         away: list[Rollout] = []
         for rollout in rewarded.rollouts:
@@ -95,6 +90,18 @@ class GroupRewards:
                 rewards[i, self._is_of_groups] = torch.tensor(values, dtype=torch.float64)
                 failed[i] |= has_failed
         return dataclasses.replace(rewarded, rewards=rewards, failed=failed)
+
+
+def _makers_of_prompts(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
+    """By prompt the ranks that made its rollouts, in order of their samples; of all ranks' rollouts (collective)."""
+    own = []
+    for rollout in rollouts:
+        own.append((rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample, rank()))
+    rows = all_gather_rows(torch.tensor(own, dtype=torch.int64).view(-1, 3)).tolist()
+    makers_of: dict[int, list[int]] = {}
+    for ordinal, _, maker in sorted(rows):
+        makers_of.setdefault(ordinal, []).append(maker)
+    return makers_of
 
 
 def _from_other_ranks(rollouts: Sequence[Rollout]) -> list[Rollout]:
