@@ -16,11 +16,10 @@ import train_ppo
 from minirl import errors
 from minirl.collect.collector import Collector
 from minirl.collect.episode import Episode, Turns
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.tools import tool_schemas
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
-from support.collecting import chat_prompts, sums
+from support.collecting import chat_prompts, in_workers, sums
 from support.engines import cached_model, make_engine
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import run_in_pool
@@ -213,17 +212,14 @@ def test_a_reward_of_groups_on_a_page_runs():
 @pytest.fixture
 def load(tmp_path):
     """`load(line, name, before)`: the block of a page with this line, behind what it leaves out, in its processes."""
-    loaded = []
 
     def load_block(line, name, before="", kind="rollout"):
         (source,) = (block for block in python_blocks("environments.md") if line in block)
         (tmp_path / "mine.py").write_text(before + re.sub("</query>", "e", source))
-        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", kind=kind))
-        return loaded[-1]
+        return load_function(name, kind=kind)
 
-    yield load_block
-    for workers in loaded:
-        workers.stop()
+    with in_workers(tmp_path) as load_function:
+        yield load_block
 
 
 def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):

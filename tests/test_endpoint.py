@@ -17,10 +17,9 @@ from minirl.collect.endpoint import run_program, serve
 from minirl.collect.episode import Episode, Turn, TurnReader
 from minirl.collect.loopback import Answer, HttpError, of_this_loop
 from minirl.collect.openai_format import read_request
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
 from minirl.errors import InputError, RolloutError
-from support.collecting import chat_prompts, collected, make_collector
+from support.collecting import chat_prompts, collected, in_workers, make_collector
 from support.processes import is_alive
 
 SOURCE = """
@@ -148,15 +147,8 @@ def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
     (tmp_path / "mine.py").write_text(SOURCE)
     monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
-    loaded = []
-
-    def load_function(name, **options):
-        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
-        return loaded[-1]
-
-    yield load_function
-    for workers in loaded:
-        workers.stop()
+    with in_workers(tmp_path, timeout_s=20.0) as load_function:
+        yield load_function
 
 
 def rollouts_of(rollout, num_steps=1, num_groups=5, *, is_chat=True, **options):

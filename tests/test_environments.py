@@ -31,7 +31,7 @@ from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig, check_shared
-from support.collecting import chat_prompts, collected, make_collector, sums
+from support.collecting import chat_prompts, collected, in_workers, make_collector, sums
 from support.engines import cached_model, make_engine
 from support.texts import CHATML, save_chat_tokenizer
 
@@ -164,15 +164,8 @@ def call(name, /, **arguments):
 def load(tmp_path):
     """Tools or an environment of the file above in their workers, which are killed when the test is over."""
     (tmp_path / "mine.py").write_text(SOURCE + BROKEN)
-    loaded = []
-
-    def load_kind(kind, name, **options):
-        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", kind=kind, **{"timeout_s": 60.0, **options}))
-        return loaded[-1]
-
-    yield load_kind
-    for workers in loaded:
-        workers.stop()
+    with in_workers(tmp_path, timeout_s=60.0) as load_function:
+        yield lambda kind, name, **options: load_function(name, kind=kind, **options)
 
 
 @pytest.fixture

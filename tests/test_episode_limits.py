@@ -12,7 +12,6 @@ import torch
 from minirl.collect.episode import END_REASONS, Episode, one_turn
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
-from minirl.collect.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
@@ -24,6 +23,7 @@ from support.collecting import (
     calculator,
     chat_prompts,
     collected,
+    in_workers,
     letter_tokenizer,
     make_collector,
     replying,
@@ -113,15 +113,8 @@ exec(SOURCE, HERE)
 def load(tmp_path):
     """Functions of the text above in worker processes, which are killed when the test is over."""
     (tmp_path / "mine.py").write_text(SOURCE)
-    loaded = []
-
-    def load_function(name, **options):
-        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", timeout_s=20.0, **options))
-        return loaded[-1]
-
-    yield load_function
-    for workers in loaded:
-        workers.stop()
+    with in_workers(tmp_path, timeout_s=20.0) as load_function:
+        yield load_function
 
 
 def rollouts_of(rollout, num_groups=4, **options):

@@ -21,6 +21,7 @@ from support.collecting import (
     chat_prompts,
     chatting,
     collected,
+    in_workers,
     make_collector,
     make_frozen,
 )
@@ -280,15 +281,8 @@ def load(tmp_path, monkeypatch):
     copies = inspect.getsource(chatting) + inspect.getsource(branching)
     (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", ""))
     monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
-    loaded = []
-
-    def load_function(name, **options):
-        loaded.append(load_rollout(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
-        return loaded[-1]
-
-    yield load_function
-    for workers in loaded:
-        workers.stop()
+    with in_workers(tmp_path, timeout_s=20.0) as load_function:
+        yield load_function
 
 
 def rollouts_of(rollout, num_steps=1, num_groups=5, **options):

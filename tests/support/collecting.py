@@ -3,6 +3,7 @@
 import functools
 import random
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from minirl.collect.collector import Collector
 from minirl.collect.episode import Episode
+from minirl.collect.rollout_workers import load_rollout
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
@@ -115,6 +117,22 @@ def end_of(turn) -> list[int]:
     """What closes a turn that has not closed itself."""
     eos_id = TOKENS.index("<eos>")
     return [] if turn.ids[-1] == eos_id else [eos_id]
+
+
+@contextmanager
+def in_workers(folder: Path, **defaults):
+    """`load(name, **options)` for functions of a folder's mine.py; their workers are killed at the end of the block."""
+    loaded = []
+
+    def load(name, **options):
+        loaded.append(load_rollout(f"{folder}/mine.py:{name}", **{**defaults, **options}))
+        return loaded[-1]
+
+    try:
+        yield load
+    finally:
+        for workers in loaded:
+            workers.stop()
 
 
 def make_frozen(max_tokens: int = 100) -> FrozenModel:
