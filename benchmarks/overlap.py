@@ -67,15 +67,13 @@ def step_times(checkout: Path, folder: Path, flags: list[str]) -> list[dict[str,
         "MINIRL_RUNS": str(folder / "runs"),
         "OMP_NUM_THREADS": "1",
     }
+    from workload import seconds_by_cause
+
     name = f"run{len(list(folder.glob('runs/run*')))}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = [__file__, "--skewed", str(checkout / "train_grpo.py"), *flags, "--run-name", name]
     subprocess.run([*torchrun, *script], env=environment, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()[1:]
-    steps = []
-    for line in map(json.loads, lines):
-        steps.append({key[5:]: value for key, value in line.items() if key.startswith("time/")})
-    return steps
+    return seconds_by_cause(folder / "runs" / name)
 
 
 def main() -> None:

@@ -9,23 +9,17 @@ which the engine had something to decode. The first step of each run is left out
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from overlap import SHAPE
+from real_step import make_model
+from workload import print_result, prompt_texts, seconds_by_cause, start_script
+
 NUM_STEPS = 3
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
 ENVIRONMENT = """
 import asyncio, time
 
@@ -47,19 +41,12 @@ ENGINE = ("prefill", "decode")
 
 def step_times(folder: Path, flags: list[str]) -> list[dict[str, float]]:
     """The seconds by cause of a run's steps but the first."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "MINIRL_RUNS": str(folder / "runs"),
-        "OMP_NUM_THREADS": "1",
-    }
     name = f"run{len(list(folder.glob('runs/run*')))}"
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *flags, "--run-name", name]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()[1:]
-    steps = []
-    for line in map(json.loads, lines):
-        steps.append({key[5:]: value for key, value in line.items() if key.startswith("time/")})
-    return steps
+    flags = [*flags, "--run-name", name]
+    run = start_script("train_grpo.py", *flags, runs=folder / "runs", ranks=1, stdout=subprocess.DEVNULL)
+    if run.wait() != 0:
+        sys.exit(f"the run has failed, exit code {run.returncode}")
+    return seconds_by_cause(folder / "runs" / name)
 
 
 def main() -> None:
@@ -72,9 +59,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=3)
     args = parser.parse_args()
-
-    from real_step import make_model
-    from workload import print_result, prompt_texts
 
     steps = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -47,6 +47,14 @@ def start_script(
     return subprocess.Popen(command, env=environment, **options)
 
 
+def seconds_by_cause(run: Path) -> list[dict[str, float]]:
+    """What the account of time says of each step of a run but the first: seconds by cause."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name[5:]: value for name, value in step.items() if name.startswith("time/")} for step in steps[1:]
+    ]
+
+
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
     """`count` texts, the same in every run. Their lengths in characters are PROMPT_LENGTHS in turn."""
     rng = random.Random(seed)
