@@ -32,6 +32,9 @@ from minirl.data.task import as_messages
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
+# Episodes of a process. The connection pool of openai's client takes a time for each request that grows with those
+# under way: 256 episodes take as long as 4 times 128, 1,024 as 40 times.
+MAX_EPISODES = 128
 # For a program that is told to end.
 CLOSE_S = 1.0
 # Bytes of what a program prints that are kept.
@@ -58,6 +61,8 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
             if value is not None:
                 episode.reward(value, name)
 
+    # Each has two connections at least, and both ends of one are here.
+    vars(rollout)["max_episodes"] = min(MAX_EPISODES, loopback.max_connections() // 2)
     return rollout
 
 

@@ -7,8 +7,9 @@ a piece is what a function does from a turn to the next `yield`.
 
 Protocol: as of `minirl.rewards.worker`, with these messages.
 
-- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}. With a fourth argument the answer has
-  "tools" too, the JSON schemas, and is the only one.
+- The first request is {"id", "path"}; the answer is {"is_async", "max_episodes"} or {"error"}: how many episodes of the
+  function a process takes at a time, if it says so. With a fourth argument the answer has "tools" in place of the
+  latter, the JSON schemas, and is the only one.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
@@ -63,7 +64,8 @@ def main() -> None:
         trainer.send(describe(loaded))
         trainer.requests.readline()  # until the trainer ends this process
         return
-    trainer.send({"is_async": loaded.is_async})
+    max_episodes = getattr(loaded.function, "max_episodes", None)
+    trainer.send({"is_async": loaded.is_async, "max_episodes": max_episodes})
     server = Server(trainer, loaded.function)
     if not loaded.is_async:
         for line in trainer.requests:

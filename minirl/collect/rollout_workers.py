@@ -82,13 +82,14 @@ class RolloutWorkers:
         # The kinds of notes that were printed: each is printed once.
         self._printed_notes: set[str] = set()
         self.workers: list[_Worker] = []
-        arguments = [kind, source, name]
+        self._arguments = [kind, source, name]
+        self._timeout_s = timeout_s
         try:
             # All load the file at the same time.
             for _ in range(num_workers):
-                self.workers.append(_Worker(arguments, timeout_s=timeout_s))
+                self.workers.append(_Worker(self._arguments, timeout_s=timeout_s))
             if kind != "rollout":
-                self.workers.append(_Worker([*arguments, "describe"], timeout_s=timeout_s))
+                self.workers.append(_Worker([*self._arguments, "describe"], timeout_s=timeout_s))
             while not all(worker.is_ready for worker in self.workers):
                 self._wait(1.0)
                 for worker in self.workers:
@@ -101,11 +102,17 @@ class RolloutWorkers:
             describer = self.workers.pop()
             describer.kill()
             self.tools = describer.tools
+        # That a process takes at a time.
+        self._max_episodes = self.workers[0].max_episodes
 
     def begin(self, episode: Episode) -> int:
-        """As `Host`. Raises InputError for a row that cannot be sent as JSON."""
+        """As `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
         number = next(self._numbers)
-        worker = self.workers[number % len(self.workers)]
+        worker = min(self.workers, key=lambda worker: worker.num_episodes)
+        if worker.num_episodes >= self._max_episodes:
+            # An episode that waited for another to end might wait for ever: those of a group begin together.
+            worker = _Worker(self._arguments, timeout_s=self._timeout_s)
+            self.workers.append(worker)
         try:
             worker.begin(number, episode)
         except (TypeError, ValueError, RecursionError) as error:
@@ -189,8 +196,9 @@ class _Worker:
     def __init__(self, arguments: Sequence[str], *, timeout_s: float):
         """arguments: of the program. Raises RolloutError if the system starts no process."""
         self._arguments = arguments
-        # What the first answer says of them.
+        # What the first answer says.
         self.tools: list[dict[str, Any]] = []
+        self.max_episodes = sys.maxsize
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
         # Episodes to be sent; those to be sent before them, one at a time.
@@ -212,6 +220,11 @@ class _Worker:
     def is_busy(self) -> bool:
         """Whether the process has to send something."""
         return not self.is_ready or bool(self._awaited)
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes have begun and not ended."""
+        return len(self._hosted)
 
     def begin(self, number: int, episode: Episode) -> None:
         """Call the function for a new episode. Raises what `json.dumps` raises of its row."""
@@ -310,6 +323,7 @@ class _Worker:
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
+        self.max_episodes = answer.get("max_episodes") or sys.maxsize
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
         """Start another process in place of one that is no good; returns the reply of the episode that has failed.
