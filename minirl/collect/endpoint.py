@@ -93,15 +93,18 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 class _Conversation:
     """What the program knows of a branch of the episode.
 
-    said: the messages or the text so far, as the program has them; None where it has only ids.
+    said: the messages or the text so far, as the program has them; None where it has only ids. tools: those that the
+    branch's prompt tells of, if it is messages.
     """
 
-    def __init__(self, branch: Branch, said: list[Any] | str | None):
+    def __init__(self, branch: Branch, said: list[Any] | str | None, tools: list[dict[str, Any]] | None):
         self.branch = branch
         self.said = said
+        self.tools = tools
 
-    def rest(self, prompt: list[Any] | str) -> list[Any] | str | None:
+    def rest(self, asked: Asked) -> list[Any] | str | None:
         """What a request says behind all that was said; None if it does not continue the conversation."""
+        prompt = asked.prompt
         if _is_ids(prompt):
             ids = [*self.branch.prompt_ids, *self.branch.tokens]
             return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
@@ -110,7 +113,7 @@ class _Conversation:
         if isinstance(prompt, list) and isinstance(self.said, list):
             begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
             # The first turn answers the prompt as it is, and later ones answer new messages.
-            is_next = bool(rest) == bool(self.branch.turns)
+            is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.tools
             return rest if is_next and same_messages(begin, self.said) else None
         return None
 
@@ -144,7 +147,8 @@ class Endpoint:
         self._episode = episode
         self._program = program
         prompt = episode.row.prompt
-        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else prompt)]
+        said = as_messages(prompt) if episode.is_chat else prompt
+        self._conversations = [_Conversation(episode, said, episode.tools)]
         self._num_turns = 0
         # None when the program has ended.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
@@ -194,7 +198,7 @@ class Endpoint:
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
         """What to yield for a request. Raises HttpError."""
-        conversation, rest = self._find(asked.prompt)
+        conversation, rest = self._find(asked)
         branch = conversation.branch
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
@@ -202,18 +206,23 @@ class Endpoint:
 
         def answer(turn: Turn) -> None:
             self._num_turns += 1
+            if answered.done():
+                # The program has hung up.
+                branch.drops_last = True
+                self._conversations.remove(conversation)
+                return
             num_before = len(branch.prompt_ids) + turn.start
-            sampled = Sampled(turn, self._num_turns, num_before, asked.stop)
+            sampled = Sampled(turn, self._num_turns, num_before, asked)
             conversation.add(asked.prompt, sampled)
-            if not answered.done():
-                answered.set_result(sampled)
+            answered.set_result(sampled)
 
         after = template_form(rest) or None
         return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
 
-    def _find(self, prompt: list[Any] | str) -> tuple[_Conversation, list[Any] | str]:
+    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any] | str]:
         """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
-        rests = [(conversation, conversation.rest(prompt)) for conversation in self._conversations]
+        prompt = asked.prompt
+        rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
         found = [(conversation, rest) for conversation, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
@@ -223,7 +232,8 @@ class Endpoint:
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
-        conversation = _Conversation(self._episode.branch(template_form(prompt)), said)
+        branch = self._episode.branch(template_form(prompt), tools=asked.tools)
+        conversation = _Conversation(branch, said, asked.tools)
         self._conversations.append(conversation)
         # It begins with all that was said.
         return conversation, prompt[:0]

@@ -51,6 +51,7 @@ class Generate:
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
     branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
+    tools: JSON schemas of those that this prompt tells of; None: the run's.
     """
 
     after: "After" = ""
@@ -58,6 +59,7 @@ class Generate:
     max_tokens: int | None = None
     branch: int = 0
     prompt: str | Messages | list[int] = ""
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Branch:
     which a branch that the episode began knows from then on. turns: those that have ended.
     tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
     appended ones. versions: of the weights that sampled them; 0 for appended ones.
-    end_reason: that the episode's `end` was called with.
+    end_reason: that the episode's `end` was called with. tools: as in `Generate`.
+    drops_last: whether nobody saw its last turn, which is then no part of the rollout. There is no further one.
     """
 
     prompt: str | Messages | list[int]
@@ -163,6 +166,8 @@ class Branch:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     end_reason: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    drops_last: bool = False
 
     @property
     def room(self) -> int:
@@ -208,8 +213,10 @@ class Branch:
         )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        prompt = self.prompt if self.number > 0 else ""
-        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+        after = "" if appended is None else appended
+        if self.number == 0:
+            return Generate(after, strings, max_tokens)
+        return Generate(after, strings, max_tokens, self.number, self.prompt, self.tools)
 
     def add(self, turn: Turn) -> None:
         """Add a turn of this branch, see `Episode.take`."""
@@ -222,6 +229,13 @@ class Branch:
         self.logprobs += [*none, *turn.logprobs]
         self.versions += [*none, *turn.versions]
         self.turns.append(turn)
+
+    def cut(self) -> Turn:
+        """Take off the last turn, with what was appended before it, and return it."""
+        turn = self.turns.pop()
+        for stream in (self.tokens, self.loss_mask, self.logprobs, self.versions):
+            del stream[turn.start - len(turn.appended) :]
+        return turn
 
 
 class Episode(Branch):
@@ -262,14 +276,31 @@ class Episode(Branch):
         self.all_turns.append(turn)
         self.rewards.append({})
 
-    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+    def drop_unseen(self) -> None:
+        """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
+        for branch in self.branches.values():
+            if not branch.drops_last:
+                continue
+            branch.drops_last = False
+            position = self.all_turns.index(branch.cut())
+            del self.all_turns[position]
+            given = self.rewards[position]
+            for name, value in self.rewards.pop(position + 1).items():
+                given[name] = given.get(name, 0.0) + value
+
+    def branch(
+        self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
+    ) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
-        It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
+        It is a sample of its own in training, and shares the episode's reward and its weight in the loss. tools: JSON
+        schemas of those that the prompt tells of, if it is messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason)
+        branch = Branch(
+            own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason, tools=tools
+        )
         self.branches[branch.number] = branch
         return branch
 

@@ -32,13 +32,15 @@ NO_BUDGET = sys.maxsize
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# Where an episode ends without --max-turns: some programs ask for ever.
+MAX_TURNS = 1000
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit.
+    """Where an episode ends that asks for a further turn; 0: no limit, and MAX_TURNS turns.
 
     max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
     has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
@@ -82,6 +84,23 @@ class RunningBranch:
     part_start: int = 0
     rollout: Rollout | None = None
 
+    @property
+    def seen(self) -> Rollout | None:
+        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        if self.rollout is None or not self.branch.turns:
+            return None
+        length = self.rollout.num_prompt_tokens + len(self.branch.tokens)
+        if length == len(self.rollout.tokens):
+            return self.rollout
+        return replace(
+            self.rollout,
+            tokens=self.rollout.tokens[:length],
+            loss_mask=self.rollout.loss_mask[:length],
+            sample_logprobs=self.rollout.sample_logprobs[:length],
+            weight_version=self.rollout.weight_version[:length],
+            finish_reason=self.branch.turns[-1].finish_reason,
+        )
+
 
 @dataclass
 class RunningEpisode:
@@ -107,7 +126,7 @@ class RunningEpisode:
 
     def rollout(self, finish_reason: str) -> Rollout | None:
         """What was sampled up to the end of the last turn; None before the end of the first one."""
-        begun = [self.branches[number].rollout for number in sorted(self.branches)]
+        begun = [self.branches[number].seen for number in sorted(self.branches)]
         branches = [rollout for rollout in begun if rollout is not None]
         if not branches:
             return None
@@ -351,7 +370,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._reason_of_last_turn(running), reply.returned)
+            self._end(running, reply.reason, reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -411,7 +430,7 @@ class EpisodeRunner:
     def _reached_limit(self, running: RunningEpisode) -> str | None:
         """The finish reason of an episode that may not have the turn it asks for; None if it may."""
         limits = self._limits
-        if 0 < limits.max_turns <= len(running.turn_ends):
+        if len(running.turn_ends) >= (limits.max_turns or MAX_TURNS):
             return "max_turns"
         if self._room_to_sample(running) < 1:
             return "max_tokens"
@@ -428,7 +447,7 @@ class EpisodeRunner:
 
     def _reason_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends because its function does."""
-        reason = running.turn_ends[-1].finish_reason
+        reason = running.episode.all_turns[-1].finish_reason
         return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
@@ -437,10 +456,19 @@ class EpisodeRunner:
         self._end(running, limit)
 
     def _end(
-        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+        self,
+        running: RunningEpisode,
+        finish_reason: str | None,
+        returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode behind its last turn. returned: by its function, if that has ended."""
-        rollout = running.rollout(finish_reason)
+        """End an episode behind its last turn. returned: by its function, if that has ended.
+
+        finish_reason: None for that of the last turn. Raises RolloutError if nobody saw any turn.
+        """
+        running.episode.drop_unseen()
+        if not running.episode.all_turns:
+            raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
+        rollout = running.rollout(finish_reason or self._reason_of_last_turn(running))
         assert rollout is not None
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
@@ -494,7 +522,7 @@ class EpisodeRunner:
             prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
-            reader=self._reader(rollout, ids, num_prompt_tokens + present.answer_start),
+            reader=self._reader(rollout, ids, num_prompt_tokens + present.answer_start, present.branch),
         )
         present.rollout = rollout
         present.num_before = len(rollout.tokens) - num_prompt_tokens
@@ -502,9 +530,9 @@ class EpisodeRunner:
         running.episode.take(turn)
         self._host.send(running.number, turn)
 
-    def _reader(self, rollout: Rollout, ids: list[int], answer_start: int) -> TurnReader:
+    def _reader(self, rollout: Rollout, ids: list[int], answer_start: int, branch: Branch) -> TurnReader:
         """What reads the last turn of a rollout, which has these ids; answer_start: among its tokens."""
-        tokenizer = self._prompts.tokenizer
+        tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
         return TurnReader(
             text=functools.partial(tokenizer.decode, ids),
             message=functools.partial(
@@ -567,13 +595,15 @@ class EpisodeRunner:
             refuse(
                 not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
             )
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place)
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
             rollout_id = replace(request.rollout_id, branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 refuse(not running.turn_ends, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch = running.episode.branches.setdefault(number, Branch(asked.prompt, 0, number))
+        branch = running.episode.branches.setdefault(
+            number, Branch(asked.prompt, 0, number, tools=asked.tools)
+        )
         branch.max_tokens = request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]
@@ -611,7 +641,7 @@ class EpisodeRunner:
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
-        return self._prompts.appended_ids(after, place, end_id=end_id)
+        return self._prompts.appended_ids(after, place, end_id=end_id, tools=branch.tools)
 
     def _place(self, episode: Episode) -> str:
         return f"{self._name}(episode), for the row at {episode.row.place}"

@@ -15,7 +15,7 @@ import json
 import resource
 import secrets
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -190,6 +190,8 @@ class LoopbackServer:
                 session, path = self._find(head.path)
                 connection.has_token = connection.is_answering = True
                 body = await _read_body(reader, writer, head)
+                if reader.has_ended.is_set() or writer.is_closing():
+                    return
                 answer = await _answer(session.handler(head.method, path, body), reader)
                 # A client uses no connection again of which it is told so, whereas it may just be using one that is
                 # closed without a word.

@@ -13,8 +13,9 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", the "seconds" that it took, "rewards", what was given since the last turn, and
-  {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
+- Every answer has "episode", the "seconds" that it took, "rewards", what was given since the last turn, "unseen", the
+  branches whose last turn nobody saw, and {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or
+  {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -171,10 +172,10 @@ class Hosted:
         self._function = function
         self._turns: Any = None
 
-    @property
-    def given(self) -> dict[str, float]:
-        """The rewards that were given since the last turn."""
-        return self._episode.rewards[-1]
+    def since_last_turn(self) -> dict[str, Any]:
+        """The rewards that were given since the last turn, and the branches whose last turn nobody saw."""
+        unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
+        return {"rewards": self._episode.rewards[-1], "unseen": unseen}
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
@@ -287,7 +288,7 @@ class Server:
         seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, "seconds": seconds, **answer, "rewards": hosted.given})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer, **hosted.since_last_turn()})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

@@ -434,6 +434,8 @@ class _Worker:
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
         hosted.episode.rewards[-1] = answer["rewards"]
+        for unseen in answer["unseen"]:
+            hosted.episode.branches[unseen].drops_last = True
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)

@@ -1,5 +1,6 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
+import copy
 import itertools
 import signal
 import threading
@@ -21,6 +22,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # What a chat template may take for one prompt, and add to the messages.
 _TEMPLATE_SECONDS = 20.0
 _TEMPLATE_CHARACTERS = 1_000_000
+# Lists of tools that were checked and are remembered.
+_MAX_TOOL_LISTS = 64
 
 
 class Tokenizer:
@@ -52,8 +55,25 @@ class Tokenizer:
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
         self.tools = tool_schemas(tools)
+        # By their tools.
+        self._with_tools: dict[str, Tokenizer] = {}
         if self.tools:
             self._check_tools()
+
+    def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
+        """Return a tokenizer whose prompts tell of these tools; None: this one. Raises InputError as `__init__`."""
+        if tools is None or tools == self.tools:
+            return self
+        key = repr(tools)
+        if key not in self._with_tools:
+            other = copy.copy(self)
+            other.tools = tool_schemas(tools)
+            if other.tools:
+                other._check_tools()
+            if len(self._with_tools) == _MAX_TOOL_LISTS:
+                self._with_tools.clear()
+            self._with_tools[key] = other
+        return self._with_tools[key]
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.

@@ -63,7 +63,7 @@ class Generate:
     reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
     on_rollout_error: Literal["stop", "end"] = "stop"
     """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
-    max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
+    max_turns: int = 0  # turns of a completion; 0: as many as the rollout asks for, up to 1,000
     max_sampled_tokens: int = 0
     """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
     max_episode_seconds: float = 0.0
