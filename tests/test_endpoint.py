@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import re
+import resource
 import runpy
 import time
 from http import HTTPStatus
@@ -17,7 +18,8 @@ import torch
 from minirl.collect import loopback
 from minirl.collect.collector import Collector
 from minirl.collect.endpoint import run_program, serve
-from minirl.collect.episode import Episode, Turn, TurnReader
+from minirl.collect.episode import Episode, Generate, Turn, TurnReader
+from minirl.collect.hosts import Ended
 from minirl.collect.loopback import Answer, HttpError, of_this_loop
 from minirl.collect.openai_format import read_request
 from minirl.data.task import Row, as_messages
@@ -411,6 +413,47 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
     )
 
 
+SHARED = """
+import openai
+from minirl.collect.endpoint import serve
+
+CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
+
+@serve
+async def agent(url, episode):
+    client = CLIENT.with_options(base_url=url)
+    messages = [{"role": "user", "content": episode.row.prompt}]
+    for _ in range(1 + episode.seed % 4 // 3):
+        completion = await client.chat.completions.create(model="m", messages=messages)
+        messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descriptors(load, tmp_path):
+    """One in four asks for a second turn, on a connection that others have used. No request is tried again."""
+    pytest.importorskip("openai")
+    (tmp_path / "mine.py").write_text(SHARED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        host = load("agent", timeout_s=120)
+        episodes = [made_episode(seed=i) for i in range(1024)]
+        running = {host.begin(episode): episode for episode in episodes}
+        while running:
+            for number, reply in host.replies(1.0):
+                if isinstance(reply, Generate):
+                    running[number].take(sampled_turn(running[number]))
+                    host.send(number, running[number].turns[-1])
+                else:
+                    assert reply == Ended({}), reply
+                    assert running.pop(number).rewards[-1] == {"reward": 1.0}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [len(episode.turns) for episode in episodes] == [1, 1, 1, 2] * 256
+
+
 async def echo(method, path, body):
     if body == b"refuse":
         raise HttpError(HTTPStatus.BAD_REQUEST, "no")
@@ -662,9 +705,9 @@ def test_row_60_a_client_that_hangs_up_is_no_longer_answered():
 HI = {"role": "user", "content": "hi"}
 
 
-def made_episode(*, is_chat=True, temperature=1.0):
+def made_episode(*, seed=0, is_chat=True, temperature=1.0):
     row = Row("hi", {}, "f:1")
-    return Episode(row, 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
+    return Episode(row, seed, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
 
 
 def said_call(name, arguments):

@@ -32,8 +32,7 @@ from minirl.data.task import as_messages
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
-# Episodes of a process. The connection pool of openai's client takes a time for each request that grows with those
-# under way: 256 episodes take as long as 4 times 128, 1,024 as 40 times.
+# Episodes of a process: openai's client has 1,000 connections at most, and takes longer for a request the more it has.
 MAX_EPISODES = 128
 # For a program that is told to end.
 CLOSE_S = 1.0
