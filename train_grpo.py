@@ -295,8 +295,8 @@ def main(config: Config) -> int:
         has_gradient = is_trained(config, *rewards, table, branch_weights)
         # In the first step all are computed, to find a gradient where there should be none.
         is_computed = has_gradient | (step == 1)
-        add_skipped(metrics, table.num_loss_tokens, is_computed)
         plan = run.plan_updates(table, is_computed)
+        add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
         minibatches = plan.of_rank(rank())
         microbatches = list(itertools.chain(*minibatches))
         rollouts = groups.rewarded.rollouts

@@ -226,12 +226,13 @@ def add_staleness(
     metrics.add_max("stale/age_max", ages)
 
 
-def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, is_trained: Tensor) -> None:
+def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N] and is_trained bool [N] are of all ranks' branches, the same on every rank.
+    num_loss_tokens int64 [N]: of all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
-    num_skipped = num_loss_tokens[~is_trained].sum()
+    is_skipped = torch.tensor([rank is None for rank in rank_of])
+    num_skipped = num_loss_tokens[is_skipped].sum()
     metrics.add("perf/skipped_tokens", num_skipped, float(num_loss_tokens.sum()))
 
 
