@@ -92,14 +92,12 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 class _Conversation:
     """What the program knows of a branch of the episode.
 
-    said: the messages or the text so far, as the program has them; None where it has only ids. tools: those that the
-    branch's prompt tells of, if it is messages.
+    said: the messages or the text so far, as the program has them; None where it has only ids.
     """
 
-    def __init__(self, branch: Branch, said: list[Any] | str | None, tools: list[dict[str, Any]] | None):
+    def __init__(self, branch: Branch, said: list[Any] | str | None):
         self.branch = branch
         self.said = said
-        self.tools = tools
 
     def rest(self, asked: Asked) -> list[Any] | str | None:
         """What a request says behind all that was said; None if it does not continue the conversation."""
@@ -112,7 +110,7 @@ class _Conversation:
         if isinstance(prompt, list) and isinstance(self.said, list):
             begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
             # The first turn answers the prompt as it is, and later ones answer new messages.
-            is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.tools
+            is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
             return rest if is_next and same_messages(begin, self.said) else None
         return None
 
@@ -146,8 +144,7 @@ class Endpoint:
         self._episode = episode
         self._program = program
         prompt = episode.row.prompt
-        said = as_messages(prompt) if episode.is_chat else prompt
-        self._conversations = [_Conversation(episode, said, episode.tools)]
+        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else prompt)]
         self._num_turns = 0
         # None when the program has ended.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
@@ -231,8 +228,7 @@ class Endpoint:
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
-        branch = self._episode.branch(template_form(prompt), tools=asked.tools)
-        conversation = _Conversation(branch, said, asked.tools)
+        conversation = _Conversation(self._episode.branch(template_form(prompt), tools=asked.tools), said)
         self._conversations.append(conversation)
         # It begins with all that was said.
         return conversation, prompt[:0]

@@ -62,7 +62,7 @@ _DROPPED_KEYS = {
 class Asked:
     """A request. prompt: messages, text or token ids, from the beginning on. stop, max_tokens: as in `Generate`.
 
-    write: makes the answer of a turn. tools: those that the messages' prompt tells of. reads_calls: whether calls of
+    write: makes the answer of a turn. tools: those that a prompt of messages tells of. reads_calls: whether calls of
     tools are looked for in the answer; otherwise they are part of its text.
     """
 
@@ -191,9 +191,8 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     sampling = _read_sampling(fields, episode, "messages", "tools", "stream", "stream_options")
     what = "messages: the run's prompts are text, to which no template is applied; see --chat, or use completions"
     _refuse(not episode.is_chat, what)
-    tools: Any = fields.get("tools") or episode.tools
     try:
-        tools = tool_schemas(tools)
+        tools = tool_schemas(fields.get("tools", [])) or episode.tools
     except InputError as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
     messages = fields.get("messages")
@@ -311,11 +310,13 @@ def _is_call(call: Any) -> bool:
 
 
 def _check_characters(value: Any, place: str) -> None:
-    r"""Refuse half a surrogate pair ("\ud800") wherever it stands in a JSON value: templates cannot write it."""
+    r"""Refuse half a surrogate pair ("\ud800") anywhere in a JSON value: it cannot be tokenized."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is no text") from None
+    except RecursionError:
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
 
 
 def _check_ids(ids: Any, place: str) -> None:

@@ -108,16 +108,18 @@ class RolloutWorkers:
     def begin(self, episode: Episode) -> int:
         """As `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
         number = next(self._numbers)
-        worker = min(self.workers, key=lambda worker: worker.num_episodes)
-        if worker.num_episodes >= self._max_episodes:
-            # An episode that waited for another to end might wait for ever: those of a group begin together.
-            worker = _Worker(self._arguments, timeout_s=self._timeout_s)
-            self.workers.append(worker)
         try:
+            worker = min(self.workers, key=lambda worker: worker.num_episodes)
+            if worker.num_episodes >= self._max_episodes:
+                # An episode that waited for another to end might wait for ever: those of a group begin together.
+                worker = _Worker(self._arguments, timeout_s=self._timeout_s)
+                self.workers.append(worker)
             worker.begin(number, episode)
         except (TypeError, ValueError, RecursionError) as error:
             message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
             raise InputError(message) from None
+        except RolloutError as error:
+            raise RolloutError(f"rollout {self.name}: {error}") from None
         self._of_episode[number] = worker
         return number
 

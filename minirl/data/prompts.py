@@ -214,8 +214,8 @@ class PromptStream:
         """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
 
         tools: that it tells of, if it is messages; None: the tokenizer's. Raises InputError naming `place` for what
-        cannot be used: a prompt, tools that the chat template does not show, and any whose calls cannot be read. The
-        prompt may be too long.
+        cannot be used: the prompt, other tools than the tokenizer's that the chat template does not show, or whose
+        calls cannot be read. The prompt may be too long.
         """
         what = f"{place}: branch({prompt!r:.80})"
         is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
@@ -228,7 +228,7 @@ class PromptStream:
         row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
         try:
             tokenizer = self.tokenizer.with_tools(tools)
-            if tools:
+            if tools and tokenizer is not self.tokenizer:
                 check_readable(tokenizer)
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
