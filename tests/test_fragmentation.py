@@ -36,7 +36,7 @@ def test_the_model_of_the_allocator_joins_free_neighbours_and_gives_back_free_se
     allocator.free(larger)
     allocator.free(other_stream)
     allocator.allocate(2 * MB, "main")
-    with pytest.raises(fragmentation.OutOfMemory, match="largest free block 0.1"):
+    with pytest.raises(fragmentation.OutOfMemory, match=r"largest free block 0\.1"):
         allocator.allocate(67 * MB, "main")
 
 
