@@ -633,6 +633,20 @@ def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_micro
     assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
 
 
+@pytest.mark.parametrize("beside_cache", [True, False])
+def test_frozen_models_score_beside_the_cache_only_where_both_fit(beside_cache, monkeypatch):
+    """While rollouts wait for replies the engine's cache is in memory; once all of them have ended it is not."""
+    frozen = make_frozen()
+    collector = make_collector(rollout=calculator, frozen=[frozen], scores_beside_cache=beside_cache)
+    has_cache = []
+    monkeypatch.setattr(
+        frozen, "score_early", lambda _: has_cache.append(collector.engine._cache is not None)
+    )
+    collector.collect(3)
+    assert any(has_cache) == beside_cache
+    assert not has_cache[-1]
+
+
 def long_on_the_first_rank(rollout_id: RolloutId) -> int:
     return 300 if rollout_id.prompt_ordinal < 2 else 10
 

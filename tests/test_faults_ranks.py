@@ -576,10 +576,14 @@ def test_on_cuda_freed_memory_can_be_joined_unless_the_user_set_it_and_bf16_sums
     monkeypatch.setattr(watchdog.this_process, "hang_timeout", 0.0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True)
-    assert process_group.start(device="cuda") == torch.device("cuda", 0)
+    products = torch.backends.cuda.matmul
+    assert products.allow_bf16_reduced_precision_reduction
+    try:
+        assert process_group.start(device="cuda") == torch.device("cuda", 0)
+        assert not products.allow_bf16_reduced_precision_reduction
+    finally:
+        products.allow_bf16_reduced_precision_reduction = True
     assert found == settings
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize(
