@@ -379,8 +379,12 @@ def main() -> None:
         for name, options in RUNS.items():
             if args.shape in (None, model):
                 work = make_workload(model, num_ranks, **options)
-                keeps_cache = memory.can_keep_cache(work, auto_sizes(work), FREE)
+                sizes = auto_sizes(work)
+                keeps_cache = memory.can_keep_cache(work, sizes, FREE)
+                planned = memory.peak_bytes(work, sizes, keeps_cache=keeps_cache)
                 figures = {"model": model, "ranks": num_ranks, "run": name, "keeps_cache": keeps_cache}
+                figures |= {"fits": memory.too_large(work, sizes, FREE) is None}
+                figures |= {"card_gb": round(FREE / 1e9, 1), "planned_gb": round(planned / 1e9, 1)}
                 try:
                     allocator = replay(work)
                 except OutOfMemory as error:
@@ -390,7 +394,6 @@ def main() -> None:
                     **figures,
                     most_used_gb=round(allocator.most_used / 1e9, 1),
                     most_reserved_gb=round(allocator.most_reserved / 1e9, 1),
-                    card_gb=round(FREE / 1e9, 1),
                     retries=allocator.num_retries,
                 )
 
