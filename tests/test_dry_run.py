@@ -168,7 +168,7 @@ def test_a_decode_budget_makes_room_for_the_completions_of_earlier_steps(flags):
     # A rank has 8 completions and a greedy one of one prompt, or of 3.
     assert number(whole, "--cache-tokens") == 9 * (812 + 256)
     assert number(partial, "--cache-tokens") == 27 * (812 + 256)
-    # 9 prompts of 300 tokens at a time, or as many tokens as the engine prefills together, 8,192.
+    # 9 sequences of 812 tokens at a time, or as many tokens as the engine prefills together, 8,192.
     assert gigabytes(partial, "prefill") > gigabytes(whole, "prefill")
 
 

@@ -70,7 +70,7 @@ class Workload:
 
     trained: policy, and value model if any; frozen: reference and reward model, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion. longest_prefill: of
-    what generation computes at once at most, a prompt or a completion that goes on in a further step.
+    a sequence that generation computes whole: a preempted one has nearly all its tokens.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
@@ -160,7 +160,7 @@ def workload(
         offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
-        longest_prefill=longest if is_partial else longest_prompt,
+        longest_prefill=longest,
         requests=math.ceil(num_requests / num_ranks),
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
@@ -328,7 +328,7 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
     cache = cached_bytes(
         work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
     )
-    phases = {"generate": {"cache": cache, **_decoding_bytes(work, sizes.max_running_requests)}}
+    phases = {"generate": {"cache": cache} | _decoding_bytes(work, sizes.max_running_requests)}
     tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
     unparked = _frozen_bytes(work) if work.is_cuda and work.parks_frozen else {}
     for name, config in work.frozen.items():
@@ -444,18 +444,17 @@ def peak_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> fl
 
 def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
     """Whether the cache fits beside what each other phase needs, so that the engine can keep it. Never on the CPU."""
-    return work.is_cuda and _fits_beside_cache(work, sizes, room_bytes(work, free), "score", "update")
+    return work.is_cuda and peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
 
 
 def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether frozen models fit beside the cache, so that they can score while other rollouts wait for replies."""
-    return _fits_beside_cache(work, sizes, room_bytes(work, free), "score")
+    """Whether reference and value model fit beside the cache, so that they can score while rollouts wait for replies.
 
-
-def _fits_beside_cache(work: Workload, sizes: Sizes, room: float, *kinds: str) -> bool:
-    """Whether phases of these kinds ("score", "update") and the cache fit together into so many bytes."""
+    A reward model scores when generation has ended.
+    """
     phases = phase_bytes(work, sizes, keeps_cache=True)
-    return all(sum(parts.values()) <= room for phase, parts in phases.items() if phase.split()[0] in kinds)
+    early = [phases.get(f"score ({name})", {}) for name in ("reference", "value model")]
+    return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
