@@ -12,9 +12,8 @@ from torch import Tensor
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
 
 
-@dataclass(frozen=True)
-class RolloutId:
-    """Identifies a rollout in its run.
+class RolloutId(NamedTuple):
+    """Identifies a rollout in its run; ids are in order of these numbers.
 
     `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
     prompt, and `branch` the branches of one rollout, in the order in which they were begun.

@@ -568,7 +568,7 @@ class EpisodeRunner:
                 not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
             )
             prompt_ids = self._prompts.branch_ids(asked.prompt, place)
-            rollout_id = replace(request.rollout_id, branch=number)
+            rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 refuse(not running.turn_ends, f"{place}: the prompt of its first turn leaves no room for it")

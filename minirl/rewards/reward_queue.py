@@ -1,6 +1,5 @@
 """Rewards of rollouts while others are decoded: user functions run in worker processes, one call for each prompt."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -144,7 +143,7 @@ class RewardQueue:
         indices = range(len(rollouts))
         parts = [list(indices)]
         if judges_groups(function):
-            in_order = sorted(indices, key=lambda i: dataclasses.astuple(rollouts[i].rollout_id))
+            in_order = sorted(indices, key=lambda i: rollouts[i].rollout_id)
             by_prompt = itertools.groupby(in_order, key=lambda i: rollouts[i].rollout_id.prompt_ordinal)
             parts = [list(group) for _, group in by_prompt]
         rewards: list[float | None] = [None] * len(rollouts)
