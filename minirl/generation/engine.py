@@ -18,7 +18,7 @@ one token too far, which is thrown away.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -633,11 +633,15 @@ class Engine:
             finished += self._remove_finished(self._running.read(pending))
         return finished
 
-    def _remove_finished(self, rows: list[int]) -> list[Rollout]:
-        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts."""
-        if not rows:
+    def _remove_finished(self, reasons: Mapping[int, str]) -> list[Rollout]:
+        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts.
+
+        reasons: why they have finished, by row.
+        """
+        if not reasons:
             return []
-        rollouts = [self._running.rollout(row) for row in rows]
+        rows = list(reasons)
+        rollouts = [self._running.rollout(row, reason) for row, reason in reasons.items()]
         self._count_discarded(torch.tensor(rows))
         for row in rows:
             request = self._running.requests[row]
