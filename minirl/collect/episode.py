@@ -229,9 +229,8 @@ class Episode(Branch):
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. branches: all of them by number, this one is 0. all_turns: of all branches, in their
-    order. rewards: by name, what was given before the first turn, and behind each.
-    is_closed: whether the function has ended, or is being ended.
+    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given before
+    the first turn, and behind each. is_closed: whether the function has ended, or is being ended.
     """
 
     def __init__(
@@ -251,10 +250,22 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
-        self.branches: dict[int, Branch] = {0: self}
+        self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
         self.is_closed = False
+
+    @property
+    def branches(self) -> dict[int, Branch]:
+        """All of them by number, this one is 0."""
+        # Not kept: an object that holds itself is freed by a garbage collection only, with the rollout that it has.
+        return {0: self, **self._further}
+
+    def branch_of(self, asked: Generate) -> Branch:
+        """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
+        if asked.branch == 0:
+            return self
+        return self._further.setdefault(asked.branch, Branch(asked.prompt, 0, asked.branch))
 
     def take(self, turn: Turn) -> None:
         """Add a turn that has ended to its branch. For who runs the episode."""
@@ -269,8 +280,8 @@ class Episode(Branch):
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason)
-        self.branches[branch.number] = branch
+        branch = Branch(own, self.max_tokens, number=1 + len(self._further), end_reason=self.end_reason)
+        self._further[branch.number] = branch
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:

@@ -171,6 +171,8 @@ class EpisodeRunner:
         # Of all branches of the running episodes that have begun.
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
+        # Of branches of episodes that have ended, which the engine still has.
+        self._over: list[RolloutId] = []
         self._paused: list[RunningEpisode] = []
         # Of this phase. By prompt: how many of its episodes have not begun their first turn, and those that could.
         self._weight_version = 0
@@ -335,6 +337,8 @@ class EpisodeRunner:
         kept, self._kept_replies = self._kept_replies, []
         for number, reply in [*kept, *self._host.replies(0.0 if kept else timeout_s)]:
             self._go_on(self._running[number], reply)
+        over, self._over = self._over, []
+        self._engine.release(*over)
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
@@ -448,7 +452,7 @@ class EpisodeRunner:
         self._ended.append(replace(rollout, episode=record))
         for branch in running.branches.values():
             if branch.is_held:
-                self._engine.release(branch.request.rollout_id)
+                self._over.append(branch.request.rollout_id)
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
@@ -573,7 +577,7 @@ class EpisodeRunner:
             if request.max_new_tokens < 1:
                 refuse(not running.turn_ends, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch = running.episode.branches.setdefault(number, Branch(asked.prompt, 0, number))
+        branch = running.episode.branch_of(asked)
         branch.max_tokens = request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]

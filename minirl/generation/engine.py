@@ -212,13 +212,17 @@ class Engine:
             self._running.append(row, tokens, max_new_tokens=max_new_tokens, stop_test=stop_test)
             self._resumed.append(row)
 
-    def release(self, rollout_id: RolloutId) -> None:
-        """End a request that waits for a further turn. Not collective. Raises InputError for one that does not."""
-        self._check_waits(rollout_id)
-        if self._dropped.pop(rollout_id, None) is None:
-            row = self._held.pop(rollout_id)
-            self._running.remove([row])
-            self._live_cache.free(row)
+    def release(self, *rollout_ids: RolloutId) -> None:
+        """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
+        rows = []
+        for rollout_id in rollout_ids:
+            self._check_waits(rollout_id)
+            if self._dropped.pop(rollout_id, None) is None:
+                rows.append(self._held.pop(rollout_id))
+        if rows:
+            self._running.remove(rows)
+            for row in rows:
+                self._live_cache.free(row)
             self._has_gaps = True
         if not self.is_busy:
             self._end_phase()
