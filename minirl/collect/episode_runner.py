@@ -337,8 +337,9 @@ class EpisodeRunner:
         kept, self._kept_replies = self._kept_replies, []
         for number, reply in [*kept, *self._host.replies(0.0 if kept else timeout_s)]:
             self._go_on(self._running[number], reply)
-        over, self._over = self._over, []
-        self._engine.release(*over)
+        if self._over:
+            self._engine.release(*self._over)
+            self._over = []
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
