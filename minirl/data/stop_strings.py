@@ -66,7 +66,7 @@ class StopStrings:
                 return string
         return None
 
-    def _completed(self, ids: Sequence[int], text: str) -> str | None:
+    def _completed(self, ids: list[int], text: str) -> str | None:
         """The first of the strings in the text of these ids that their last one completes."""
         contained = [string for string in self.strings if string in text]
         if not contained:

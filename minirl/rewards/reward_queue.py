@@ -73,8 +73,10 @@ class RewardQueue:
         rows = [row] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
         of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
-        completion_ids = [rollout.completion for rollout in group]
-        arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
+        arguments = {}
+        if self._calls:
+            completion_ids = [rollout.completion for rollout in group]
+            arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
         calls = {}
         for name, function_calls in self._calls.items():
             calls[name] = function_calls.add(
