@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
 # Before an answer, to see whether its reasoning has begun there: a tag, and blanks behind it.
