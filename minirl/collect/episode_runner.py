@@ -42,7 +42,7 @@ TOOL_ERROR = "{'error': "
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit, and MAX_TURNS turns.
+    """Where an episode ends that asks for a further turn; 0: no limit; of turns, MAX_TURNS.
 
     max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
     has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
