@@ -8,7 +8,6 @@ under new weights. A step takes the first complete groups in order of their prom
 but not taken, is in flight; `state` and `records` put it into a checkpoint.
 """
 
-import dataclasses
 import itertools
 import sys
 from collections import Counter
@@ -330,7 +329,7 @@ class Collector:
 
         for model in self._frozen:
             model.score_early(is_waiting)
-        whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
+        whole.sort(key=lambda rollout: rollout.rollout_id)
         return self._group_rewards.make_room(queue.finish(whole))
 
 

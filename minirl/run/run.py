@@ -6,6 +6,7 @@ here calls back into the script: a fork that wants something else writes it into
 """
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -354,7 +355,12 @@ class Run:
         return self.progress
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop."""
+        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop.
+
+        What is loaded by then stays for the run, so no garbage collection looks through it again.
+        """
+        gc.collect()
+        gc.freeze()
         time_account.this_process.begin()
         for step in range(self.progress.step + 1, self.config.num_steps + 1):
             yield step
