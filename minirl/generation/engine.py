@@ -38,7 +38,10 @@ from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended
+from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
+
+
+ORDER, RESERVE_HELD, RESERVE_DROPPED, RESERVE_ALL = "oldest", 1, 1, 0
 
 
 @dataclass(eq=False)
@@ -53,9 +56,9 @@ class _Stem:
     hidden: Tensor | None = None
 
     @property
-    def tokens(self) -> list[int]:
-        """The prompt, and what the request had sampled before it was preempted or aborted."""
-        return [*self.first.prompt_ids, *(sampled.token for sampled in self.first.sampled)]
+    def tokens(self) -> Tensor:
+        """The prompt, and what the request had sampled before it was preempted or aborted; int64, on the host."""
+        return torch.cat([token_tensor(self.first.prompt_ids), self.first.sampled.tokens])
 
 
 @dataclass
@@ -323,8 +326,8 @@ class Engine:
         return self._cache
 
     def _no_requests(self) -> RunningRequests:
-        """Of the rows, as many as run may wait for a further turn; and one is for a stem, one for padding."""
-        return RunningRequests(2 * self.max_running_requests + 2)
+        """One more row is for a stem, one for padding; there are more once requests wait for a further turn."""
+        return RunningRequests(self.max_running_requests + 2)
 
     def _allocate(self) -> None:
         """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
@@ -385,6 +388,7 @@ class Engine:
         # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
         # prefill, when the stem's keys exist.
         num_promised = self._blocks_soon()
+        num_waits = self._blocks_of_waits()
         while self._waiting and num_running < self.max_running_requests:
             first = self._waiting[0]
             length = len(first.prompt_ids) + len(first.sampled)
@@ -395,16 +399,15 @@ class Engine:
             blocks_per_request = cache.num_new_blocks(length, self.room_tokens)
             if length % cache.block_size != 0:
                 blocks_per_request += 1  # a fork's copy of the last, partial block
-            max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
+            reserve = num_waits if not len(first.sampled) or RESERVE_ALL else 0
+            max_admitted = (num_spare - num_promised - reserve) // max(1, blocks_per_request)
             if max_admitted < 1 and num_running > 0:
                 break
             while num_spare < 0:
                 # Nothing is running: what takes the room of the first is a stem of requests further behind, or those
                 # that wait for a further turn.
-                if self._stem is not None:
-                    self._drop_stem()
-                else:
-                    self._drop_held()
+                has_given = self._give_up_one()
+                assert has_given, "a request was submitted that exceeds the cache"
                 num_spare = cache.spare_blocks(length)
             if stem is None:
                 row = cache.add(length)
@@ -433,26 +436,48 @@ class Engine:
             group.append(self._waiting.popleft())
         return group
 
+    def _give_up_one(self) -> bool:
+        """Free blocks that no turn needs: the stem's, or those of one that waits for a further turn. False if none."""
+        if self._stem is not None:
+            self._drop_stem()
+        elif self._held:
+            self._drop_held()
+        else:
+            return False
+        return True
+
     def _drop_stem(self) -> None:
         """Free the blocks of the stem. It is prefilled again for what is left of its group."""
-        assert self._stem is not None, "a request was submitted that exceeds the cache"
+        assert self._stem is not None
         self._live_cache.free(self._stem.row)
         self._stem = None
 
     def _drop_held(self) -> None:
-        """Free the blocks of the request that waits longest for a further turn. It will be prefilled again."""
-        rollout_id, row = next(iter(self._held.items()))
-        del self._held[rollout_id]
+        """Free the blocks of the request that ... for a further turn. It will be prefilled again."""
+        rollout_id = next(iter(self._held) if ORDER == "oldest" else reversed(self._held))
+        row = self._held.pop(rollout_id)
         self._dropped[rollout_id] = self._running.unfinished(row)
         self._running.remove([row])
         self._live_cache.free(row)
+        self.stats.drops += 1
 
     def _blocks_soon(self) -> int:
-        """How many blocks the running requests may need within `room_tokens` tokens each."""
-        lengths = self._live_cache.lengths[self._running.rows]
-        num_left = self._running.last_lengths - lengths
-        num_blocks = self._live_cache.num_new_blocks(lengths, num_left.clamp(max=self.room_tokens))
-        return int(num_blocks.sum())
+        """How many blocks the requests that have a turn may need within `room_tokens` tokens each."""
+        running = self._running
+        rows = torch.cat([running.rows, torch.tensor(self._resumed, dtype=torch.int64)])
+        lengths = self._live_cache.lengths[rows]
+        known = running.prompt_lengths[rows] + running.counts[rows]
+        ends = (running.prompt_lengths[rows] + running.limits[rows] - 1).minimum(known + self.room_tokens)
+        return int(self._live_cache.num_new_blocks(lengths, (ends - lengths).clamp(min=0)).sum())
+
+    def _blocks_of_waits(self) -> int:
+        """How many more blocks those that wait for a further turn will need for `room_tokens` tokens each."""
+        cache = self._live_cache
+        lengths = cache.lengths[torch.tensor(list(self._held.values()), dtype=torch.int64)]
+        num = int(cache.num_new_blocks(lengths, self.room_tokens).sum()) if RESERVE_HELD else 0
+        if RESERVE_DROPPED:
+            num += sum(ceil_div(len(r.prompt_ids) + len(r.sampled) + self.room_tokens, cache.block_size) for r in self._dropped.values())
+        return num
 
     def _prefill(self, groups: list[_AdmittedGroup]) -> None:
         """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
@@ -461,8 +486,7 @@ class Engine:
         new_stems = [group.stem for group in groups if group.stem.hidden is None]
         if new_stems:
             layout = self._live_cache.prefill_layout([stem.row for stem in new_stems])
-            packed_tokens = [token for stem in new_stems for token in stem.tokens]
-            tokens = upload(torch.tensor(packed_tokens), self.device)
+            tokens = upload(torch.cat([stem.tokens for stem in new_stems]), self.device)
             hidden = self.model(tokens, layout.positions, layout)
             self.stats.prefill_tokens += len(tokens)
             ends = torch.tensor(layout.lengths).cumsum(0)
@@ -492,15 +516,17 @@ class Engine:
         """
         cache = self._live_cache
         num_places = self.max_running_requests - len(self._running)
-        rows = [self._resumed.popleft() for _ in range(min(num_places, len(self._resumed)))]
+        num_left = self.max_prefill_tokens
         computed: list[int] = []
         counts: list[int] = []
         tokens: list[Tensor] = []
         lengths: list[Tensor] = []
-        for row in rows:
+        while self._resumed and len(computed) < num_places and num_left:
+            row = self._resumed.popleft()
             length = int(cache.lengths[row])
-            left = self._running.tokens_after(row, length)
-            count = cache.extend_by(row, len(left))
+            left = self._running.tokens_after(row, length)[:num_left]
+            while not (count := cache.extend_by(row, len(left))) and self._give_up_one():
+                pass
             if count == 0:
                 self._preempt(row)
                 continue
@@ -508,6 +534,7 @@ class Engine:
             counts.append(count)
             tokens.append(left[:count])
             lengths.append(torch.arange(length + 1, length + count + 1))
+            num_left -= count
         if not computed:
             return
         repeated = torch.tensor(computed).repeat_interleave(torch.tensor(counts))
@@ -571,11 +598,7 @@ class Engine:
         for i in (~only_counts).nonzero()[:, 0].tolist():
             # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
             while i < num_left and not cache.extend(int(rows[i])):
-                if self._stem is not None:
-                    self._drop_stem()
-                    continue
-                if self._held:
-                    self._drop_held()
+                if self._give_up_one():
                     continue
                 # `step` has read all tokens, as `can_extend` was false.
                 assert not self._pending, "a request is preempted whose tokens were not read"
@@ -652,8 +675,6 @@ class Engine:
         for row in ended:
             self._live_cache.free(row)
             self._has_gaps = True
-        while len(self._held) > self.max_running_requests:
-            self._drop_held()
         return rollouts
 
     def _count_discarded(self, rows: Tensor) -> None:

@@ -20,6 +20,7 @@ class EngineStats:
     discarded_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
+    drops: int = 0
     most_running: int = 0
 
     @property
