@@ -2,8 +2,9 @@
 
 `submit` queues requests and `step` advances all running ones by one token. A waiting request is admitted as
 soon as there is a free place in the batch and there are enough free cache blocks. Requests that share a
-prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. When
-the cache is full, the youngest running request is preempted: it gives its blocks back and is recomputed later.
+prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. A request
+between two turns keeps its blocks, but no place in the batch. When the cache is full, such requests give their blocks
+back first, then the youngest running one, which is preempted; they are recomputed later.
 
 The engine handles token ids only, never text: a turn that ends by its text has a `StopTest`. Nothing in the engine is
 collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
@@ -39,9 +40,6 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
-
-
-ORDER, RESERVE_HELD, RESERVE_DROPPED, RESERVE_ALL = "oldest", 1, 1, 0
 
 
 @dataclass(eq=False)
@@ -388,7 +386,6 @@ class Engine:
         # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
         # prefill, when the stem's keys exist.
         num_promised = self._blocks_soon()
-        num_waits = self._blocks_of_waits()
         while self._waiting and num_running < self.max_running_requests:
             first = self._waiting[0]
             length = len(first.prompt_ids) + len(first.sampled)
@@ -399,15 +396,14 @@ class Engine:
             blocks_per_request = cache.num_new_blocks(length, self.room_tokens)
             if length % cache.block_size != 0:
                 blocks_per_request += 1  # a fork's copy of the last, partial block
-            reserve = num_waits if not len(first.sampled) or RESERVE_ALL else 0
-            max_admitted = (num_spare - num_promised - reserve) // max(1, blocks_per_request)
+            max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
             if max_admitted < 1 and num_running > 0:
                 break
             while num_spare < 0:
                 # Nothing is running: what takes the room of the first is a stem of requests further behind, or those
                 # that wait for a further turn.
-                has_given = self._give_up_one()
-                assert has_given, "a request was submitted that exceeds the cache"
+                has_freed = self._free_one()
+                assert has_freed, "a request was submitted that exceeds the cache"
                 num_spare = cache.spare_blocks(length)
             if stem is None:
                 row = cache.add(length)
@@ -436,48 +432,51 @@ class Engine:
             group.append(self._waiting.popleft())
         return group
 
-    def _give_up_one(self) -> bool:
-        """Free blocks that no turn needs: the stem's, or those of one that waits for a further turn. False if none."""
+    def _free_one(self) -> bool:
+        """Free the blocks of the stem, or of a request between two turns. Returns False if there is neither."""
         if self._stem is not None:
             self._drop_stem()
         elif self._held:
             self._drop_held()
+            self.stats.drops += 1
         else:
             return False
         return True
 
     def _drop_stem(self) -> None:
         """Free the blocks of the stem. It is prefilled again for what is left of its group."""
-        assert self._stem is not None
+        assert self._stem is not None, "there is no stem"
         self._live_cache.free(self._stem.row)
         self._stem = None
 
     def _drop_held(self) -> None:
-        """Free the blocks of the request that ... for a further turn. It will be prefilled again."""
-        rollout_id = next(iter(self._held) if ORDER == "oldest" else reversed(self._held))
-        row = self._held.pop(rollout_id)
+        """Free the blocks of the request that has waited least for a further turn. It will be prefilled again.
+
+        Replies that take equally long come soonest for those that have waited longest.
+        """
+        rollout_id, row = self._held.popitem()
         self._dropped[rollout_id] = self._running.unfinished(row)
         self._running.remove([row])
         self._live_cache.free(row)
-        self.stats.drops += 1
 
     def _blocks_soon(self) -> int:
-        """How many blocks the requests that have a turn may need within `room_tokens` tokens each."""
-        running = self._running
-        rows = torch.cat([running.rows, torch.tensor(self._resumed, dtype=torch.int64)])
-        lengths = self._live_cache.lengths[rows]
-        known = running.prompt_lengths[rows] + running.counts[rows]
-        ends = (running.prompt_lengths[rows] + running.limits[rows] - 1).minimum(known + self.room_tokens)
-        return int(self._live_cache.num_new_blocks(lengths, (ends - lengths).clamp(min=0)).sum())
+        """How many blocks the requests that were admitted may need for `room_tokens` more tokens each.
 
-    def _blocks_of_waits(self) -> int:
-        """How many more blocks those that wait for a further turn will need for `room_tokens` tokens each."""
-        cache = self._live_cache
-        lengths = cache.lengths[torch.tensor(list(self._held.values()), dtype=torch.int64)]
-        num = int(cache.num_new_blocks(lengths, self.room_tokens).sum()) if RESERVE_HELD else 0
-        if RESERVE_DROPPED:
-            num += sum(ceil_div(len(r.prompt_ids) + len(r.sampled) + self.room_tokens, cache.block_size) for r in self._dropped.values())
-        return num
+        Those between two turns are counted too, and those of them that were dropped in whole, so that none has to give
+        way to a request that is new.
+        """
+        cache, running = self._live_cache, self._running
+        in_turn = torch.tensor([*running.rows.tolist(), *self._resumed], dtype=torch.int64)
+        rows = torch.cat([in_turn, torch.tensor(list(self._held.values()), dtype=torch.int64)])
+        ends = running.counts[rows] + self.room_tokens
+        ends[: len(in_turn)].clamp_(max=running.limits[in_turn])
+        # The newest of these tokens need not be in the cache.
+        num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
+        num_blocks = int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
+        for request in self._dropped.values():
+            length = len(request.prompt_ids) + len(request.sampled)
+            num_blocks += ceil_div(length + self.room_tokens, cache.block_size)
+        return num_blocks
 
     def _prefill(self, groups: list[_AdmittedGroup]) -> None:
         """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
@@ -511,34 +510,28 @@ class Engine:
     def _compute_appended(self) -> None:
         """Compute tokens that were appended to resumed requests, of each as many as end in one block of the cache.
 
-        They are decoded like the newest tokens of as many sequences with one block table. A request whose tokens are
-        all computed samples the next one and runs; one for whose tokens there is no block is preempted.
+        They are decoded like the newest tokens of as many sequences with one block table; of all requests together
+        `max_prefill_tokens`, the others in later steps. A request whose tokens are all computed samples the next one
+        and runs.
         """
         cache = self._live_cache
         num_places = self.max_running_requests - len(self._running)
-        num_left = self.max_prefill_tokens
+        num_tokens = self.max_prefill_tokens
         computed: list[int] = []
-        counts: list[int] = []
         tokens: list[Tensor] = []
-        lengths: list[Tensor] = []
-        while self._resumed and len(computed) < num_places and num_left:
+        while self._resumed and len(computed) < num_places and num_tokens > 0:
             row = self._resumed.popleft()
-            length = int(cache.lengths[row])
-            left = self._running.tokens_after(row, length)[:num_left]
-            while not (count := cache.extend_by(row, len(left))) and self._give_up_one():
-                pass
-            if count == 0:
-                self._preempt(row)
-                continue
-            computed.append(row)
-            counts.append(count)
-            tokens.append(left[:count])
-            lengths.append(torch.arange(length + 1, length + count + 1))
-            num_left -= count
+            part = self._reserve_appended(row, num_tokens)
+            if len(part):
+                computed.append(row)
+                tokens.append(part)
+                num_tokens -= len(part)
         if not computed:
             return
-        repeated = torch.tensor(computed).repeat_interleave(torch.tensor(counts))
-        each_length = torch.cat(lengths)
+        counts = torch.tensor(list(map(len, tokens)))
+        repeated = torch.tensor(computed).repeat_interleave(counts)
+        ends = cache.lengths[computed] + 1
+        each_length = torch.cat(list(map(torch.arange, ends - counts, ends)))
         inputs = [torch.cat(tokens), *cache.decode_inputs(repeated, each_length)]
         uploaded, *layout_inputs = upload_together(inputs, self.device)
         layout = cache.decode_layout(repeated, layout_inputs, each_length)
@@ -547,8 +540,7 @@ class Engine:
         ready: list[int] = []
         states: list[Tensor] = []
         unready: list[int] = []
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        for row, end in zip(computed, ends, strict=True):
+        for row, end in zip(computed, counts.cumsum(0).tolist(), strict=True):
             if len(self._running.tokens_after(row, int(cache.lengths[row]))):
                 unready.append(row)
             else:
@@ -557,6 +549,19 @@ class Engine:
         self._resumed.extendleft(reversed(unready))
         if ready:
             self._join(ready, states)
+
+    def _reserve_appended(self, row: int, max_tokens: int) -> Tensor:
+        """Reserve space for appended tokens of a request that are not computed, up to so many that end in one block.
+
+        Returns these tokens, int64. There are none if there is no block for them: the request is then preempted.
+        """
+        cache = self._live_cache
+        tokens = self._running.tokens_after(row, int(cache.lengths[row]))[:max_tokens]
+        while not (count := cache.extend_by(row, len(tokens))):
+            if not self._free_one():
+                self._preempt(row)
+                break
+        return tokens[:count]
 
     def _join(self, admitted: Sequence[int], states: Sequence[Tensor]) -> None:
         """Let the requests in these rows run: sample the next token of each from its state [D]."""
@@ -598,7 +603,7 @@ class Engine:
         for i in (~only_counts).nonzero()[:, 0].tolist():
             # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
             while i < num_left and not cache.extend(int(rows[i])):
-                if self._give_up_one():
+                if self._free_one():
                     continue
                 # `step` has read all tokens, as `can_extend` was false.
                 assert not self._pending, "a request is preempted whose tokens were not read"

@@ -176,22 +176,20 @@ class RunningRequests:
             num_rows = max(row + 1, 2 * num_rows)
         num_columns = max(num_columns, num_old_columns)
         num_used = int(self.counts.max())
-        for name, old in vars(self).items():
-            if isinstance(old, Tensor) and name != "rows":
-                is_matrix = old.ndim == 2
-                grown = _widened(old, num_rows, num_columns, num_used) if is_matrix else _longer(old, num_rows)
-                setattr(self, name, grown)
+        for name, array in vars(self).items():
+            if isinstance(array, Tensor) and name != "rows":
+                shape = (num_rows, num_columns)[: array.ndim]
+                setattr(self, name, _grown(array, shape, num_used))
 
 
-def _longer(column: Tensor, num_rows: int) -> Tensor:
-    return F.pad(column, (0, num_rows - len(column)))
-
-
-def _widened(matrix: Tensor, num_rows: int, num_columns: int, num_used: int) -> Tensor:
-    """A larger matrix with the rows' used columns. Memory that nothing is written to is not taken."""
-    wide = matrix.new_empty(num_rows, num_columns)
-    wide[: len(matrix), :num_used] = matrix[:, :num_used]
-    return wide
+def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
+    """A larger array with these rows, of a matrix their first `num_used` columns."""
+    if array.ndim == 1:
+        return F.pad(array, (0, shape[0] - len(array)))
+    # Not zeros: memory that nothing is written to is not taken.
+    grown = array.new_empty(shape)
+    grown[: len(array), :num_used] = array[:, :num_used]
+    return grown
 
 
 class PendingTokens:
