@@ -215,10 +215,10 @@ def test_a_request_that_is_paused_takes_17_bytes_a_token(is_held):
         finish(engine, 1)
         paused = engine.withdraw(request.rollout_id)
     else:
-        for _ in range(19):
+        for _ in range(15):
             engine.step()
         (paused,) = engine.abort()
-    assert len(paused.sampled) >= 19
+    assert len(paused.sampled) > 15
     streams = vars(paused.sampled).values()
     assert sum(stream.untyped_storage().nbytes() for stream in streams) == 17 * len(paused.sampled)
 
