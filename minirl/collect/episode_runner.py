@@ -27,7 +27,7 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
@@ -119,7 +119,7 @@ class RecordedBranch:
     """A branch of a paused episode of an earlier process: the ids of its prompt, and the tokens behind them."""
 
     prompt_ids: tuple[int, ...]
-    sampled: tuple[Sampled, ...]
+    sampled: Completion
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,8 @@ class EpisodeRunner:
         before = recorded.branches.get(present.branch.number)
         if before is None or before.prompt_ids != present.request.prompt_ids:
             return "differs"
-        if appended(new_ids) != before.sampled[present.num_before : present.request.turn_start]:
+        appended_before = before.sampled[present.num_before : present.request.turn_start]
+        if appended_before.is_sampled.any() or appended_before.tokens.tolist() != new_ids:
             return "differs"
         num_ended = len(running.turn_ends)
         if num_ended == len(recorded.turn_ends):
