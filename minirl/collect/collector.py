@@ -8,15 +8,12 @@ under new weights. A step takes the first complete groups in order of their prom
 but not taken, is in flight; `state` and `records` put it into a checkpoint.
 """
 
-import dataclasses
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.collect.episode import RolloutFunction, one_turn
@@ -33,9 +30,11 @@ from minirl.collect.in_flight import (
     episode_record,
     finished_of,
     finished_record,
+    finished_rollouts,
     id_of,
     prompt_of,
     recorded_episode,
+    rewarded_of,
 )
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
@@ -74,6 +73,7 @@ class Collector:
         decode_budget: int | None = None,
         max_staleness: int = 0,
         frozen: Sequence[FrozenModel] = (),
+        scores_beside_cache: bool = True,
     ):
         """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
@@ -85,6 +85,7 @@ class Collector:
         max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
         trained in.
         frozen: models that score the groups' rollouts; they do so early where this rank would wait.
+        scores_beside_cache: also where it waits for replies while the engine's cache is in memory.
         """
         self.num_served = 0
         self.engine = engine
@@ -99,6 +100,7 @@ class Collector:
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
         self._frozen = frozen
+        self._scores_beside_cache = scores_beside_cache
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
@@ -206,12 +208,7 @@ class Collector:
         records = [episode_record(running) for running in self._paused]
         for rollout in itertools.chain(*self._ended.values()):
             records.append(finished_record(FinishedRollout(rollout)))
-        rewards = self._rewarded.rewards.tolist()
-        for i, rollout in enumerate(self._rewarded.rollouts):
-            applicable = [None if math.isnan(reward) else reward for reward in rewards[i]]
-            records.append(
-                finished_record(FinishedRollout(rollout, applicable, bool(self._rewarded.failed[i])))
-            )
+        records += [finished_record(finished) for finished in finished_rollouts(self._rewarded)]
         # Episodes are paused in the order of their functions' replies.
         return sorted(records, key=lambda record: record["id"])
 
@@ -230,7 +227,9 @@ class Collector:
         for one in finished:
             if one.rewards is None:
                 self._ended.setdefault(one.rollout.rollout_id.prompt_ordinal, []).append(one.rollout)
-        self._rewarded += self._restored_rewards([one for one in finished if one.rewards is not None])
+        rewarded = [one for one in finished if one.rewards is not None]
+        if rewarded:
+            self._rewarded += rewarded_of(rewarded, self._prompts)
 
     def _wait_for_ranks(self) -> None:
         """Let frozen models score until all ranks have come as far (collective)."""
@@ -246,17 +245,6 @@ class Collector:
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
         return recorded_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
-
-    def _restored_rewards(self, finished: Sequence[FinishedRollout]) -> RewardedRollouts:
-        rollouts = [one.rollout for one in finished]
-        rewards = [[math.nan if x is None else x for x in one.rewards or []] for one in finished]
-        return RewardedRollouts(
-            rollouts=rollouts,
-            rows=[self._prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
-            texts=[self._prompts.completion_text(rollout) for rollout in rollouts],
-            rewards=torch.tensor(rewards, dtype=torch.float64).view(len(finished), len(self._functions)),
-            failed=torch.tensor([one.failed for one in finished], dtype=torch.bool),
-        )
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight that are finished in this step, lest some rollout gets older than `max_staleness`.
@@ -323,7 +311,7 @@ class Collector:
         self._runner.submit(episodes, weight_version=weight_version)
         with progress_bar("generate", total=len(episodes), unit="completions") as bar:
             while self._runner.is_busy:
-                for model in self._frozen:
+                for model in self._frozen if self._scores_beside_cache else ():
                     model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
@@ -341,7 +329,7 @@ class Collector:
 
         for model in self._frozen:
             model.score_early(is_waiting)
-        whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
+        whole.sort(key=lambda rollout: rollout.rollout_id)
         return self._group_rewards.make_room(queue.finish(whole))
 
 

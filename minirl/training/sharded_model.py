@@ -131,8 +131,12 @@ class ShardedModel:
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-        """Make an AdamW over the masters. Each `step` sets the learning rate."""
-        return torch.optim.AdamW(
+        """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+
+        torch would make the moments in the first `step`, amid memory that the update before it has freed: on CUDA
+        no block as large as the next phase's cache is left there.
+        """
+        optimizer = torch.optim.AdamW(
             self.masters.values(),
             lr=0.0,
             betas=betas,
@@ -140,18 +144,24 @@ class ShardedModel:
             weight_decay=weight_decay,
             fused=True,
         )
+        for master in self.masters.values():
+            if master.requires_grad:
+                num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
+                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[master] = {"step": num_steps, **moments}
+        return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
-        It is the norm over all parameters and ranks, before clipping. max_grad_norm 0: do not clip. A
-        gradient of exactly 0, as without any `backward`, makes no update: there is nothing to learn, and momentum
-        would still move the weights.
+        It is the norm over the optimizer's parameters and all ranks, before clipping; the gradients of other parameters
+        are dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, as without any `backward`, makes no update:
+        there is nothing to learn, and momentum would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        gradients = self._gradients()
+        gradients = self._take_gradients(optimizer)
         norm = self._total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
             where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
@@ -220,10 +230,14 @@ class ShardedModel:
             master = self.masters[names[key]]
             target = master
             if kind != "masters":
-                # A scalar is the optimizer's step count.
-                is_scalar = not source.get_shape()
-                target = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-                optimizer.state[master][kind] = target
+                state = optimizer.state[master]
+                if kind not in state:  # of an optimizer that makes its state in its first step
+                    # A scalar is the step count.
+                    is_scalar = not source.get_shape()
+                    state[kind] = (
+                        torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
+                    )
+                target = state[kind]
             fill(target, source, f"{place}: {key}")
         self.refresh()
 
@@ -295,9 +309,16 @@ class ShardedModel:
                 torch.distributed.broadcast(total, 0)
         return float(total)
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = [master.grad for master in self.masters.values()]
-        return [gradient for gradient in gradients if gradient is not None]
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The gradients of the optimizer's parameters; those of the others are dropped."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = []
+        for master in self.masters.values():
+            if id(master) not in trained:
+                master.grad = None
+            elif master.grad is not None:
+                gradients.append(master.grad)
+        return gradients
 
 
 def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
