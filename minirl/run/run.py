@@ -30,6 +30,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
+from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
@@ -706,11 +707,16 @@ def prompt_streams(
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of --dtype."""
+    """The dtype of --dtype; rank 0 prints a note if this CPU has no instructions for it."""
     if name == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
+    if device_type == "cpu" and product_dtype(dtype) != dtype:
+        print0(
+            f"note: --dtype {name}: this CPU has no bf16 instructions, so products are computed in float32 and "
+            "rounded; --dtype float32 is faster"
+        )
     return dtype
 
 
