@@ -13,7 +13,7 @@ RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 # What those reward functions get too that name them.
-EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes")
+EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
 # Each has "role" and "content", a text; in what reward functions get also what TRL has, as `tool_calls`.
 Messages = list[dict[str, Any]]
 
