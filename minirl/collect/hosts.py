@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,12 +91,11 @@ class InProcess:
             self._replies.append((number, Failed("is no generator; write `turn = yield episode.generate()`")))
             return number
         self._running[number] = (episode, turns)
-        self._advance(number, turns.__next__)
+        self._advance(number, None)
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        _, turns = self._running[number]
-        self._advance(number, lambda: turns.send(turn))
+        self._advance(number, turn)
 
     def close(self, number: int) -> None:
         episode, turns = self._running.pop(number)
@@ -111,11 +109,12 @@ class InProcess:
         replies, self._replies = self._replies, []
         return replies
 
-    def _advance(self, number: int, next_turn: Callable[[], Any]) -> None:
-        episode, _ = self._running[number]
+    def _advance(self, number: int, turn: Turn | None) -> None:
+        """Let the function go on; without a turn it begins."""
+        episode, turns = self._running[number]
         reply: Reply
         try:
-            reply = self._next(episode, next_turn)
+            reply = self._next(episode, turns, turn)
             if not isinstance(reply, Generate):
                 self.close(number)
         except InputError as error:
@@ -123,10 +122,10 @@ class InProcess:
             reply = Failed(str(error))
         self._replies.append((number, reply))
 
-    def _next(self, episode: Episode, next_turn: Callable[[], Any]) -> Reply:
-        """Let a function go on. Raises InputError for what means nothing."""
+    def _next(self, episode: Episode, turns: Turns, turn: Turn | None) -> Reply:
+        """What a function replies. Raises InputError for what means nothing."""
         try:
-            yielded = next_turn()
+            yielded: Any = next(turns) if turn is None else turns.send(turn)
         except StopIteration as end:
             return Ended(*given_at_end(episode, end.value))
         if not isinstance(yielded, End):
