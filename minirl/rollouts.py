@@ -148,15 +148,17 @@ class EpisodeRecord:
     """What is known of an episode that has ended, beside its tokens. Empty where no episode made the rollout.
 
     turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
-    Of an episode that was more than one answer also messages: the conversation (of the last branch), each with role,
-    content and what else of it is text; and segments: all tokens after the row's prompt, branch by branch, the sampled
-    ones are those of `turns`.
+    environment: the attributes that reward functions see of its environment's object; None if none asks for them.
+    Of an episode that was more than one answer, or could call tools, also messages: the conversation (of the last
+    branch), each with role, content, tool_calls and what else of it is text; and segments: all tokens after the row's
+    prompt, branch by branch, the sampled ones are those of `turns`.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, str]] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
     segments: Sequence[Segment] = field(default_factory=list)
+    environment: Mapping[str, Any] | None = None
 
     @property
     def is_one_answer(self) -> bool:
@@ -177,6 +179,7 @@ class EpisodeRecord:
             rewards=values["rewards"],
             messages=values["messages"],
             segments=[Segment(**segment) for segment in values["segments"]],
+            environment=values.get("environment"),  # a checkpoint from before it was recorded has none
         )
 
 
