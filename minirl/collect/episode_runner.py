@@ -34,13 +34,15 @@ NO_BUDGET = sys.maxsize
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# Where an episode ends without --max-turns: some programs ask for ever.
+MAX_TURNS = 1000
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit.
+    """Where an episode ends that asks for a further turn; 0: no limit; of turns, MAX_TURNS.
 
     max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
     has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
@@ -84,6 +86,23 @@ class RunningBranch:
     part_start: int = 0
     rollout: Rollout | None = None
 
+    @property
+    def seen(self) -> Rollout | None:
+        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        if self.rollout is None or not self.branch.turns:
+            return None
+        length = self.rollout.num_prompt_tokens + self.branch.num_tokens
+        if length == len(self.rollout.tokens):
+            return self.rollout
+        return replace(
+            self.rollout,
+            tokens=self.rollout.tokens[:length],
+            loss_mask=self.rollout.loss_mask[:length],
+            sample_logprobs=self.rollout.sample_logprobs[:length],
+            weight_version=self.rollout.weight_version[:length],
+            finish_reason=self.branch.turns[-1].finish_reason,
+        )
+
 
 @dataclass
 class RunningEpisode:
@@ -109,7 +128,7 @@ class RunningEpisode:
 
     def rollout(self, finish_reason: str, record: EpisodeRecord) -> Rollout:
         """What was sampled up to the end of the last turn, of which there is one."""
-        begun = [self.branches[number].rollout for number in sorted(self.branches)]
+        begun = [self.branches[number].seen for number in sorted(self.branches)]
         *earlier, last = [rollout for rollout in begun if rollout is not None]
         return replace(last, finish_reason=finish_reason, episode=record, earlier=tuple(earlier))
 
@@ -383,7 +402,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._reason_of_last_turn(running), reply.returned)
+            self._end(running, reply.reason, reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -444,7 +463,7 @@ class EpisodeRunner:
     def _reached_limit(self, running: RunningEpisode) -> str | None:
         """The finish reason of an episode that may not have the turn it asks for; None if it may."""
         limits = self._limits
-        if 0 < limits.max_turns <= len(running.turn_ends):
+        if len(running.turn_ends) >= (limits.max_turns or MAX_TURNS):
             return "max_turns"
         if self._room_to_sample(running) < 1:
             return "max_tokens"
@@ -461,7 +480,7 @@ class EpisodeRunner:
 
     def _reason_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends because its function does."""
-        reason = running.turn_ends[-1].finish_reason
+        reason = running.episode.all_turns[-1].finish_reason
         return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
@@ -470,13 +489,23 @@ class EpisodeRunner:
         self._end(running, limit)
 
     def _end(
-        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+        self,
+        running: RunningEpisode,
+        finish_reason: str | None,
+        returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode behind its last turn. returned: by its function, if that has ended."""
+        """End an episode behind its last turn. returned: by its function, if that has ended.
+
+        finish_reason: None for that of the last turn. Raises RolloutError if nobody saw any turn.
+        """
+        running.episode.drop_unseen()
+        if not running.episode.all_turns:
+            raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
-        self._ended.append(running.rollout(finish_reason, record))
+        reason = finish_reason or self._reason_of_last_turn(running)
+        self._ended.append(running.rollout(reason, record))
         for branch in running.branches.values():
             if branch.is_held:
                 self._over.append(branch.request.rollout_id)
@@ -525,7 +554,10 @@ class EpisodeRunner:
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
             reader=_Reader(
-                self._prompts.tokenizer, rollout.tokens, first, num_prompt_tokens + present.answer_start
+                self._prompts.tokenizer.with_tools(present.branch.tools),
+                rollout.tokens,
+                first,
+                num_prompt_tokens + present.answer_start,
             ).of_turn(),
         )
         present.rollout = rollout
@@ -580,7 +612,7 @@ class EpisodeRunner:
         request = running.request
         if number != 0:
             place = self._place(running.episode)
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place)
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
             rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
@@ -626,7 +658,7 @@ class EpisodeRunner:
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
-        return self._prompts.appended_ids(after, place, end_id=end_id)
+        return self._prompts.appended_ids(after, place, end_id=end_id, tools=branch.tools)
 
     def _place(self, episode: Episode) -> str:
         return f"{self._name}(episode), for the row at {episode.row.place}"
