@@ -74,9 +74,10 @@ class RolloutWorkers:
         """
         self.name = name
         self.kind = kind
-        self.on_error: str | None = on_error
-        # JSON schemas of the tools that the function calls.
+        self.on_error = on_error
+        # JSON schemas of the tools that the function calls; whether it is of an environment with `get_reward`.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
         self._numbers = itertools.count()
         self._of_episode: dict[int, _Worker] = {}
         # The kinds of notes that were printed: each is printed once.
@@ -102,6 +103,7 @@ class RolloutWorkers:
             describer = self.workers.pop()
             describer.kill()
             self.tools = describer.tools
+            self.gives_reward = describer.gives_reward
         # That a process takes at a time.
         self._max_episodes = self.workers[0].max_episodes
 
@@ -200,6 +202,7 @@ class _Worker:
         self._arguments = arguments
         # What the first answer says.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
         self.max_episodes = sys.maxsize
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
@@ -240,6 +243,7 @@ class _Worker:
             "prompt_ids": episode.prompt_ids,
             "is_chat": episode.is_chat,
             "temperature": episode.temperature,
+            "environment": episode.environment,
         }
         json.dumps(begin)
         self._hosted[number] = _Hosted(episode, begin)
@@ -325,6 +329,7 @@ class _Worker:
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
+        self.gives_reward = answer.get("gives_reward") is True
         self.max_episodes = answer.get("max_episodes") or sys.maxsize
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
@@ -436,6 +441,7 @@ class _Worker:
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
         hosted.episode.rewards[-1] = answer["rewards"]
+        hosted.episode.environment = answer["environment"]
         for unseen in answer["unseen"]:
             hosted.episode.branches[unseen].drops_last = True
         asked = answer.get("asked")
@@ -452,9 +458,11 @@ class _Worker:
 
 
 def _has_rewards(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has rewards as the worker's own code sends them."""
+    """Whether an answer has rewards, and an environment, as the worker's own code sends them."""
     given, returned = answer.get("rewards"), answer.get("returned", {})
     if not isinstance(given, dict) or not isinstance(returned, dict) or None in given.values():
+        return False
+    if not isinstance(answer.get("environment"), dict | None):
         return False
     try:
         returned_rewards(given)
