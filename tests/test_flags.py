@@ -1,5 +1,7 @@
 """The command line of a config, whoever wrote it: groups, comments as help, presets, refusals."""
 
+import dataclasses
+import functools
 import re
 import typing
 from dataclasses import dataclass
@@ -145,6 +147,7 @@ def test_the_fields_with_numbers_are_found():
             lambda: check_shared(RunConfig(gpus="16x80", dry_run=True, shard_over="node")),
             "--gpus 16x80: does not say how many are in a node",
         ),
+        (lambda: check_shared(RunConfig(reward_weights=(0.0,))), "--reward-weights: all are 0"),
         (lambda: check_shared(RunConfig(reward_workers=0)), "--reward-workers 0: must be greater than 0"),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
         (
@@ -159,3 +162,89 @@ def test_a_refusal_names_the_flag(check, message):
     check_needed(ForkConfig(), needs={"bonus": "penalty"})
     with pytest.raises(InputError, match=re.escape(message)):
         check()
+
+
+NO_ROLLOUT = "--rollout, --tools or --environment"
+NO_FILE = "a --reward FILE.py:FUNCTION"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without", "cure"),
+    [
+        ("--reward-timeout 9", NO_FILE, "--reward mine.py:f"),
+        ("--reward-workers 2 --reward episode:a", NO_FILE, "--reward module:f"),
+        ("--on-reward-error zero --reward episode", NO_FILE, "--reward episode mine.py:f"),
+        ("--tool-format hermes", NO_ROLLOUT, "--tools mine.py:f"),
+        ("--max-turns 2", NO_ROLLOUT, "--rollout mine.py:f"),
+        ("--on-rollout-error end", NO_ROLLOUT, "--environment mine.py:A"),
+        ("--prompt-field text", "--data of --task jsonl", "--data a.jsonl --reward mine.py:f"),
+        ("--prompt-field text --task gsm8k --data a.jsonl", "--data of --task jsonl", "--task jsonl"),
+        ("--shard-over node", "a second rank", "--dry-run"),
+        ("--kl-reward-level token", "--kl-reward-coef", "--kl-reward-coef 0.1"),
+        ("--advantage-eps 0.1 --algorithm dr_grpo", "--advantage-norm", "--advantage-norm batch_std"),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_refused(monkeypatch, arguments, without, cure):
+    """With what it needs it is taken: on two ranks, for --shard-over."""
+
+    def check(given):
+        preset = chosen_preset("--algorithm", train_grpo.ALGORITHMS, given.split())
+        config = parse(train_grpo.Config, description="", preset=preset, arguments=given.split())
+        train_grpo.check(config)
+
+    flag = arguments.split()[0]
+    with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(without)}$"):
+        check(arguments)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check(f"{arguments} {cure}")
+
+
+def test_what_a_preset_sets_is_refused_for_nobody_who_turns_its_condition_off():
+    config = train_grpo.Config(**{**train_grpo.ALGORITHMS["reinforce++"], "kl_reward_coef": 0.0})
+    train_grpo.check(dataclasses.replace(config, algorithm="reinforce++"))
+
+
+def test_a_script_whose_rollout_goes_on_or_reads_an_answer_may_limit_its_turns():
+    def goes_on(episode):
+        turn = yield episode.generate()
+        yield episode.generate(after=turn.text)
+
+    def reads(episode):
+        turn = yield episode.generate()
+        assert turn.message
+
+    config = RunConfig(max_turns=2, tool_format="hermes")
+    for rollout in (goes_on, reads, functools.partial(goes_on), None):
+        check_shared(config, rollout)
+    for script in (train_grpo, train_ppo):
+        with pytest.raises(InputError, match="--tool-format hermes: has no effect"):
+            check_shared(config, script.rollout)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kind in typing.get_type_hints(train_ppo.Config).items() if "str" in str(kind)]
+)
+def test_an_empty_text_is_refused_and_never_taken_for_a_flag_that_was_left_out(name):
+    for value in ("", " "):
+        is_tuple = isinstance(getattr(train_ppo.Config(), name), tuple)
+        with pytest.raises(InputError, match=rf"--{name.replace('_', '-')}: is empty"):
+            train_ppo.check(train_ppo.Config(**{name: ("a", value) if is_tuple else value}))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--prompts-per-step 1000000000000",
+        "--group-size 1000000000",
+        "--threads 4000",
+        "--reward-workers 9999 --reward mine.py:f",
+        "--rollout-workers 9999 --rollout mine.py:f",
+        "--num-epochs 1000000000",
+        "--max-running-requests 1000000000000",
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_before_work_and_by_a_dry_run(arguments):
+    for more in ([], ["--dry-run"]):
+        config = parse(train_grpo.Config, description="", preset={}, arguments=[*arguments.split(), *more])
+        with pytest.raises(InputError, match=f"{arguments.split()[0]} {arguments.split()[1]}.*at most"):
+            train_grpo.main(config)

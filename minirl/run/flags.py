@@ -176,14 +176,32 @@ def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
             refuse(field.name in positive and value == 0, f"{flag}: must be greater than 0")
 
 
-def check_needed(config: Any, *, needs: Mapping[str, str]) -> None:
-    """Refuse flags set without the flag they depend on: needs[field] is that flag's field. Raises InputError."""
+def check_texts(config: Any) -> None:
+    """Refuse empty texts, also one of several, where the default is not empty. Raises InputError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in needs and value != field.default:
-            other = needs[field.name]
-            is_off = getattr(config, other) in (0, "none", None)
-            refuse(is_off, f"{flag_of(field.name)} {value}: has no effect without {flag_of(other)}")
+        texts = value if isinstance(value, tuple) else (value,)
+        is_empty = any(isinstance(text, str) and not text.strip() for text in texts)
+        refuse(is_empty and value != field.default, f"{flag_of(field.name)}: is empty; leave it out")
+
+
+def check_needed(
+    config: Any, *, needs: Mapping[str, str | tuple[object, str]], preset: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse flags that have no effect. Raises InputError naming the flag and what it needs.
+
+    needs[field]: the field that must be on, or whether the flag has an effect and the words for what it needs. A value
+    that is the default's, or that of the `preset`, was not given and is not refused.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in needs or value in (field.default, (preset or {}).get(field.name, field.default)):
+            continue
+        needed = needs[field.name]
+        if isinstance(needed, str):
+            needed = (getattr(config, needed) not in (0, "none", None), flag_of(needed))
+        has_effect, what = needed
+        refuse(not has_effect, f"{flag_of(field.name)} {value}: has no effect without {what}")
 
 
 def flag_of(name: str) -> str:

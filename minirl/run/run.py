@@ -62,7 +62,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
-from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.config import RunConfig, check_limits, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
@@ -673,6 +673,7 @@ def prompt_streams(
 
     Raises InputError naming rows and flags.
     """
+    check_limits(config, max_new_tokens)
     max_tokens = max_request_tokens(config, model_config, max_new_tokens)
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
