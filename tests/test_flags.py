@@ -164,6 +164,13 @@ def test_a_refusal_names_the_flag(check, message):
         check()
 
 
+@pytest.mark.parametrize("text", ["enable_thinking", "[1]", "{}", '{"a": 1, "a": 2}', "[" * 100_000])
+def test_template_arguments_are_a_json_object(text):
+    with pytest.raises(InputError, match=re.escape(f"--chat-template-kwargs {text[:80]}: ")):
+        check_shared(RunConfig(chat_template_kwargs=text))
+    assert RunConfig(chat_template_kwargs='{"a": false}').template_arguments == {"a": False}
+
+
 NO_ROLLOUT = "--rollout, --tools or --environment"
 NO_FILE = "a --reward FILE.py:FUNCTION"
 

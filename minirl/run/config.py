@@ -7,12 +7,13 @@ adds the flags of its objective; a field that it declares again has another defa
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from minirl.collect.episode import Episode, RolloutFunction, Turns
 from minirl.errors import InputError, refuse
+from minirl.files.json_files import parse_json
 from minirl.ranks.process_group import world_size
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
 from minirl.run.load_task import EPISODE
@@ -37,6 +38,8 @@ class ModelAndData:
     long_prompts: Literal["skip", "error", "left"] = "skip"
     """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
+    chat_template_kwargs: str | None = None
+    """JSON object of further arguments of the chat templates, as {"enable_thinking": false}"""
     tool_format: Literal["hermes"] | None = None
     """how the model writes calls of tools: as Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
 
@@ -214,6 +217,21 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
         return "calculator" if self.task == "calculator" else "sorting"
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What --chat-template-kwargs says. Raises InputError if it is no JSON object."""
+        text = self.chat_template_kwargs
+        if text is None:
+            return {}
+        flag = f"--chat-template-kwargs {text[:80]}"
+        try:
+            arguments = parse_json(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{flag}: not JSON: {error}") from None
+        is_object = isinstance(arguments, dict) and arguments
+        refuse(not is_object, f'{flag}: expected an object, as {{"enable_thinking": false}}')
+        return dict(arguments)
+
+    @property
     def has_reference(self) -> bool:
         """Whether a reference model is loaded: a script with a KL term says when."""
         return False
@@ -362,6 +380,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     check_texts(config)
     check_sizes(config)
     check_effects(config, rollout)
+    _ = config.template_arguments
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)
         refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
