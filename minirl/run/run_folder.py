@@ -36,8 +36,8 @@ _READ_FORMATS = (1, FORMAT)  # 1 had what the script remembers in the manifest's
 EXTRA_FILE = "resume/extra"
 RECORDS_FOLDER = "resume/records"
 
-# Mode of a run's folder, and of resume/ in a checkpoint, which may be copied elsewhere. What they hold of rollouts cannot
-# be masked: a resume needs it.
+# Mode of a run's folder, and of resume/ in a checkpoint, which may be copied elsewhere. What they hold of rollouts
+# cannot be masked: a resume needs it.
 PRIVATE = 0o700
 
 # Flags that change neither the weights nor the samples, and may differ in a resumed run.
