@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 import typing
 from dataclasses import dataclass
 
@@ -12,7 +14,15 @@ import train_grpo
 import train_ppo
 from minirl.errors import InputError
 from minirl.run.config import RunConfig, check_shared
-from minirl.run.flags import check_needed, check_numbers, chosen_preset, field_comments, parse
+from minirl.run.flags import (
+    OTHER_NAMES,
+    check_needed,
+    check_numbers,
+    chosen_preset,
+    field_comments,
+    flag_of,
+    parse,
+)
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 
@@ -26,6 +36,12 @@ class ForkConfig(train_grpo.Config):
     penalty: float = 0.0
     """a comment
     on two lines"""
+    rest: float = 0.0  # the last of them
+
+    @property
+    def twice(self):
+        """No help."""
+        return 2 * self.rest
 
 
 def parsed(*arguments, preset=None):
@@ -85,8 +101,32 @@ def test_the_comment_of_each_line_is_its_help_and_no_other():
     comments = field_comments(ForkConfig)
     assert comments["bonus"] == "what this fork adds"
     assert comments["penalty"].split() == ["a", "comment", "on", "two", "lines"]
+    assert comments["rest"] == "the last of them"
+    assert "No help." not in comments.values()
     inherited = [field_comments(base) for base in RunConfig.__mro__]
     assert {name for found in inherited for name in found} >= set(RunConfig.__dataclass_fields__)
+
+
+def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
+    """However it is spelt, unless a fork has it; each leads to a flag that there is."""
+    own = {flag_of(name) for name in train_grpo.Config.__dataclass_fields__}
+    for name, hint in OTHER_NAMES.items():
+        assert set(re.findall(r"--[a-z-]+", hint)) <= own
+        assert f"--{name}" not in own
+        for arguments in ([f"--{name}", "1"], [f"--{name.replace('-', '_')}=1"]):
+            with pytest.raises(InputError, match=re.escape(f"--{name}: no such flag; it is {hint}")):
+                parsed(*arguments)
+    beta = dataclasses.make_dataclass("Beta", [("beta", float, 1.0)], bases=(ForkConfig,), frozen=True)
+    assert parse(beta, description="", preset={}, arguments=["--beta", "2"]).beta == 2.0
+
+
+def test_the_reader_of_help_may_go():
+    """As `head` does: no traceback."""
+    command = [sys.executable, train_grpo.__file__, "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
 
 
 def test_a_preset_is_chosen_by_name_and_by_default_the_first():
