@@ -10,9 +10,14 @@ import torch
 
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
-from minirl.data.task import Row
+from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
+from minirl.model.families import config_from_dict
+from minirl.run.config import RunConfig
+from minirl.run.run import load_tokenizer, prompt_streams
+from minirl.run.run_folder import FREE_FLAGS
+from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
 
 ANSWER = "hello there"
@@ -404,3 +409,24 @@ def test_a_template_argument_that_changes_no_prompt_is_refused(make, arguments, 
     with_tools = make(THINKING, template_arguments={"form": "xml"})
     with_tools.tools = [LOOKUP]
     with_tools.check_arguments("--chat-template-kwargs")
+
+
+def test_the_flag_of_template_arguments_reaches_the_prompts_or_is_refused(tmp_path):
+    """Also on prompts that no template writes. A resume compares it, as it changes the samples."""
+    save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
+    model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+
+    def prompt_of(text, **flags):
+        config = RunConfig(chat_template_kwargs=text, **flags)
+        tokenizer = load_tokenizer(config, tmp_path, (), None)
+        task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
+        prompts, _ = prompt_streams(config, task, tokenizer, model_config, 32)
+        return tokenizer.backend.decode(prompts.prompt_ids(0))
+
+    assert prompt_of('{"enable_thinking": false}', chat=True).endswith(NO_THOUGHT)
+    assert prompt_of(None, chat=True).endswith("<|im_start|>assistant\n")
+    with pytest.raises(InputError, match="--chat-template-kwargs: 'thinking' changes nothing"):
+        prompt_of('{"thinking": false}', chat=True)
+    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
+        prompt_of('{"enable_thinking": false}')
+    assert "chat_template_kwargs" not in FREE_FLAGS
