@@ -76,6 +76,7 @@ def parse(
     docstring is the title. Its fields are put into the flat config afterwards. Exits with 2 on a wrong flag, and raises
     InputError for one that has another name here.
     """
+    _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
     defaults = config_class(**preset)
     groups = [
         _group(owner, names, config_class, defaults)
@@ -85,7 +86,6 @@ def parse(
         "Flags",
         [(name, group, dataclasses.field(default_factory=group)) for name, group in groups],
     )
-    _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
     try:
         parsed = tyro.cli(
             everything,
