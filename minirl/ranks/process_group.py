@@ -24,7 +24,6 @@ from minirl.ranks.time_account import spent_on
 # In seconds.
 JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
 GONE_S = 20.0  # without a sign of life, after which a rank that has not joined is not waited for
-POLL_S = 1.0  # between two looks for such a rank
 # Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
 # torch's varlen kernel runs there.
 OLDEST_CAPABILITY = (8, 0)
@@ -69,13 +68,12 @@ def _wait_for_all(store: Any, kind: str) -> None:
     # init_process_group would wait for a rank that has died as long as collectives do.
     store.set(f"joins/{rank()}", kind)
     names = [f"joins/{other}" for other in range(world_size())]
-    until = time.monotonic() + JOIN_S
-    while not store.check(names):
-        try:
-            store.wait(names, timedelta(seconds=POLL_S))
-        except dist.DistStoreError:
-            if time.monotonic() > until or watchdog.is_a_rank_gone(GONE_S):
-                raise
+    began = time.monotonic()
+    while not store.check(names):  # store.wait prints a warning each time that it has waited in vain
+        waited = time.monotonic() - began
+        if waited > JOIN_S or watchdog.is_a_rank_gone(GONE_S):
+            raise dist.DistStoreError(f"not all {world_size()} ranks have joined in {waited:.0f} s")
+        time.sleep(min(1.0, 0.01 + waited / 10))
     kinds = [store.get(name).decode() for name in names]
     if len(set(kinds)) > 1:
         places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in ("cpu", "cuda"))
