@@ -16,13 +16,15 @@ import copy
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.errors import InputError, refuse
 from minirl.rewards.worker import MAX_REWARD, shown, validate_number
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minirl.data.chat_turns import After
     from minirl.data.task import Row
 
@@ -51,6 +53,8 @@ class Generate:
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
     branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
+    contents: what reward functions get as the contents of the messages of `after`, None for their texts.
+    tools: JSON schemas of those that this prompt tells of; None: the run's.
     """
 
     after: "After" = ""
@@ -58,6 +62,8 @@ class Generate:
     max_tokens: int | None = None
     branch: int = 0
     prompt: str | Messages | list[int] = ""
+    contents: Sequence[list[Any] | None] = ()
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,7 @@ class End:
     reason: str
 
 
-@dataclass(frozen=True)
-class TurnReader:
+class TurnReader(NamedTuple):
     """Reads a turn, each part when it is first asked for.
 
     text: of its ids. message: what it says. answer: the text of the message that it belongs to, up to its end: all
@@ -81,19 +86,19 @@ class TurnReader:
 
 
 class Turn:
-    """A turn that was sampled.
+    """A turn that was sampled. What of it nobody asks for is not made.
 
-    ids: the token ids, including the stop token. logprobs: of these tokens. versions: of the weights that sampled them.
-    finish_reason: "stop" or "length". appended: the token ids that were appended before it. inserted: the messages, if
-    it was messages. branch: its number. start: where the turn begins among the branch's tokens after its prompt. limit:
-    of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its first turn.
+    num_tokens: sampled. finish_reason: "stop" or "length". appended: the token ids that were appended before it.
+    inserted: the messages, if it was messages. branch: its number. start, end: where the turn is among the branch's
+    tokens after its prompt. limit: of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its
+    first turn.
     """
 
     def __init__(
         self,
-        ids: list[int],
-        logprobs: list[float],
-        versions: list[int],
+        ids: "list[int] | Tensor",
+        logprobs: "list[float] | Tensor",
+        versions: "list[int] | Tensor",
         finish_reason: str,
         *,
         branch: int,
@@ -104,17 +109,35 @@ class Turn:
         inserted: Messages,
         reader: TurnReader,
     ):
-        self.ids = ids
-        self.logprobs = logprobs
-        self.versions = versions
+        """Tensors on the host are as good as lists; these are made of them."""
+        self._ids = ids
+        self._logprobs = logprobs
+        self._versions = versions
+        self.num_tokens = len(ids)
         self.finish_reason = finish_reason
         self.branch = branch
         self.start = start
+        self.end = start + self.num_tokens
         self.limit = limit
         self.prompt_ids = prompt_ids
         self.appended = appended
         self.inserted = inserted
         self._reader = reader
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The token ids, including the stop token."""
+        return _as_list(self._ids)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        """Of these tokens, when they were sampled."""
+        return _as_list(self._logprobs)
+
+    @functools.cached_property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled them."""
+        return _as_list(self._versions)
 
     @functools.cached_property
     def text(self) -> str:
@@ -141,16 +164,19 @@ class Turn:
         return self._reader.answer()
 
 
+def _as_list(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else list(values.tolist())
+
+
 @dataclass
 class Branch:
-    """A prompt with the turns behind it. The lists have one element per token after the prompt.
+    """A prompt with the turns behind it.
 
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
     where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
     which a branch that the episode began knows from then on. turns: those that have ended.
-    tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
-    appended ones. versions: of the weights that sampled them; 0 for appended ones.
-    end_reason: that the episode's `end` was called with.
+    end_reason: that the episode's `end` was called with. tools: as in `Generate`.
+    drops_last: whether nobody saw its last turn, which is then no part of the rollout. There is no further one.
     """
 
     prompt: str | Messages | list[int]
@@ -158,16 +184,41 @@ class Branch:
     number: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     end_reason: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    drops_last: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are after the prompt, sampled and appended."""
+        return self.turns[-1].end if self.turns else 0
 
     @property
     def room(self) -> int:
         """How many more tokens there may be."""
-        return self.max_tokens - len(self.tokens)
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """All after the prompt, sampled and appended; the lists below have one element for each."""
+        return [token for turn in self.turns for token in turn.appended + turn.ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Which of them were sampled."""
+        return [
+            kind for turn in self.turns for kind in [False] * len(turn.appended) + [True] * turn.num_tokens
+        ]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the tokens when they were sampled; 0 for appended ones."""
+        return [value for turn in self.turns for value in [0.0] * len(turn.appended) + turn.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled them; 0 for appended ones."""
+        return [value for turn in self.turns for value in [0] * len(turn.appended) + turn.versions]
 
     @property
     def has_messages(self) -> bool:
@@ -196,31 +247,24 @@ class Branch:
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. Raises InputError after `end`, and for what is of no such type.
+        after: also a single message; None for nothing. Raises InputError after `end`, and for a `stop` of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
-        refuse(
-            not isinstance(after, str | list | tuple | dict | None),
-            f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages",
-        )
         refuse(
             not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
         )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        prompt = self.prompt if self.number > 0 else ""
-        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+        after = "" if appended is None else appended
+        if self.number == 0:
+            return Generate(after, strings, max_tokens)
+        return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
 
     def add(self, turn: Turn) -> None:
         """Add a turn of this branch, see `Episode.take`."""
         self.max_tokens = turn.limit
         if not self.turns:
             self.prompt_ids = turn.prompt_ids
-        none = [0] * len(turn.appended)
-        self.tokens += [*turn.appended, *turn.ids]
-        self.loss_mask += [False] * len(turn.appended) + [True] * len(turn.ids)
-        self.logprobs += [*none, *turn.logprobs]
-        self.versions += [*none, *turn.versions]
         self.turns.append(turn)
 
 
@@ -229,9 +273,10 @@ class Episode(Branch):
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. branches: all of them by number, this one is 0. all_turns: of all branches, in their
-    order. rewards: by name, what was given before the first turn, and behind each.
-    is_closed: whether the function has ended, or is being ended.
+    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given before
+    the first turn, and behind each. is_closed: whether the function has ended, or is being ended.
+    environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
+    function asks for them.
     """
 
     def __init__(
@@ -244,6 +289,7 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
+        environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
@@ -251,10 +297,24 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
-        self.branches: dict[int, Branch] = {0: self}
+        self.environment = environment
+        self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
         self.is_closed = False
+
+    @property
+    def branches(self) -> dict[int, Branch]:
+        """All of them by number, this one is 0."""
+        # Not kept: an object that holds itself is freed by a garbage collection only, with the rollout that it has.
+        return {0: self, **self._further}
+
+    def branch_of(self, asked: Generate) -> Branch:
+        """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
+        if asked.branch == 0:
+            return self
+        begun = Branch(asked.prompt, 0, asked.branch, tools=asked.tools)
+        return self._further.setdefault(asked.branch, begun)
 
     def take(self, turn: Turn) -> None:
         """Add a turn that has ended to its branch. For who runs the episode."""
@@ -262,15 +322,31 @@ class Episode(Branch):
         self.all_turns.append(turn)
         self.rewards.append({})
 
-    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+    def drop_unseen(self) -> None:
+        """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
+        for branch in self.branches.values():
+            if not branch.drops_last:
+                continue
+            branch.drops_last = False
+            position = self.all_turns.index(branch.turns.pop())
+            del self.all_turns[position]
+            given = self.rewards[position]
+            for name, value in self.rewards.pop(position + 1).items():
+                given[name] = given.get(name, 0.0) + value
+
+    def branch(
+        self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
+    ) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
-        It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
+        It is a sample of its own in training, and shares the episode's reward and its weight in the loss. tools: JSON
+        schemas of those that the prompt tells of, if it is messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason)
-        self.branches[branch.number] = branch
+        number = 1 + len(self._further)
+        branch = Branch(own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools)
+        self._further[number] = branch
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
@@ -291,12 +367,42 @@ class Episode(Branch):
         reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends as its last turn did.
         """
         refuse(
-            reason not in END_REASONS,
+            not isinstance(reason, str) or reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         for branch in self.branches.values():
             branch.end_reason = reason
         return End(reason)
+
+
+def checked_turn(yielded: Any) -> Generate:
+    """What a function has yielded for a turn. Raises InputError naming the field that is wrong."""
+    if not isinstance(yielded, Generate):
+        raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
+    limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
+    is_after = isinstance(yielded.after, str | list | tuple)
+    is_stop = isinstance(yielded.stop, tuple) and all(isinstance(string, str) for string in yielded.stop)
+    is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
+    expected = {
+        "after": (is_after, "expected text, a list of token ids, or messages"),
+        "stop": (is_stop, "expected a tuple of texts"),
+        "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
+        "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
+        "prompt": (True, ""),  # checked where it is tokenized
+        "contents": (is_each, "expected one for each message of `after`"),
+    }
+    for name, value in vars(yielded).items():
+        is_right, what = expected.get(name, (False, "there is no such field"))
+        if not is_right:
+            raise InputError(f"generate({name}={value!r:.80}): {what}")
+    return yielded
+
+
+def given_at_end(episode: Episode, returned: Any) -> tuple[dict[str, float | None], str | None]:
+    """The rewards that a function has returned, and its finish reason. Raises InputError saying what is wrong."""
+    if episode.end_reason is not None:
+        episode.end(episode.end_reason)  # it may be an attribute that was set
+    return returned_rewards(returned), episode.end_reason
 
 
 def returned_rewards(returned: Any) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import Tensor
 from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
 from minirl.data.prompts import PromptStream
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ def episode_record(running: RunningEpisode) -> dict[str, Any]:
     """The record of a paused episode."""
     request = running.request
     return {
-        "id": list(dataclasses.astuple(request.rollout_id)),
+        "id": list(request.rollout_id),
         "prompt": torch.tensor(request.prompt_ids, dtype=torch.int64),
         "branches": [_tokens_record(rollout_of(branch.request, "")) for branch in running.branches.values()],
         "turn_ends": [list(end) for end in running.turn_ends],
@@ -49,7 +48,8 @@ def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpi
     """
     branches = {}
     for branch in record.get("branches", [record]):
-        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), _sampled_of(branch))
+        sampled = Completion(*(branch[name] for name in ("tokens", "is_sampled", "logprobs", "versions")))
+        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), sampled)
     return RecordedEpisode(request, branches, [TurnEnd(*end) for end in record["turn_ends"]])
 
 
@@ -91,7 +91,7 @@ def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> R
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
-        "id": list(dataclasses.astuple(rollout.rollout_id)),
+        "id": list(rollout.rollout_id),
         "prompt": rollout.tokens[:start].clone(),
         "tokens": rollout.tokens[start:].clone(),
         "logprobs": rollout.sample_logprobs[start:].clone(),
@@ -104,12 +104,6 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
 def id_of(record: Mapping[str, Any]) -> RolloutId:
     """Whose record it is. Records of before there were branches have no number of one."""
     return RolloutId(*record["id"])
-
-
-def _sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
-    """The tokens after a prompt."""
-    names = ("tokens", "logprobs", "versions", "is_sampled")
-    return tuple(map(Sampled, *(record[name].tolist() for name in names)))
 
 
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
