@@ -358,8 +358,17 @@ def check(config: Config) -> None:
     refuse(
         config.algorithm not in ALGORITHMS, f"--algorithm {config.algorithm}: one of {', '.join(ALGORITHMS)}"
     )
-    check_shared(config)
-    check_needed(config, needs={"kl_estimator": "kl_coef", "max_refills": "dynamic_sampling"})
+    check_shared(config, rollout)
+    check_needed(
+        config,
+        needs={
+            "kl_estimator": "kl_coef",
+            "kl_reward_level": "kl_reward_coef",
+            "max_refills": "dynamic_sampling",
+            "advantage_eps": "advantage_norm",
+        },
+        preset=ALGORITHMS[config.algorithm],
+    )
     size = f"--group-size {config.group_size}"
     is_grouped = config.baseline in ("mean", "leave_one_out")
     refuse(is_grouped and config.group_size < 2, f"{size}: --baseline {config.baseline} needs at least 2")

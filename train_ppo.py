@@ -350,7 +350,7 @@ def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: i
 
 def check(config: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
-    check_shared(config)
+    check_shared(config, rollout)
     check_numbers(config, positive=("value_lr", "kl_horizon"))
     check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})
     refuse(config.gamma > 1, f"--gamma {config.gamma}: must be at most 1")

@@ -146,6 +146,23 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_map_has_every_folder_and_module_of_the_library():
+    """Of those that stand in the package itself."""
+    (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
+    library = DOCS.parent / "minirl"
+    folders = {f"minirl/{path.parent.name}/" for path in library.glob("*/__init__.py")}
+    modules = {f"minirl/{path.name}" for path in library.glob("[a-z]*.py")}
+    assert set(re.findall(r"minirl/\w+(?:/|\.py)", shown)) == folders | modules
+
+
+def test_the_phases_that_a_page_names_are_those_of_the_scripts():
+    """In the report of a hang."""
+    phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
+    named = re.findall(r"step \d+, phase (\w+)", (DOCS / "operation.md").read_text())
+    assert named
+    assert set(named) <= phases
+
+
 def python_blocks(name):
     """The Python of a page."""
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)

@@ -15,7 +15,7 @@ from minirl.collect.in_flight import FinishedRollout, finished_of, finished_reco
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig, check_limits, check_shared
 from support.collecting import (
     CHAT,
     Prompts,
@@ -417,5 +417,9 @@ def test_a_limit_that_has_no_effect_is_refused():
     with pytest.raises(InputError, match=r"--max-episode-seconds 3\.0: has no effect without --rollout"):
         check_shared(RunConfig(max_episode_seconds=3.0))
     with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
-        check_shared(RunConfig(max_sampled_tokens=9, max_new_tokens=9))
-    check_shared(RunConfig(max_sampled_tokens=8, max_new_tokens=9))
+        check_limits(RunConfig(max_sampled_tokens=9), 9)
+    with pytest.raises(InputError, match="--decode-budget 10: has no effect, --max-new-tokens is not gr"):
+        check_limits(RunConfig(decode_budget=10), 9)
+    check_limits(RunConfig(max_sampled_tokens=8, decode_budget=8), 9)
+    # Its branches may have more together.
+    check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

@@ -303,7 +303,8 @@ def reward_folder(request, tmp_path_factory):
     Where config.json has a pad token, transformers reads the score at the last token that is another.
     """
     folder = tmp_path_factory.mktemp("reward_model")
-    save_tokenizer(folder, TEMPLATE, tokens=REWARD_TOKENS)
+    template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
+    save_tokenizer(folder, template, tokens=REWARD_TOKENS)
     pad = request.param and REWARD_TOKENS.index(request.param)
     oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1, pad_token_id=pad)
 
@@ -314,10 +315,9 @@ def reward_folder(request, tmp_path_factory):
     return folder, score
 
 
-def load(folder, *, chat=False, max_tokens=1000, park=False, device=CPU):
-    return load_reward_model(
-        folder, dtype=torch.float32, device=device, chat=chat, max_tokens=max_tokens, park=park
-    )
+def load(folder, *, max_tokens=1000, park=False, device=CPU, chat=False, **options):
+    options |= {"chat": chat, "max_tokens": max_tokens, "park": park}
+    return load_reward_model(folder, dtype=torch.float32, device=device, **options)
 
 
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -340,6 +340,14 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, c
     got = rewards_of(load(folder, chat=chat), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
     assert got == pytest.approx([oracle(expected.format(text)) for text in completions], rel=1e-5, abs=1e-5)
     assert max(got) - min(got) > 0.1
+
+
+def test_a_reward_models_template_gets_the_arguments_of_the_policys(reward_folder):
+    """Those of --chat-template-kwargs."""
+    folder, oracle = reward_folder
+    got = load(folder, template_arguments={"style": "brief"})([CHAT], ["a"])
+    expected = oracle("<bos>brief<turn>system:be kind<turn>user:hello<turn>assistant:a")
+    assert got == pytest.approx([expected], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("begun", ["", "i"])

@@ -325,7 +325,7 @@ class _Worker:
     def _begin_serving(self, answer: Mapping[str, Any]) -> None:
         """Take the first answer of a process. Raises RolloutError."""
         if "error" in answer:
-            raise RolloutError(escaped(str(answer["error"])))
+            raise RolloutError(escaped(f"{answer['error']}{self._started_for()}"))
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
@@ -340,7 +340,7 @@ class _Worker:
         """
         self.kill()
         if not self.is_ready:
-            raise RolloutError(why)
+            raise RolloutError(escaped(f"{why}{self._started_for()}"))
         culprit = None
         if self._suspects:
             culprit = self._suspects.popleft()
@@ -360,6 +360,14 @@ class _Worker:
             return []
         del self._hosted[culprit]
         return [(culprit, Failed(why))]
+
+    def _started_for(self) -> str:
+        """For an error of a process that is being started in place of another: the row that it is for."""
+        numbers = [*self._suspects, *self._hosted]
+        if not numbers:
+            return ""
+        place = self._hosted[numbers[0]].episode.row.place
+        return f"\nThe process was started in place of one that had ended, for the row at {place}"
 
     def _feed(self) -> None:
         """Send what may be sent."""

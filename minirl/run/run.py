@@ -64,7 +64,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout
 from minirl.run.checkpoint import Checkpoints, Remembered
-from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.config import RunConfig, check_limits, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import EPISODE, load_task
@@ -589,6 +589,7 @@ class Run:
                 dtype=self.dtype,
                 device=self.device,
                 chat=config.chat,
+                template_arguments=config.template_arguments,
                 max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
                 park=config.park_frozen,
             )
@@ -675,14 +676,22 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer, whose prompts tell of the script's tools or of those of --tools or --environment.
 
-    Raises InputError if the calls of the latter cannot be read, or their results not written.
+    Raises InputError if the calls of the latter cannot be read, or their results not written, and for arguments that
+    change no prompt.
     """
     called = [] if workers is None else workers.tools
     refuse(
         bool(tools and called),
         "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
     )
-    tokenizer = Tokenizer(folder, chat=config.chat, tools=tools or called, tool_format=config.tool_format)
+    tokenizer = Tokenizer(
+        folder,
+        chat=config.chat,
+        template_arguments=config.template_arguments,
+        tools=tools or called,
+        tool_format=config.tool_format,
+    )
+    tokenizer.check_arguments("--chat-template-kwargs")
     if called:
         check_readable(tokenizer)
         result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
@@ -697,7 +706,12 @@ def prompt_streams(
 
     Raises InputError naming rows and flags.
     """
+    check_limits(config, max_new_tokens)
     max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    refuse(
+        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
+        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
+    )
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(
