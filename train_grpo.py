@@ -138,12 +138,12 @@ def token_advantages(
 ) -> Tensor:
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
-    rewards [P, G, K], greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64, are the same on every
-    rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the P x G rollouts
-    each of its sequences is a branch of. A KL term per token counts up to the end of its branch. All ranks call it
-    (collective).
+    rewards [P, G, B, K] of branch b of each rollout, greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64,
+    are the same on every rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the
+    P x G rollouts each of its sequences is a branch of, table.branch[batch.table_index] which branch. A KL term per
+    token counts up to the end of its branch. All ranks call it (collective).
     """
-    episode = table.episode[batch.table_index]
+    episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
     scores = weighted_scores(rewards, reward_weights)
     token_kl = None
     if config.kl_reward_coef:
@@ -151,7 +151,7 @@ def token_advantages(
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
     if token_kl is not None and config.kl_reward_level == "sequence":
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
-        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view_as(scores)
+        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
     if config.separate_rewards:
         advantages = separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
@@ -161,15 +161,15 @@ def token_advantages(
         advantages = group_advantages(
             scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps
         )
-    stream = batch.spread(advantages.flatten()[episode])
+    stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
     if token_kl is not None and config.kl_reward_level == "token":
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.whiten:
-        has_score = ~scores.isnan().flatten()
-        mask = batch.spread(has_score[episode])
+        has_score = ~scores.isnan().flatten(0, 1)
+        mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
     return stream
 
@@ -177,7 +177,7 @@ def token_advantages(
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
     """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
 
-    scores [N], of their rollouts: NaN for a rollout to which no reward applies; it is left out of the loss.
+    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -276,10 +276,10 @@ def main(config: Config) -> int:
             batch = run.with_old_logprobs(batch.to(run.device), policy, microbatches)
             batch = reference.add_to(batch, run.show_progress("score", microbatches)).to(torch.device("cpu"))
         advantages = token_advantages(
-            config, groups.rewards, groups.greedy_rewards, run.reward_weights, table, batch
+            config, groups.branch_rewards, groups.greedy_rewards, run.reward_weights, table, batch
         )
         scores = weighted_scores(groups.rewards, run.reward_weights)
-        branch_scores = scores.flatten()[table.episode]
+        branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
         weights = [
             rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
             for i in plan.minibatches
@@ -333,7 +333,7 @@ def main(config: Config) -> int:
                 sampled_version = None
 
         metrics.begin("report")
-        run.finish_step(step, metrics, groups.rewarded, scores)
+        run.finish_step(step, metrics, groups, scores)
 
     return run.close()
 

@@ -228,7 +228,9 @@ def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ran
         assert table.is_truncated.tolist() == [s == 2 for _, s in IDS]
         assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s in IDS]
         dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
-        assert (dtypes.pop("rewards"), dtypes.pop("is_truncated")) == (torch.float64, torch.bool)
+        assert torch.equal(table.branch_rewards, table.rewards)
+        assert {dtypes.pop("rewards"), dtypes.pop("branch_rewards")} == {torch.float64}
+        assert dtypes.pop("is_truncated") == torch.bool
         assert set(dtypes.values()) == {torch.int64}
 
 

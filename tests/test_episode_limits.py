@@ -144,7 +144,8 @@ def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else
         assert len(rollout.completion) > 10
         assert rollout.finish_reason == "max_tokens"
     for rollout in rollouts_of(leaves_it_at_two, limits=EpisodeLimits(max_sampled_tokens=15)):
-        assert (num_sampled(rollout), rollout.finish_reason) == (14, "length")
+        assert (num_sampled(rollout), rollout.finish_reason) == (14, "turn_length")
+        assert not rollout.is_truncated
     assert {r.finish_reason for r in rollouts_of(endless, limits=EpisodeLimits(2, 100))} == {"max_turns"}
 
 

@@ -142,10 +142,10 @@ def grpo_gradients(
     options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients, "num_shards": num_shards}
     model = ShardedModel(read_config(folder), folder, **options)
     table, batch, microbatches = shared_out(rank, max_tokens, has_branches)
-    rewards = table.first_branches().rewards.view(-1, 3, 1).clone()
+    rewards = table.rewards_by_branch().view(7, 3, -1, 1).clone()
     rewards[:num_equal] = 0.1
     reward_weights = torch.ones(1, dtype=torch.float64)
-    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0], reward_weights, table, batch)
+    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0, 0], reward_weights, table, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
         advantages=advantages.to(dtype),

@@ -56,7 +56,7 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
         rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
         for name, value in rewards.items():
             if value is not None:
-                episode.reward(value, name)
+                episode.reward(value, name, branch="all")
 
     return rollout
 

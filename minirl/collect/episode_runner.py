@@ -69,7 +69,7 @@ class RunningBranch:
     ends, at the latest. num_before: how many there were when the last turn ended. inserted: the messages that are
     appended before the present turn. answer_start: how many tokens there were when the last of these had been appended.
     part_start: how many there were when the engine took up the present turn, in this phase.
-    rollout: as it was at the end of the last turn.
+    rollout: as it was at the end of the last turn, with the finish reason of a branch that ends there.
     """
 
     request: Request
@@ -105,13 +105,20 @@ class RunningEpisode:
         """How many tokens there are when this phase's part of the branch's turn ends, at the latest."""
         return min(branch.turn_limit, branch.part_start + self.budget)
 
-    def rollout(self, finish_reason: str) -> Rollout | None:
-        """What was sampled up to the end of the last turn; None before the end of the first one."""
-        begun = [self.branches[number].rollout for number in sorted(self.branches)]
-        branches = [rollout for rollout in begun if rollout is not None]
-        if not branches:
-            return None
-        return replace(branches[-1], finish_reason=finish_reason, earlier=tuple(branches[:-1]))
+    def rollout(self, finish_reason: str) -> Rollout:
+        """What was sampled up to the end of the last turn, of which there is one.
+
+        The episode's finish reason is that of the branch which had the last turn, or whose further turn there was no
+        room for. The other branches have ended as their last turns did.
+        """
+        branches = []
+        for _, branch in sorted(self.branches.items()):
+            if branch.rollout is not None:
+                end = finish_reason if branch is self.present else branch.rollout.finish_reason
+                branches.append(replace(branch.rollout, finish_reason=end))
+        *earlier, last = branches
+        own_end = last.finish_reason
+        return replace(last, finish_reason=finish_reason, branch_end=own_end, earlier=tuple(earlier))
 
 
 @dataclass(frozen=True)
@@ -351,7 +358,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._reason_of_last_turn(running), reply.returned)
+            self._end(running, reply.reason or self._end_of_last_turn(running), reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -426,10 +433,14 @@ class EpisodeRunner:
             return sys.maxsize
         return limit - sum(len(turn.ids) for turn in running.episode.all_turns)
 
-    def _reason_of_last_turn(self, running: RunningEpisode) -> str:
-        """The finish reason of an episode that ends because its function does."""
-        reason = running.turn_ends[-1].finish_reason
-        return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
+    def _end_of_last_turn(self, running: RunningEpisode) -> str:
+        """The finish reason of an episode that ends with its last turn, and of that turn's branch."""
+        turn = running.episode.all_turns[-1]
+        if turn.finish_reason != "length":
+            return turn.finish_reason
+        if self._room_to_sample(running) < 1:
+            return "max_tokens"
+        return "length" if running.episode.branches[turn.branch].room < 1 else "turn_length"
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
         """End an episode whose function goes on."""
@@ -441,7 +452,6 @@ class EpisodeRunner:
     ) -> None:
         """End an episode behind its last turn. returned: by its function, if that has ended."""
         rollout = running.rollout(finish_reason)
-        assert rollout is not None
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
@@ -496,10 +506,10 @@ class EpisodeRunner:
             inserted=present.inserted,
             reader=self._reader(rollout, ids, num_prompt_tokens + present.answer_start),
         )
-        present.rollout = rollout
         present.num_before = len(rollout.tokens) - num_prompt_tokens
         running.turn_ends.append(TurnEnd(present.num_before, rollout.finish_reason, present.branch.number))
         running.episode.take(turn)
+        present.rollout = replace(rollout, finish_reason=self._end_of_last_turn(running))
         self._host.send(running.number, turn)
 
     def _reader(self, rollout: Rollout, ids: list[int], answer_start: int) -> TurnReader:
@@ -532,7 +542,7 @@ class EpisodeRunner:
             asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
             f"{self._name}(episode): generate(max_tokens={asked.max_tokens!r:.80}): must be at least 1",
         )
-        present = self._branch(running, asked)
+        running.present = present = self._branch(running, asked)
         if present is None:
             return None
         new_ids = self._appended_ids(running.episode, present.branch, asked.after)
@@ -544,7 +554,6 @@ class EpisodeRunner:
                 f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        running.present = present
         present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
         results = [message for message in present.inserted if message["role"] == "tool"]
         self._num_tool_results += Counter(result["content"].startswith(TOOL_ERROR) for result in results)

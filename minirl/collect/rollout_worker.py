@@ -12,7 +12,8 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", the "seconds" that it took, "rewards", what was given since the last turn, and
+- Every answer has "episode", the "seconds" that it took, "rewards", those of `Episode.rewards` that were given
+  something since the last turn, each as [place, rewards], and
   {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
@@ -170,9 +171,9 @@ class Hosted:
         self._turns: Any = None
 
     @property
-    def given(self) -> dict[str, float]:
-        """The rewards that were given since the last turn."""
-        return self._episode.rewards[-1]
+    def given(self) -> list[tuple[int, dict[str, float]]]:
+        """The places of `Episode.rewards` that were given something since the last turn, each with its rewards."""
+        return [(index, self._episode.rewards[index]) for index in sorted(self._episode.rewarded)]
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""

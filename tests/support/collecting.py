@@ -160,7 +160,7 @@ def branching(episode: Episode):
 def facts(rollout: Rollout) -> tuple:
     """All of a rollout that has to be equal, bit for bit."""
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+    own = (rollout.rollout_id, rollout.finish_reason, rollout.own_end, *(stream.tolist() for stream in streams))
     return (*own, [facts(branch) for branch in rollout.earlier])
 
 
