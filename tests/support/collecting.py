@@ -160,8 +160,8 @@ def branching(episode: Episode):
 def facts(rollout: Rollout) -> tuple:
     """All of a rollout that has to be equal, bit for bit."""
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    own = (rollout.rollout_id, rollout.finish_reason, rollout.own_end, *(stream.tolist() for stream in streams))
-    return (*own, [facts(branch) for branch in rollout.earlier])
+    own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+    return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 
 
 def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
