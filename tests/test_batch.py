@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import NOT_MADE, Batch, RolloutTable, exchange, gather_table, gather_to_table
 from support.rollouts import in_two_branches

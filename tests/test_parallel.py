@@ -223,7 +223,7 @@ def test_gradient_is_the_same_without_the_rollouts_that_have_none(
 
 
 def trained_tokens(config: train_grpo.Config, has_branches: bool) -> list[tuple[Rollout, Tensor]]:
-    """The rollouts that are trained on, each with the mask of its tokens that are: all but those of branches left out."""
+    """The rollouts that are trained on, each with the mask of its tokens that are: those of branches that are kept."""
     kept = []
     for i, rollout in enumerate(make_rollouts(7, 3)):
         mask = rollout.loss_mask.clone()

@@ -467,7 +467,7 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
     ("script", "flags"),
     [
         ("train_grpo.py", "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std"),
-        ("train_grpo.py", "--loss-norm constant --kl-coef 0.1 --drop-truncated"),
+        ("train_grpo.py", "--loss-norm constant --kl-coef 0.1"),
         ("train_ppo.py", "--loss-norm sequence_mean --gae-lambda 1 --group-size 2"),
     ],
 )
@@ -484,6 +484,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
         assert whole["optim/grad_norm"] > 0.01
     texts = [(runs / name / "rollouts" / "000002.jsonl").read_text() for name in names]
     whole, parts = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    assert {len(line.pop("branches", [1])) for line in parts} == {1, 2}
     for line in (*whole, *parts):
         line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
     assert parts == whole
