@@ -585,7 +585,7 @@ def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
 
 
 def test_a_clip_that_bounds_several_steps_is_told_only_where_nothing_corrects_for_their_age():
-    """With --decode-budget the ratio is to sampled logprobs unless importance weights correct: then there is no note."""
+    """Where importance weights correct for it, as by default, the ratio is not to sampled logprobs."""
     clipped = {**ORDINARY, "stale/frac": 0.5, "policy/clip_frac_high": 0.02}
     (sentence,) = troubles(clipped, ORDINARY, old_logprobs="sampled")
     assert "leave --correction and --old-logprobs at auto" in sentence

@@ -110,6 +110,6 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
-        branch_end=record.get("branch_end", ""),  # the same
+        branch_end=record.get("branch_end", ""),  # likewise
         episode=EpisodeRecord() if episode is None else EpisodeRecord.from_json(episode),
     )
