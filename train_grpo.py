@@ -13,8 +13,8 @@ there is a KL term), update on the sum over tokens of
 Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
 replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 
-To try something else, copy this file and change `rollout`, `token_advantages`, `rollout_weights`
-or `token_loss`.
+To try something else, copy this file and change `rollout`, `token_advantages`, `rollout_weights`,
+`is_trained` or `token_loss`.
 """
 
 import itertools
@@ -50,8 +50,8 @@ from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run import Run
 from minirl.training.assignment import shuffled_minibatches
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table, redistribute
-from minirl.training.scoring import score_batch
+from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
+from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # what each sets of Config
     "default": {},
@@ -128,6 +128,21 @@ def rollout(episode: Episode) -> Turns:
     yield episode.generate()
 
 
+def branch_advantages(
+    config: Config, scores: Tensor, rewards: Tensor, greedy_rewards: Tensor, reward_weights: Tensor
+) -> Tensor:
+    """Advantages fp64 [P, G, B] of the branches of all rollouts.
+
+    scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The others are those of
+    `token_advantages`.
+    """
+    if config.separate_rewards:
+        return separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
+    greedy_scores = weighted_scores(greedy_rewards, reward_weights)
+    baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
+    return group_advantages(scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps)
+
+
 def token_advantages(
     config: Config,
     rewards: Tensor,
@@ -153,14 +168,7 @@ def token_advantages(
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
         scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
-    if config.separate_rewards:
-        advantages = separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
-    else:
-        greedy_scores = weighted_scores(greedy_rewards, reward_weights)
-        baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
-        advantages = group_advantages(
-            scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps
-        )
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
     stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
     if token_kl is not None and config.kl_reward_level == "token":
@@ -189,13 +197,36 @@ def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new
     )
 
 
+def is_trained(
+    config: Config,
+    rewards: Tensor,
+    greedy_rewards: Tensor,
+    reward_weights: Tensor,
+    table: RolloutTable,
+    weights: Tensor,
+) -> Tensor:
+    """Which of the N branches can move a weight, bool [N]; no rank computes the others after the first step.
+
+    They have a weight in the loss (weights [N], of `rollout_weights`), and an advantage or a loss that teaches without
+    one. If you add such a term, say so here: the first step computes all branches, and is refused if one that is left
+    out here has a gradient. The other arguments are those of `token_advantages`.
+    """
+    if config.whiten or config.kl_reward_coef:  # their statistics are over all tokens of the step
+        return torch.ones(len(weights), dtype=torch.bool)
+    if config.kl_coef or config.entropy_coef:
+        return weights != 0
+    scores = weighted_scores(rewards, reward_weights)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    return (weights != 0) & (advantages.flatten(0, 1)[table.episode, table.branch] != 0)
+
+
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weighs and sums the loss.
 
-    new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old, reference and
-    sampled logprobs.
+    new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
+    with a KL term those of the reference.
     """
-    old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
+    old = micro.old_logprobs
     ratio = importance_ratio(
         new, old, level=config.ratio_level, lengths=micro.lengths, loss_mask=micro.loss_mask
     )
@@ -223,21 +254,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     return loss, ratio
-
-
-def has_gradient(config: Config, batch: Batch) -> Tensor:
-    """Which tokens of a batch can move a weight, bool [T]; a rollout with none takes no part in the update.
-
-    It has a weight in the loss, and an advantage or a gradient of `token_loss` where the advantage is 0. For that
-    `token_loss` itself is asked, so that a term which you add to it counts. Host tensors; not collective.
-    """
-    # Not the sampled logprobs themselves: where the reference is still the policy, a KL term's gradient is 0 there.
-    new = (batch.sample_logprobs - 0.1 * batch.loss_mask).requires_grad_()
-    entropy = torch.ones_like(new, requires_grad=True)
-    loss, _ = token_loss(config, batch.replace(advantages=torch.zeros_like(new)), new, entropy)
-    by_new, by_entropy = torch.autograd.grad(loss.sum(), (new, entropy), materialize_grads=True)
-    is_taught = (batch.advantages != 0) | (by_new != 0) | (by_entropy != 0)
-    return is_taught & (batch.loss_weights != 0)
 
 
 def main(config: Config) -> int:
@@ -268,41 +284,36 @@ def main(config: Config) -> int:
 
         metrics.begin("score")
         table = groups.table
-        plan = run.plan_updates(table)
-        rollouts = groups.rewarded.rollouts
-        batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts))
-        if reference is not None:  # advantages may have a KL term
-            microbatches = list(itertools.chain(*plan.of_rank(rank())))
-            batch = run.with_old_logprobs(batch.to(run.device), policy, microbatches)
-            batch = reference.add_to(batch, run.show_progress("score", microbatches)).to(torch.device("cpu"))
-        advantages = token_advantages(
-            config, groups.branch_rewards, groups.greedy_rewards, run.reward_weights, table, batch
-        )
         scores = weighted_scores(groups.rewards, run.reward_weights)
         branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
         weights = [
             rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
-            for i in plan.minibatches
+            for i in run.minibatches(table)
         ]
-        token_weights = batch.spread(torch.cat(weights)[batch.table_index])
-        batch = batch.replace(advantages=advantages.float(), loss_weights=token_weights.float())
+        branch_weights = torch.cat(weights)
+        rewards = (groups.branch_rewards, groups.greedy_rewards, run.reward_weights)
+        has_gradient = is_trained(config, *rewards, table, branch_weights)
+        # In the first step all are computed, to find a gradient where there should be none.
+        is_computed = has_gradient | (step == 1)
+        plan = run.plan_updates(table, is_computed)
+        add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
+        minibatches = plan.of_rank(rank())
+        microbatches = list(itertools.chain(*minibatches))
+        rollouts = groups.rewarded.rollouts
+        batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts)).to(run.device)
+        batch = run.with_old_logprobs(batch, policy, microbatches)
+        if reference is not None:  # advantages may have a KL term
+            batch = reference.add_to(batch, run.show_progress("score", microbatches))
+        batch = batch.to(torch.device("cpu"))
+        advantages = token_advantages(config, *rewards, table, batch)
+        batch = batch.replace(
+            advantages=advantages.float(),
+            loss_weights=batch.spread(branch_weights[batch.table_index]).float(),
+        )
 
         metrics.begin("report")  # before the update, which may be refused
         run.log_rollouts(step, groups.rewarded, table, batch)
-
-        metrics.begin("score")
-        num_moving = sequence_sums(has_gradient(config, batch), batch.lengths)
-        is_trained = gather_to_table(batch, num_moving, len(branch_scores)) > 0
-        if not is_trained.any():
-            is_trained[0] = (
-                True  # with a gradient of 0: the gap of sampled logprobs is measured in every step
-            )
-        add_skipped(metrics, table.num_loss_tokens, is_trained)
-        plan = run.plan_updates(table, is_trained)
-        minibatches = plan.of_rank(rank())
-        batch = redistribute(batch, table, plan.rank_of).to(run.device)
-        if reference is None:
-            batch = run.with_old_logprobs(batch, policy, list(itertools.chain(*minibatches)))
+        batch = batch.to(run.device)
 
         metrics.begin("update")
         sampled_version: int | None = progress.update
@@ -310,8 +321,12 @@ def main(config: Config) -> int:
             for i, sequences in enumerate(run.show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
+                if micro.old_logprobs is None:  # one update a step: the old policy is this one
+                    micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()
+                if step == 1:
+                    refuse_gradient(objective, new, entropy, micro, ~has_gradient)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
                 add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)

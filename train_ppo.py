@@ -179,7 +179,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled
     logprobs.
     """
-    old = new.detach() if micro.old_logprobs is None else micro.old_logprobs
+    old = micro.old_logprobs
     ratio = importance_ratio(new, old, lengths=micro.lengths, loss_mask=micro.loss_mask)
     loss = clipped_policy_loss(
         ratio,
@@ -298,6 +298,8 @@ def main(config: Config) -> int:
                 add_value_clip(metrics, micro, values, clip=config.value_clip)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
+                    if micro.old_logprobs is None:  # one update a step: the old policy is this one
+                        micro = micro.replace(old_logprobs=new.detach())
                     loss, ratio = token_loss(config, micro, new, entropy)
                     objective = (micro.loss_weights * loss).sum()
                     policy.backward(objective, is_last=is_last)

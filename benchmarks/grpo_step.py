@@ -119,6 +119,7 @@ class GrpoLoop:
         for i, sequences in enumerate(microbatches):
             micro = batch.select(sequences)
             new, entropy = score_batch(self.policy.module, micro, temperature=1.0)
+            micro = micro.replace(old_logprobs=new.detach())
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()
             self.policy.backward(objective, is_last=i == len(microbatches) - 1)

@@ -46,18 +46,18 @@ import train_grpo
 from minirl.ranks.process_group import rank
 from minirl.run.flags import run_script
 
-step, good_loss, good_has_gradient = 0, train_grpo.token_loss, train_grpo.has_gradient
+step, good_loss, good_is_trained = 0, train_grpo.token_loss, train_grpo.is_trained
 
-def has_gradient(config, batch):  # called once in a step
+def is_trained(*args):  # called once in a step
     global step
     step += 1
-    return good_has_gradient(config, batch)
+    return good_is_trained(*args)
 
 def token_loss(config, micro, new, entropy):
     loss, ratio = good_loss(config, micro, new, entropy)
     return (loss * torch.nan if rank() == 1 and step == 2 else loss), ratio
 
-train_grpo.has_gradient = has_gradient
+train_grpo.is_trained = is_trained
 train_grpo.token_loss = token_loss
 run_script(train_grpo.main, train_grpo.Config, description="", presets=train_grpo.ALGORITHMS)
 """

@@ -77,23 +77,25 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
 
 
 SCORE_BATCH = train_grpo.score_batch
-HAS_GRADIENT = train_grpo.has_gradient
+IS_TRAINED = train_grpo.is_trained
 
 
-def score_one(model, batch, **options):
-    """`score_batch`, of one rollout or none."""
-    assert len(batch.lengths) <= 1, "a pass over rollouts without a gradient"
-    return SCORE_BATCH(model, batch, **options)
+def count_scored(rank: int, is_on: bool) -> int:
+    """From here on count the rollouts that the update of this process scores, or no longer; returns the count."""
+    num_scored = getattr(train_grpo.score_batch, "num_scored", 0)
 
+    def score(model, batch, **options):
+        score.num_scored += len(batch.lengths)
+        return SCORE_BATCH(model, batch, **options)
 
-def allow_one(rank: int, is_on: bool) -> None:
-    """From here on the update of this process scores one rollout in a microbatch at most, or any number again."""
-    train_grpo.score_batch = score_one if is_on else SCORE_BATCH
+    score.num_scored = 0
+    train_grpo.score_batch = score if is_on else SCORE_BATCH
+    return num_scored
 
 
 def train_on_all(rank: int, is_on: bool) -> None:
     """From here on no rollout is left out in this process, or some may be again."""
-    train_grpo.has_gradient = (lambda config, batch: batch.loss_mask) if is_on else HAS_GRADIENT
+    train_grpo.is_trained = (lambda *_: torch.ones(6, dtype=torch.bool)) if is_on else IS_TRAINED
 
 
 def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
@@ -111,11 +113,12 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.1] * len(completions)\n")
     flags = [*SHORT.split(), *more.split(), "--reward", f"{tmp_path}/mine.py:score"]
     name = f"idle{len(more)}"
-    two_ranks.run(allow_one, True)
+    two_ranks.run(count_scored, True)
     try:
         run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", name, runs=runs)
     finally:
-        two_ranks.run(allow_one, False)
+        num_scored = two_ranks.run(count_scored, False)
+    assert sum(num_scored) == (6 + 1) * (2 if more else 1), "all in the first step, then one, in each epoch"
     two_ranks.run(train_on_all, True)
     try:
         run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", f"{name}-all", runs=runs)
@@ -123,7 +126,8 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
         two_ranks.run(train_on_all, False)
     assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
     lines = read_metrics(runs / name)
-    assert all(0.5 < line["perf/skipped_tokens"] < 1 for line in lines)
+    assert lines[0]["perf/skipped_tokens"] == 0
+    assert 0.5 < lines[1]["perf/skipped_tokens"] < 1
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in lines)
     assert [line["optim/lr"] for line in lines] == [
         line["optim/lr"] for line in read_metrics(runs / f"{name}-all")

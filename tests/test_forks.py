@@ -84,3 +84,38 @@ def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
         rollouts = rollouts_of(runs / "penalty", line["step"])
         expected = sum(r["reward"] - 0.01 * r["num_tokens"] for r in rollouts) / len(rollouts)
         assert line["reward/mean"] == pytest.approx(expected)
+
+
+HINGE = {
+    "    if config.entropy_coef:\n": "    loss = loss + 0.1 * (0.5 - entropy).relu()\n    if config.entropy_coef:\n",
+}
+TRAIN_ALL = {
+    "    if config.whiten or config.kl_reward_coef:": "    if True:",
+}
+
+
+def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
+    """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
+    flags = [*FLAGS.split(), "--temperature", "0.5"]
+    fork = make_fork(tmp_path, "hinge", HINGE)
+    with pytest.raises(AssertionError, match="is_trained: leaves out rollouts"):
+        run_in_pool(one_rank, fork, *flags, "--run-name", "hinge", runs=runs)
+    fork = make_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
+    run_in_pool(one_rank, fork, *flags, "--run-name", "hinge_on_all", runs=runs)
+    assert {line["perf/skipped_tokens"] for line in read_metrics(runs / "hinge_on_all")} == {0.0}
+
+
+RATIO = {
+    "    ratio = importance_ratio(\n"
+    "        new, old, level=config.ratio_level, lengths=micro.lengths, loss_mask=micro.loss_mask\n"
+    "    )\n": "    ratio = torch.exp(new - micro.old_logprobs)\n",
+}
+
+
+def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_rank, runs, tmp_path):
+    """So the natural ratio trains as the script's does."""
+    fork = make_fork(tmp_path, "ratio", RATIO)
+    for name, script in (("ratio", fork), ("original", "train_grpo.py")):
+        run_in_pool(one_rank, script, *FLAGS.split(), "--run-name", name, runs=runs)
+    lines = [[untimed(line) for line in read_metrics(runs / name)] for name in ("ratio", "original")]
+    assert lines[0] == lines[1]

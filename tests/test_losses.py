@@ -8,6 +8,7 @@ import torch
 
 import train_grpo
 import train_ppo
+from minirl.errors import InputError
 from minirl.objective.advantages import group_advantages
 from minirl.objective.kl import KL_ESTIMATORS, kl_penalty
 from minirl.objective.loss_weights import loss_weights
@@ -25,7 +26,8 @@ from minirl.objective.losses import (
     sft_loss,
     value_loss,
 )
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, RolloutTable
+from minirl.training.scoring import refuse_gradient
 
 
 def double(values):
@@ -691,63 +693,79 @@ def test_bradley_terry_loss_of_a_hopeless_pair_is_its_difference():
     assert_six_decimals(grad, [-1.0])
 
 
-def advantages_of_a_half() -> Batch:
-    """Three rollouts of 2 + 2 tokens, whose reference is still the policy: only the first has advantages."""
-    mask = torch.tensor([False, False, True, True] * 3)
-    logprobs = torch.where(mask, torch.linspace(-2, 0, 12), 0.0)
-    return Batch(
-        lengths=(4, 4, 4),
-        tokens=torch.arange(12),
-        loss_mask=mask,
-        sample_logprobs=logprobs,
-        ref_logprobs=logprobs,
-        advantages=torch.where(torch.arange(12) < 4, 0.5, 0.0) * mask,
-        loss_weights=torch.where(torch.arange(12) < 8, 0.1, 0.0) * mask,
-    )
+def table_of_pairs() -> RolloutTable:
+    """Three prompts with two rollouts each; the first rollout has two branches."""
+    ids = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 1, 0], [2, 0, 0], [2, 1, 0]])
+    counts = torch.full([len(ids)], 4)
+    is_truncated = torch.zeros(len(ids), dtype=torch.bool)
+    return RolloutTable(*ids.T, counts, counts, counts, is_truncated, *torch.zeros(2, len(ids), 1))
 
 
-def rollouts_with_a_gradient(config: train_grpo.Config, batch: Batch) -> list[bool]:
-    tokens = train_grpo.has_gradient(config, batch)
-    assert not tokens[~batch.loss_mask].any()
-    return [bool(part.any()) for part in tokens.split(list(batch.lengths))]
+def trained(config: train_grpo.Config, greedy: list[float] | None = None) -> list[bool]:
+    """Of a group of different rewards, one of equal rewards, and one of which only a rollout has a reward."""
+    rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])[:, :, None, None].repeat(1, 1, 2, 1)
+    greedy_rewards = double([[] if greedy is None else [x] for x in greedy or [0.0] * 3])[:, :, None]
+    table = table_of_pairs()
+    scores = rewards[..., 0].flatten(0, 1)[table.episode, table.branch]
+    weights = train_grpo.rollout_weights(config, table, scores, 8)
+    return train_grpo.is_trained(config, rewards, greedy_rewards, double([1.0]), table, weights).tolist()
 
 
-@pytest.mark.parametrize("ratio_level", RATIO_LEVELS)
-@pytest.mark.parametrize("correction", ["none", *CORRECTIONS])
-@pytest.mark.parametrize("flags", [{}, {"dual_clip": 3.0}, {"policy_loss": "cispo"}], ids=str)
-def test_a_rollout_without_advantage_or_without_weight_has_no_gradient(ratio_level, correction, flags):
-    """Under every form of the policy's loss, where nothing else teaches."""
-    config = train_grpo.Config(ratio_level=ratio_level, correction=correction, **flags)
-    assert rollouts_with_a_gradient(config, advantages_of_a_half()) == [True, False, False]
+HAS_SCORE = [True] * 6 + [False]
+
+
+@pytest.mark.parametrize("flags", [{}, {"advantage_norm": "none"}, {"policy_loss": "cispo"}], ids=str)
+def test_rollouts_of_equal_rewards_and_those_without_a_weight_are_not_trained(flags):
+    assert trained(train_grpo.Config(**flags)) == [True] * 3 + [False] * 4
+
+
+def test_a_greedy_baseline_or_none_leaves_out_the_rollouts_without_an_advantage():
+    """Not those of equal rewards, which may all be better than the baseline."""
+    flags = {"advantage_norm": "none"}
+    greedy = train_grpo.Config(baseline="greedy", **flags)
+    assert trained(greedy, [0.0, 0.0, 1.0]) == [True, True, False, True, True, False, False]
+    no_baseline = train_grpo.Config(baseline="none", **flags)
+    assert trained(no_baseline) == [True, True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("flags", [{"kl_coef": 1e-3}, {"entropy_coef": 1e-3}], ids=str)
+def test_a_term_that_teaches_without_advantage_trains_every_rollout_that_has_a_weight(flags):
+    assert trained(train_grpo.Config(**flags)) == HAS_SCORE
 
 
 @pytest.mark.parametrize(
-    "flags", [{"kl_coef": 1e-3}, {"kl_coef": 1e-3, "kl_estimator": "k2"}, {"entropy_coef": 1e-3}]
+    "flags", [{"whiten": True}, {"kl_reward_coef": 1e-3, "kl_reward_level": "token"}], ids=str
 )
-def test_a_term_that_teaches_without_advantage_keeps_every_rollout_that_has_a_weight(flags):
-    """A KL term too, although its gradient is 0 as long as the reference is the policy."""
-    config = train_grpo.Config(**flags)
-    assert rollouts_with_a_gradient(config, advantages_of_a_half()) == [True, True, False]
+def test_what_is_measured_over_all_tokens_of_the_step_leaves_none_out(flags):
+    assert all(trained(train_grpo.Config(**flags)))
 
 
-def test_a_loss_of_ones_own_keeps_what_it_teaches(monkeypatch):
-    """Nobody has to be told: a term of cross-entropy, and advantages that count as weights exp(A)."""
-    batch = advantages_of_a_half()
-    for loss in (
-        lambda micro, new: -micro.advantages * new - 0.01 * new,
-        lambda micro, new: -micro.advantages.exp() * new,
-    ):
-        monkeypatch.setattr(
-            train_grpo, "token_loss", lambda config, micro, new, entropy, loss=loss: (loss(micro, new), new)
-        )
-        assert rollouts_with_a_gradient(train_grpo.Config(), batch) == [True, True, False]
-
-
-def test_an_advantage_that_is_not_a_number_is_not_left_out():
-    """It has to reach the check before the update."""
-    batch = advantages_of_a_half()
-    batch.advantages[6] = math.nan
-    assert rollouts_with_a_gradient(train_grpo.Config(), batch) == [True, True, False]
+@pytest.mark.parametrize(
+    ("term", "is_refused"),
+    [
+        (lambda advantages, new, entropy: 0.0, False),
+        (lambda advantages, new, entropy: 0.1 * (0.5 - entropy).relu(), True),
+        (lambda advantages, new, entropy: -0.01 * new, True),
+        (lambda advantages, new, entropy: -advantages.exp() * new, True),
+    ],
+    ids=["none", "hinge", "cross-entropy", "exp"],
+)
+def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
+    """Wherever the term has it, as a hinge on the entropy has, only where it is low."""
+    mask = torch.tensor([False, True] * 3)
+    entropy = torch.tensor([0.0, 0.2, 0.0, 0.9, 0.0, 0.3], requires_grad=True)
+    new = torch.zeros(6, requires_grad=True)
+    advantages = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    table_index = torch.tensor([1, 0, 2])
+    micro = Batch((2, 2, 2), torch.arange(6), mask, torch.zeros(6), table_index=table_index)
+    objective = (mask * (-advantages * new + term(advantages, new, entropy))).sum()
+    is_left_out = torch.tensor([True, False, True])
+    if is_refused:
+        with pytest.raises(InputError, match="is_trained: leaves out rollouts"):
+            refuse_gradient(objective, new, entropy, micro, is_left_out)
+    else:
+        refuse_gradient(objective, new, entropy, micro, is_left_out)
+    objective.backward()  # the graph is still there
 
 
 @pytest.mark.parametrize("script", [train_grpo, train_ppo], ids=lambda script: script.__name__)
@@ -755,7 +773,7 @@ def test_an_advantage_that_is_not_a_number_is_not_left_out():
 def test_without_an_entropy_bonus_the_loss_does_not_depend_on_entropies(script, entropy_coef):
     """So autograd gives the head no gradient for them, zeros neither, and the head does not compute with it."""
     zeros = torch.zeros(3)
-    batch = Batch((3,), torch.arange(3), torch.arange(3) > 0, zeros, advantages=zeros + 1)
+    batch = Batch((3,), torch.arange(3), torch.arange(3) > 0, zeros, advantages=zeros + 1, old_logprobs=zeros)
     new, entropy = zeros.clone().requires_grad_(), torch.ones(3, requires_grad=True)
     loss, _ = script.token_loss(script.Config(entropy_coef=entropy_coef), batch, new, entropy)
     (gradient,) = torch.autograd.grad(loss.sum(), entropy, allow_unused=True)

@@ -363,7 +363,7 @@ def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce
     """Every rank knows of all rollouts: the share of the whole step, by tokens and not by rollouts."""
     ranks = StepMetrics(), StepMetrics()
     for metrics in ranks:
-        add_skipped(metrics, torch.tensor([6, 1, 1, 2]), torch.tensor([False, True, True, False]))
+        add_skipped(metrics, torch.tensor([6, 1, 1, 2]), [None, 0, 1, None])
     for reduced in reduce_over_ranks(*ranks):
         assert reduced == {"perf/skipped_tokens": 0.8}
 
@@ -452,7 +452,7 @@ def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(re
     """k1 = mean(new - ref) and k3, of sampled tokens only, where there is a reference."""
     d = torch.tensor([9.0, 0.5, -0.25])
     mask, zeros = torch.tensor([False, True, True]), torch.zeros(3)
-    batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, ref_logprobs=-d)
+    batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, old_logprobs=zeros, ref_logprobs=-d)
     metrics = StepMetrics()
     add_tokens(metrics, batch, zeros, zeros + 1, zeros, sampled_version=None)
     (reduced,) = reduce_over_ranks(metrics)

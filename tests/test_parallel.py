@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
 from minirl.model.families import read_config, scalar_config
 from minirl.model.weights import load_replica, named_parameters
-from minirl.objective.losses import sequence_sums, value_loss
+from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
@@ -35,9 +36,8 @@ from minirl.training.batch import (
     RolloutTable,
     exchange,
     gather_table,
-    gather_to_table,
-    redistribute,
 )
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.cuda_rules import pad_as_on_cuda
@@ -84,19 +84,40 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
 
 
 def shared_out(
-    rank: int, max_tokens: int, has_branches: bool = False
+    rank: int,
+    max_tokens: int,
+    has_branches: bool = False,
+    num_equal: int = 0,
+    left_out_by: train_grpo.Config | None = None,
 ) -> tuple[RolloutTable, Batch, list[list[int]]]:
     """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
-    microbatches. The reward is 1 for the first of each group and 0 for the other two."""
+    microbatches. The reward is 1 for the first of each group and 0 for the other two, or 0.1 in the first groups.
+
+    left_out_by: the config by which rollouts without a gradient are left out.
+    """
     rollouts = make_rollouts(7, 3)
     if has_branches:
         rollouts = [in_two_branches(r) if i % 3 else r for i, r in enumerate(rollouts)]
     cuts = [0, len(rollouts) // 4, *[len(rollouts)] * 3]  # a third rank and a fourth have none
     mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
-    table = gather_table(mine, torch.tensor([float(r.rollout_id.sample == 0) for r in mine]).view(-1, 1))
+    rewards = [
+        0.1 if r.rollout_id.prompt_ordinal < num_equal else float(r.rollout_id.sample == 0) for r in mine
+    ]
+    table = gather_table(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    if left_out_by is not None:
+        weights = train_grpo.rollout_weights(left_out_by, table, table.rewards[:, 0], 64)
+        is_trained = train_grpo.is_trained(left_out_by, *rewards_of(table), table, weights)
+        assert 6 <= is_trained.sum() <= 9
+        split["is_trained"] = is_trained.tolist()
     plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
+
+
+def rewards_of(table: RolloutTable) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, those of greedy rollouts and the weight of the only reward, as the script's functions take them."""
+    rewards = table.rewards_by_branch().view(7, 3, -1, 1)
+    return rewards, rewards[:, :0, 0], torch.ones(1, dtype=torch.float64)
 
 
 def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -141,19 +162,15 @@ def grpo_gradients(
     """
     options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients, "num_shards": num_shards}
     model = ShardedModel(read_config(folder), folder, **options)
-    table, batch, microbatches = shared_out(rank, max_tokens, has_branches)
-    rewards = table.rewards_by_branch().view(7, 3, -1, 1).clone()
-    rewards[:num_equal] = 0.1
-    reward_weights = torch.ones(1, dtype=torch.float64)
-    advantages = train_grpo.token_advantages(config, rewards, rewards[:, :0, 0], reward_weights, table, batch)
+    left_out_by = config if is_skipped else None
+    table, batch, microbatches = shared_out(rank, max_tokens, has_branches, num_equal, left_out_by)
+    advantages = train_grpo.token_advantages(config, *rewards_of(table), table, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
         advantages=advantages.to(dtype),
         loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
         ref_logprobs=batch.sample_logprobs.to(dtype),
     )
-    if is_skipped:
-        batch, microbatches = those_with_a_gradient(rank, max_tokens, config, table, batch)
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
         new, entropy = score_batch(model.module, micro, temperature=1.0)
@@ -161,18 +178,6 @@ def grpo_gradients(
         loss, _ = train_grpo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         model.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
     return full_gradients(model)
-
-
-def those_with_a_gradient(
-    rank: int, max_tokens: int, config: train_grpo.Config, table: RolloutTable, batch: Batch
-) -> tuple[Batch, list[list[int]]]:
-    """The batch and its microbatches as `train_grpo.py` leaves rollouts out: here 12 to 15 of the 21."""
-    num_moving = sequence_sums(train_grpo.has_gradient(config, batch), batch.lengths)
-    is_trained = gather_to_table(batch, num_moving, 21) > 0
-    assert 6 <= is_trained.sum() <= 9
-    split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
-    plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split, is_trained=is_trained.tolist())
-    return redistribute(batch, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
 def full_gradients(model: ShardedModel) -> dict[str, Tensor]:
@@ -1001,27 +1006,41 @@ def exchanged(rank: int) -> list[tuple[int, list[Tensor]]]:
     return [(int(part.table_index), [getattr(part, name) for name in EXCHANGED]) for part in parts]
 
 
-def redistributed(rank: int) -> tuple[list[int], Batch, Batch]:
-    """What is left of a batch after it was redistributed, and the same rollouts exchanged at once."""
+@dataclass(frozen=True)
+class TaughtBatch(Batch):
+    """As a fork adds a stream."""
+
+    teacher_logprobs: Tensor = batching.NOT_MADE
+
+
+def of_a_teacher(model: Any, batch: Batch) -> dict[str, Tensor]:
+    return {"teacher_logprobs": 3.0 * batch.sample_logprobs}
+
+
+def taught(rank: int) -> tuple[list[int], TaughtBatch]:
+    """Some rollouts, whose own stream was made early for those of rank 0 and after the exchange for the others."""
     rollouts = make_rollouts(5, 2)
     mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
     table = gather_table(mine, torch.zeros(len(mine), 1))
+    names = ["teacher_logprobs"]
+    teacher = FrozenModel(torch.nn.Linear(1, 1), of_a_teacher, names=names, device=CPU, max_tokens=1000)
+    if rank == 0:
+        teacher.add(mine)
+        teacher.score_early(lambda: True)
+    streams = teacher.early_streams(mine)
     rank_of = [None, 1, None, 0, 0, 0, None, 1, None, 0]
-    batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
-    batch = batch.replace(advantages=batch.sample_logprobs * 2)
-    left = redistribute(batch, table, rank_of)
-    expected = exchange(mine, table, rank_of)
-    return left.table_index.tolist(), left, expected.replace(advantages=expected.sample_logprobs * 2)
+    batch = exchange(mine, table, rank_of, streams, batch_type=TaughtBatch)
+    everything = range(len(batch.lengths))
+    batch = teacher.add_to(batch, [everything])
+    return batch.table_index.tolist(), batch.select([*everything]).to(CPU)
 
 
-def test_a_batch_is_redistributed_with_all_its_streams_without_those_of_no_rank(two_ranks):
-    """As if the rollouts had been exchanged so at once, with what was made of them since."""
+def test_a_forks_own_stream_goes_through_exchange_frozen_models_and_selection(two_ranks):
+    """And rollouts of no rank are left behind."""
     indices = []
-    for own, left, expected in two_ranks.run(redistributed):
+    for own, batch in two_ranks.run(taught):
         indices.append(own)
-        assert (left.lengths, left.prefixes) == (expected.lengths, expected.prefixes)
-        for name in (*EXCHANGED, "advantages", "table_index"):
-            assert torch.equal(getattr(left, name), getattr(expected, name))
+        assert torch.equal(batch.teacher_logprobs, 3.0 * batch.sample_logprobs)
     assert indices == [[3, 4, 5, 9], [1, 7]]
 
 
@@ -1034,3 +1053,26 @@ def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):
     for i, streams in (*first, *second):
         expected = [getattr(rollouts[i], name) for name in EXCHANGED]
         torch.testing.assert_close(streams, expected, rtol=0, atol=0)  # and the same dtypes
+
+
+def partly_frozen(rank: int, folder: Path) -> tuple[list[float], float]:
+    """The norms of two steps of an optimizer that has one parameter, and the norm of its gradient alone."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    name = "model.norm.weight"
+    optimizer = torch.optim.AdamW([model.masters[name]], lr=0.0)
+    norms = []
+    for _ in range(2):
+        _, batch, microbatches = shared_out(rank, 10_000)
+        for i, sequences in enumerate(microbatches):
+            new, _ = score_batch(model.module, batch.select(sequences), temperature=1.0)
+            model.backward(new.sum(), is_last=i == len(microbatches) - 1)
+        expected = float(model.masters[name].grad.full_tensor().norm())
+        norms.append(model.step(optimizer, lr=0.0, max_grad_norm=0.1))
+        assert all(master.grad is None for master in model.masters.values())
+    return norms, expected
+
+
+def test_the_gradient_norm_is_that_of_the_optimizers_parameters(two_ranks, folder):
+    """Weights are frozen by leaving them out of the optimizer: their gradients do not shrink those of the others."""
+    for norms, expected in two_ranks.run(partly_frozen, folder):
+        assert norms == pytest.approx([expected, expected])

@@ -376,7 +376,8 @@ def token_advantages(config, rewards, greedy_rewards, reward_weights, table, bat
     """Against the mean of all rewards of the step."""
     scores = rewards @ reward_weights
     advantages = config.advantage_scale * (scores - scores.mean())
-    return batch.spread(advantages.flatten()[table.episode[batch.table_index]])
+    episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
+    return batch.spread(advantages.flatten(0, 1)[episode, branch])
 
 
 def token_loss(config, micro, new, entropy):

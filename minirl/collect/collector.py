@@ -10,13 +10,11 @@ but not taken, is in flight; `state` and `records` put it into a checkpoint.
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.collect.episode import RolloutFunction, one_turn
@@ -33,9 +31,11 @@ from minirl.collect.in_flight import (
     episode_record,
     finished_of,
     finished_record,
+    finished_rollouts,
     id_of,
     prompt_of,
     recorded_episode,
+    rewarded_of,
 )
 from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
@@ -208,12 +208,7 @@ class Collector:
         records = [episode_record(running) for running in self._paused]
         for rollout in itertools.chain(*self._ended.values()):
             records.append(finished_record(FinishedRollout(rollout)))
-        rewards = self._rewarded.rewards.tolist()
-        for i, rollout in enumerate(self._rewarded.rollouts):
-            applicable = [None if math.isnan(reward) else reward for reward in rewards[i]]
-            records.append(
-                finished_record(FinishedRollout(rollout, applicable, bool(self._rewarded.failed[i])))
-            )
+        records += [finished_record(finished) for finished in finished_rollouts(self._rewarded)]
         # Episodes are paused in the order of their functions' replies.
         return sorted(records, key=lambda record: record["id"])
 
@@ -232,7 +227,9 @@ class Collector:
         for one in finished:
             if one.rewards is None:
                 self._ended.setdefault(one.rollout.rollout_id.prompt_ordinal, []).append(one.rollout)
-        self._rewarded += self._restored_rewards([one for one in finished if one.rewards is not None])
+        rewarded = [one for one in finished if one.rewards is not None]
+        if rewarded:
+            self._rewarded += rewarded_of(rewarded, self._prompts)
 
     def _wait_for_ranks(self) -> None:
         """Let frozen models score until all ranks have come as far (collective)."""
@@ -248,17 +245,6 @@ class Collector:
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
         return recorded_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
-
-    def _restored_rewards(self, finished: Sequence[FinishedRollout]) -> RewardedRollouts:
-        rollouts = [one.rollout for one in finished]
-        rewards = [[math.nan if x is None else x for x in one.rewards or []] for one in finished]
-        return RewardedRollouts(
-            rollouts=rollouts,
-            rows=[self._prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
-            texts=[self._prompts.completion_text(rollout) for rollout in rollouts],
-            rewards=torch.tensor(rewards, dtype=torch.float64).view(len(finished), len(self._functions)),
-            failed=torch.tensor([one.failed for one in finished], dtype=torch.bool),
-        )
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight that are finished in this step, lest some rollout gets older than `max_staleness`.

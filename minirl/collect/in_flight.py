@@ -1,7 +1,8 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
+from minirl.data.prompts import PromptStream
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, rollout_of
 
 
@@ -59,6 +62,30 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
+
+
+def finished_rollouts(rewarded: RewardedRollouts) -> list[FinishedRollout]:
+    """Rollouts with their rewards as `finished_record` takes them."""
+    finished = []
+    for rollout, rewards, failed in zip(
+        rewarded.rollouts, rewarded.rewards.tolist(), rewarded.failed.tolist(), strict=True
+    ):
+        applicable = [None if math.isnan(reward) else reward for reward in rewards]
+        finished.append(FinishedRollout(rollout, applicable, failed))
+    return finished
+
+
+def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> RewardedRollouts:
+    """Rollouts with their rewards, of at least one function. prompts: the stream that their prompts come from."""
+    rollouts = [one.rollout for one in finished]
+    rewards = [[math.nan if x is None else x for x in one.rewards or []] for one in finished]
+    return RewardedRollouts(
+        rollouts=rollouts,
+        rows=[prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
+        texts=[prompts.completion_text(rollout) for rollout in rollouts],
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        failed=torch.tensor([one.failed for one in finished], dtype=torch.bool),
+    )
 
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:

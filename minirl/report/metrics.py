@@ -235,12 +235,13 @@ def add_staleness(
     metrics.add_max("stale/age_max", ages)
 
 
-def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, is_trained: Tensor) -> None:
+def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N] and is_trained bool [N] are of all ranks' branches, the same on every rank.
+    num_loss_tokens int64 [N]: of all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
-    num_skipped = num_loss_tokens[~is_trained].sum()
+    is_skipped = torch.tensor([rank is None for rank in rank_of])
+    num_skipped = num_loss_tokens[is_skipped].sum()
     metrics.add("perf/skipped_tokens", num_skipped, float(num_loss_tokens.sum()))
 
 
@@ -276,8 +277,7 @@ def add_tokens(
     that they sampled, the gap between the logprobs of sampling and of training is measured (`add_gap`). Else None.
     """
     index = micro.loss_index
-    old = logprobs if micro.old_logprobs is None else micro.old_logprobs
-    kl_to_old = kl_penalty(old, logprobs, "k3")
+    kl_to_old = kl_penalty(micro.old_logprobs, logprobs, "k3")
     metrics.add_values("policy/entropy", entropy[index])
     metrics.add_values("policy/kl_old_k3", kl_to_old[index])
     metrics.add_max("policy/ratio_max", ratio[index])
@@ -346,8 +346,9 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation and of the
     update, where there were such. Replaces counts of finish reasons by shares; that of turns by their mean, or by
-    nothing where each rollout is one answer; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and
-    by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    nothing where each rollout is one answer; ages of weights by nothing where all are the present ones; and the moments
+    of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the sample,
+    ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
     for name in metrics:
@@ -358,6 +359,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics["env/turns_mean"] = num_turns / metrics["count/rollouts"]
     else:
         all_metrics.pop("env/tokens", None)
+    if not metrics.get("stale/age_max"):
+        all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
     seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
     idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]

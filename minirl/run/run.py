@@ -82,7 +82,7 @@ from minirl.run.memory import (
     workload,
 )
 from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
-from minirl.training.assignment import UpdatePlan, plan_updates
+from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
 from minirl.training.frozen_models import FrozenModel, Outputs, frozen_logprobs, logprobs_as
 from minirl.training.learning_rate import learning_rate
@@ -381,11 +381,18 @@ class Run:
                 weights[function.reward_name] = weights.get(function.reward_name, 0.0) + weight
         return {"turn_rewards": turn_rewards(rollouts, weights)} if weights else {}
 
+    def minibatches(self, table: RolloutTable) -> list[list[int]]:
+        """The table indices of the branches of each optimizer step of an epoch. Not collective."""
+        return plan_minibatches(table.episode.tolist(), self.config.minibatches_per_epoch)
+
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
         """Which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
-        is_trained bool [N]: the branches in microbatches; None: all. Minibatches are the same without it.
+        is_trained bool [N]: the branches in microbatches; None: all. Where it names none the first branch is in one, so
+        that the gap of sampled logprobs is measured in every step. Minibatches are the same without it.
         """
+        if is_trained is not None and not is_trained.any():
+            is_trained = torch.arange(len(is_trained)) == 0
         return plan_updates(
             table.num_tokens.tolist(),
             table.prefixes,
@@ -471,10 +478,9 @@ class Run:
             grouped_rewards=scores,
             branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
         )
-        if self.config.decode_budget is not None:
-            updates_per_step = self.config.updates_per_step
-            sampled_version = self.progress.update - updates_per_step  # that of this step
-            add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
+        updates_per_step = self.config.updates_per_step
+        sampled_version = self.progress.update - updates_per_step  # that of this step
+        add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         if self.config.decode_budget is not None:

@@ -88,15 +88,11 @@ def plan_updates(
 ) -> UpdatePlan:
     """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
 
-    episode: which rollout each sequence is a branch of, counted from 0 (None: each is one of its own). A minibatch has
-    all branches of its rollouts.
+    episode: see `plan_minibatches`; None: each sequence is a rollout.
     is_trained: which rollouts are in microbatches (None: all are); the minibatches are the same without it.
     The other arguments are those of `plan_microbatches`.
     """
-    episode = range(len(lengths)) if episode is None else episode
-    num_episodes = episode[-1] + 1 if episode else 0
-    cuts = [bisect_left(episode, num_episodes * i // num_minibatches) for i in range(num_minibatches + 1)]
-    minibatches = [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
+    minibatches = plan_minibatches(range(len(lengths)) if episode is None else episode, num_minibatches)
     microbatches = []
     for minibatch in minibatches:
         table_indices = [i for i in minibatch if is_trained is None or is_trained[i]]
@@ -112,6 +108,16 @@ def plan_updates(
             translated.append([[table_indices[i] for i in micro] for micro in rank_microbatches])
         microbatches.append(translated)
     return UpdatePlan(minibatches, microbatches)
+
+
+def plan_minibatches(episode: Sequence[int], num_minibatches: int) -> list[list[int]]:
+    """Cut sequences into minibatches in their order; returns their indices [minibatch][...].
+
+    episode: which rollout each is a branch of, counted from 0. A minibatch has all branches of its rollouts.
+    """
+    num_episodes = episode[-1] + 1 if episode else 0
+    cuts = [bisect_left(episode, num_episodes * i // num_minibatches) for i in range(num_minibatches + 1)]
+    return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
 def shuffled_minibatches(

@@ -3,7 +3,7 @@
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. A
 `Batch` holds N branches end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t is
 about token t. The `RolloutTable` is what every rank knows of the branches of all ranks. `gather_table`,
-`gather_to_table`, `exchange` and `redistribute` communicate; all else does not.
+`gather_to_table` and `exchange` communicate; all else does not.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -106,8 +106,8 @@ NOT_MADE: Any = None  # a stream that has not been made yet
 class Batch:
     """N branches of rollouts end to end, T tokens in all. Streams are tensors [T]; None stands for one not made yet.
 
-    A subclass may add streams, with one line each: `select`, `to` and `replace` treat all tensors alike. With
-    `prefixes`, the model computes a prompt once for all its rollouts in the batch.
+    A subclass may add streams, with one line each: `exchange` makes it, and `select`, `to` and `replace` treat all
+    tensors alike. With `prefixes`, the model computes a prompt once for all its rollouts in the batch.
     """
 
     lengths: tuple[int, ...]
@@ -162,11 +162,11 @@ class Batch:
             shared = []
         return PackedLayout(self.lengths, self.tokens.device, shared=tuple(shared))
 
-    def replace(self, **fields: Tensor) -> "Batch":
+    def replace(self, **fields: Tensor) -> Self:
         """A copy with these fields set."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return self.replace(**moved)
@@ -179,7 +179,7 @@ class Batch:
             spans.append(torch.arange(starts[i], starts[i + 1]))
         return upload(torch.cat(spans), self.tokens.device)
 
-    def select(self, indices: Sequence[int]) -> "Batch":
+    def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
         starts = [0, *itertools.accumulate(self.lengths)]
@@ -279,10 +279,10 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     return all_reduce_sum(table)
 
 
-def pack(branches: Sequence[Rollout]) -> Batch:
+def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host. Not collective."""
     prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
-    return Batch(
+    return batch_type(
         lengths=tuple(len(branch.tokens) for branch in branches),
         tokens=_join(branches, "tokens", torch.int64),
         loss_mask=_join(branches, "loss_mask", torch.bool),
@@ -297,27 +297,21 @@ def exchange(
     table: RolloutTable,
     rank_of: Sequence[int | None],
     streams: Mapping[str, Tensor] | None = None,
+    batch_type: type[Batch] = Batch,
 ) -> Batch:
     """Send each branch to rank_of[its table index]; returns what this rank got, in table order, on the host.
 
     A branch whose rank is None is sent to none. Collective. The first branches of rollouts with the same prompt
     ordinal must begin with the same prompt. streams: further fields of the batch, of the branches of these rollouts
-    end to end; every rank has the same ones.
+    end to end; every rank has the same ones. batch_type: `Batch`, or a subclass that has these fields.
     """
     branches = all_branches(rollouts)
     table_index = torch.tensor(table.indices_of(branches), dtype=torch.int64)
-    own = pack(branches).replace(table_index=table_index, **(streams or {}))
-    batch = redistribute(own, table, rank_of)
-    _check_shared_prompts(batch)
-    return batch
-
-
-def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None]) -> Batch:
-    """As `exchange`, for batches on the host with all streams that they have; the ranks' have the same ones."""
-    ranks = [rank_of[index] for index in batch.table_index.tolist()]
+    own = pack(branches, batch_type).replace(table_index=table_index, **(streams or {}))
+    ranks = [rank_of[index] for index in table_index.tolist()]
     parts = []
     for receiver in range(world_size()):
-        parts.append(batch.select([i for i, rank in enumerate(ranks) if rank == receiver]))
+        parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
     # How many indices, and how many elements of each stream, every rank sends this one.
     counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
     received_counts = torch.empty_like(counts)
@@ -325,19 +319,21 @@ def redistribute(batch: Batch, table: RolloutTable, rank_of: Sequence[int | None
         dist.all_to_all_single(received_counts, counts)
     num_indices, num_tokens = received_counts.T.tolist()
     # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
-    streams = [part._tensors() for part in parts]
+    tensors_of = [part._tensors() for part in parts]
     received = {}
-    for name in streams[0]:
-        sent = [tensors[name] for tensors in streams]
+    for name in tensors_of[0]:
+        sent = [tensors[name] for tensors in tensors_of]
         received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
     indices = received["table_index"].tolist()
     arrived = dataclasses.replace(
-        batch,
+        own,
         lengths=tuple(table.num_tokens[indices].tolist()),
         prefixes=tuple(table.select(indices).prefixes),
         **received,
     )
-    return arrived.select(received["table_index"].argsort().tolist())
+    batch = arrived.select(received["table_index"].argsort().tolist())
+    _check_shared_prompts(batch)
+    return batch
 
 
 def _check_shared_prompts(batch: Batch) -> None:

@@ -56,6 +56,8 @@ def frozen_logprobs(
 class FrozenModel:
     """A model that does not change while a step's rollouts are made, and the streams that it makes of them.
 
+    A script may write to the parameters of `model` between two steps, for a moving average of the policy's weights.
+
     They may be made early: of rollouts that have ended, while their rank would wait for replies, for rewards or for
     other ranks. That changes no bit where a model's outputs do not depend on the batch. Not collective.
     """
@@ -72,7 +74,7 @@ class FrozenModel:
     ):
         """names: of the streams that `outputs` makes. max_tokens: of a microbatch. park: see `unparked`."""
         self.names = tuple(names)
-        self._model = model
+        self.model = model
         self._outputs = outputs
         self._device = device
         self._max_tokens = max_tokens
@@ -100,12 +102,12 @@ class FrozenModel:
             batch.lengths, batch.prefixes, num_ranks=1, max_tokens=self._max_tokens
         )
         scored: set[int] = set()
-        with spent_on("score"), unparked(self._model, self._device, park=self._park):
+        with spent_on("score"), unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 if not is_waiting():
                     break
                 micro = batch.select(indices)
-                streams = self._outputs(self._model, micro.to(self._device))
+                streams = self._outputs(self.model, micro.to(self._device))
                 split = {name: stream.cpu().split(micro.lengths) for name, stream in streams.items()}
                 for place, i in enumerate(indices):
                     of_branch = {name: parts[place] for name, parts in split.items()}
@@ -136,12 +138,12 @@ class FrozenModel:
         # A sequence has all of a stream or nothing.
         first_index = batch.first_index
         is_left = torch.stack([stream[first_index].isnan() for stream in streams.values()]).any(0).tolist()
-        with unparked(self._model, self._device, park=self._park):
+        with unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 left = [i for i in indices if is_left[i]]
                 if left:
                     token_index = batch.token_index(left)
-                    for name, stream in self._outputs(self._model, batch.select(left)).items():
+                    for name, stream in self._outputs(self.model, batch.select(left)).items():
                         streams[name][token_index] = stream.to(streams[name].dtype)
         return batch.replace(**streams)
 

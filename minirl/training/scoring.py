@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.errors import refuse
 from minirl.model import triton_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
@@ -70,6 +71,24 @@ def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tupl
         batch.layout(),
         select=batch.loss_index,
         temperature=temperature,
+    )
+
+
+def refuse_gradient(
+    objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_left_out: Tensor
+) -> None:
+    """Refuse an objective of a microbatch with a gradient where the script says that there is none.
+
+    new, entropy: those of `score_batch`, which `objective` was made from. is_left_out bool [N]: of all branches of the
+    step, by table index. Raises InputError. Not collective.
+    """
+    gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
+    is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
+    of_branches = micro.spread(is_left_out[micro.table_index.cpu()])
+    refuse(
+        bool((is_moved & of_branches).any()),
+        "is_trained: leaves out rollouts which token_loss or token_advantages of this script teach something, in the "
+        "first step; return True for them, or torch.ones(len(weights), dtype=torch.bool) for all",
     )
 
 

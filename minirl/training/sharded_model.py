@@ -144,14 +144,14 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
-        It is the norm over all parameters and ranks, before clipping. max_grad_norm 0: do not clip. A
-        gradient of exactly 0, as without any `backward`, makes no update: there is nothing to learn, and momentum
-        would still move the weights.
+        It is the norm over the optimizer's parameters and all ranks, before clipping; the gradients of other parameters
+        are dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, as without any `backward`, makes no update:
+        there is nothing to learn, and momentum would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        gradients = self._gradients()
+        gradients = self._take_gradients(optimizer)
         norm = self._total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
             where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
@@ -295,9 +295,16 @@ class ShardedModel:
                 torch.distributed.broadcast(total, 0)
         return float(total)
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = [master.grad for master in self.masters.values()]
-        return [gradient for gradient in gradients if gradient is not None]
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The gradients of the optimizer's parameters; those of the others are dropped."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = []
+        for master in self.masters.values():
+            if id(master) not in trained:
+                master.grad = None
+            elif master.grad is not None:
+                gradients.append(master.grad)
+        return gradients
 
 
 def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
