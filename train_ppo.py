@@ -15,7 +15,7 @@ value model, update both models on sums over tokens of
 A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
 token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token, what an episode was
 given at a turn at that turn's. Where a rollout has several branches, each has its own turns' rewards and, at its last
-token, what was given at no turn (docs/algorithms.md). Policy and value model share no weights.
+token, what was given at no turn (docs/episodes.md). Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """

@@ -429,7 +429,7 @@ def test_the_overlong_penalty_is_of_each_branch():
 
 
 def cut_off_in_one_branch(episode):
-    """What docs/algorithms.md works out: one branch ends by itself, the other is cut off."""
+    """What docs/episodes.md works out: one branch ends by itself, the other is cut off."""
     other = episode.branch("abc")
     yield episode.generate(max_tokens=2)
     episode.reward(1.0)
@@ -470,7 +470,7 @@ def returns_of_branches(rank, gamma, gae_lambda):
 def test_a_branch_returns_its_own_turns_and_the_rest_and_is_bootstrapped_if_it_was_cut_off(
     one_rank, gamma, gae_lambda, expected
 ):
-    """The worked numbers of docs/algorithms.md, and by the recursion with another discount: V is 0 but for the end.
+    """The worked numbers of docs/episodes.md, and by the recursion with another discount: V is 0 but for the end.
 
     A_t = r_t + gamma V_end + gamma lambda A_(t+1), over the sampled tokens alone: 0.25 + 0.5 * 7 = 3.75,
     0.5 + 0.25 * 3.75 = 1.4375, 0.25 * 1.4375 = 0.359375; and 1.25, 0.25 * 1.25 = 0.3125.
