@@ -84,7 +84,7 @@ class TurnRecord:
     """A turn of an episode that has ended: `num_tokens` sampled tokens, from `start` among those after the prompt.
 
     finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if
-    that was asked. rewards: by name, what was given behind it, before the next.
+    that was asked. rewards: by name, what was given to it.
     """
 
     start: int

@@ -485,7 +485,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
         assert whole["optim/grad_norm"] > 0.01
     texts = [(runs / name / "rollouts" / "000002.jsonl").read_text() for name in names]
     whole, parts = ([json.loads(line) for line in text.splitlines()] for text in texts)
-    assert {len(line.pop("branches", [1])) for line in parts} == {1, 2}
+    assert 2 in [len(line.pop("branches", [])) for line in parts]
     for line in (*whole, *parts):
         line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
     assert parts == whole

@@ -88,7 +88,8 @@ class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
     request: of the row's prompt, as it was given. number: that its function's replies have.
-    branches: those that have begun, by number. present: that of the present turn; None before the first one.
+    branches: those that have begun, by number. present: that of the present turn; None before the first one, and where
+    a new branch has no room for its prompt.
     turn_ends: of the turns that have ended, in their order.
     budget: how many tokens the episode may sample in this phase from the beginning of the present turn's part on.
     """
