@@ -20,6 +20,7 @@ from workload import PhaseClock, print_result
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import request_key
 from minirl.model.attention import PackedLayout
+from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
@@ -106,15 +107,21 @@ def peak_gib(device: torch.device) -> float:
     return peak
 
 
-def make_policy(shape: str, device: torch.device) -> ShardedModel:
-    """A random model, written to a folder and loaded from it as a run loads it."""
+def write_random_model(shape: str, folder: Path) -> ModelConfig:
+    """Write a random model in bf16 into a folder, without a tokenizer."""
     raw = SHAPES[shape] | COMMON
     config = config_from_dict(raw)
+    model = Transformer(config).to(torch.bfloat16)
+    # The embeddings are also the head: at their full size the next token would be all but certain.
+    model.model.embed_tokens.weight.data.mul_(0.05)
+    write_folder(folder, dict(model.named_parameters()), config=raw, tokenizer_files=None)
+    return config
+
+
+def make_policy(shape: str, device: torch.device) -> ShardedModel:
+    """A random model, written to a folder and loaded from it as a run loads it."""
     with tempfile.TemporaryDirectory() as folder:
-        model = Transformer(config).to(torch.bfloat16)
-        # The embeddings are also the head: at their full size the next token would be all but certain.
-        model.model.embed_tokens.weight.data.mul_(0.05)
-        write_folder(Path(folder), dict(model.named_parameters()), config=raw, tokenizer_files=None)
+        config = write_random_model(shape, Path(folder))
         return ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import signal
 import subprocess
@@ -151,6 +152,47 @@ def ppo(place: Place) -> Figures:
     return learns(place, "train_ppo.py")
 
 
+def real_size(place: Place, script: str) -> Figures:
+    """Three steps of 1.5B random parameters at the sizes that are chosen, on a card of 80 GB; on the CPU of a few."""
+    from cuda_decode import write_random_model
+
+    from minirl.run.embedded_model import save_tokenizer
+
+    model = place.folder / "random"
+    if not model.exists():
+        write_random_model("qwen2.5-1.5b" if place.is_cuda else "tiny", model)
+        save_tokenizer(model)
+    data = place.folder / "digits.jsonl"
+    rows = [{"prompt": f"{random.Random(i).getrandbits(1300):0400d}"} for i in range(256)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    reward = place.folder / "reward.py"
+    reward.write_text(
+        "def score(completion_ids, **kwargs):\n    return [sum(ids) % 7 for ids in completion_ids]\n"
+    )
+    flags = ["--device", place.device, "--num-steps", "3", "--model", str(model), "--data", str(data)]
+    flags += ["--reward", f"{reward}:score", "--run-name", f"random-{Path(script).stem}"]
+    flags += (
+        ["--max-new-tokens", "512"] if place.is_cuda else ["--max-new-tokens", "8", "--prompts-per-step", "2"]
+    )
+    output, metrics = run_to_end(script, *flags, place=place)
+    return {
+        "sizes": output.partition("\nsizes ")[2].partition("\n")[0],
+        "steps": len(metrics),
+        "gap_mean": max(step["policy/logp_gap_mean"] for step in metrics),
+        "step_s": metrics[-1]["time/step"],
+    }
+
+
+def grpo_1_5b(place: Place) -> Figures:
+    """See `real_size`."""
+    return real_size(place, "train_grpo.py")
+
+
+def ppo_1_5b(place: Place) -> Figures:
+    """See `real_size`."""
+    return real_size(place, "train_ppo.py")
+
+
 def kill_and_resume(place: Place) -> Figures:
     """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
     flags = ("--device", place.device, "--num-steps", "12", "--save-every", "2", "--run-name", "killed")
@@ -221,6 +263,8 @@ CHECKS = {
     "first_command": Check(first_command, 120, {"steps": (3, 3)}),
     "grpo": Check(grpo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
     "ppo": Check(ppo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
+    "grpo_1_5b": Check(grpo_1_5b, 400, {"steps": (3, 3), "gap_mean": (0, 0.05)}),
+    "ppo_1_5b": Check(ppo_1_5b, 300, {"steps": (3, 3), "gap_mean": (0, 0.05)}),
     "kill_and_resume": Check(
         kill_and_resume, 120, {"exit_code": (143, 143), "steps_before": (3, 11), "steps_in_order": (1, 1)}
     ),

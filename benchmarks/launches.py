@@ -138,7 +138,7 @@ class LaunchCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if func is aten._local_scalar_dense.default and inputs[0].is_meta:
             self.counts.wait(name)
             return 1 if not inputs[0].dtype.is_floating_point else 1.0
@@ -161,7 +161,7 @@ class LaunchCounter(TorchDispatchMode):
                 self.counts.wait("an index on the host")
             args = (args[0], [self._as_numbers(index) for index in args[1]])
         result = func(*args, **kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_in(result)
         is_launch = any(x.is_meta for x in (*inputs, *outputs))
         if (
             is_launch
@@ -188,14 +188,15 @@ class LaunchCounter(TorchDispatchMode):
         return self._nonzero(index)[:, 0]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, list | tuple):
         return []
-    return [tensor for part in tree for tensor in _tensors(part)]
+    return [tensor for part in tree for tensor in tensors_in(part)]
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
@@ -256,7 +257,7 @@ def counting() -> Iterator[Counts]:
         return torch.empty_like(q)
 
     def launch(make_kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-        counts.launch(make_kernel.__module__, _nbytes(_tensors(args)))
+        counts.launch(make_kernel.__module__, _nbytes(tensors_in(args)))
 
     def upload(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)

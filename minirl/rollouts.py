@@ -12,9 +12,8 @@ from torch import Tensor
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
 
 
-@dataclass(frozen=True)
-class RolloutId:
-    """Identifies a rollout in its run.
+class RolloutId(NamedTuple):
+    """Identifies a rollout in its run; ids are in order of these numbers.
 
     `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
     prompt, and `branch` the branches of one rollout, in the order in which they were begun.
@@ -43,16 +42,17 @@ def appended(tokens: Sequence[int]) -> tuple[Sampled, ...]:
 
 
 class StopTest(Protocol):
-    """Tells whether a turn has ended with the token sampled last, as `data.stop_strings` does for texts."""
+    """Tells which turns have ended with the token sampled last, as `data.stop_strings` does for texts."""
 
     @property
     def max_tokens(self) -> int:
         """How many ids it looks at, at least 1."""
 
-    def __call__(self, ids: Sequence[int]) -> bool:
-        """Whether the turn ends with the last of these ids: those sampled in the turn, the last `max_tokens` of them.
+    def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
+        """Whether each turn ends with the last of its ids: those sampled in it, the last `max_tokens` of them.
 
-        It is asked after each token of the turn until it says so, and must depend on the ids alone.
+        It is asked once for all turns of a decode step that have this test, each after each of its tokens until it
+        ends, and must depend on the ids of each turn alone.
         """
 
 

@@ -291,7 +291,7 @@ def exchange_own_prompts(rank):
     """Two rollouts of one prompt, whose second branches begin with other prompts of one length."""
     rollouts = [in_two_branches(make_rollout(7, 2)) for _ in range(2)]
     rollouts[1].tokens[3] += 1
-    moved = [dataclasses.replace(b.rollout_id, sample=5) for b in rollouts[1].branches]
+    moved = [b.rollout_id._replace(sample=5) for b in rollouts[1].branches]
     first = dataclasses.replace(rollouts[1].earlier[0], rollout_id=moved[0])
     rollouts[1] = dataclasses.replace(rollouts[1], rollout_id=moved[1], earlier=(first,))
     first.tokens[3] -= 1

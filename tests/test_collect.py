@@ -1,6 +1,5 @@
 """The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -172,7 +171,7 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
     model = cached_model(attention, torch.float32)
     by_key = {episode.seed: episode for episode in seen}
     for rollout in rollouts:
-        episode = by_key[collector._prompts.key(replace(rollout.rollout_id, branch=0))]
+        episode = by_key[collector._prompts.key(rollout.rollout_id._replace(branch=0))]
         numbers = [0, 1, 3] if episode.turns else [1, 3]
         assert [branch.rollout_id.branch for branch in rollout.branches] == numbers
         for branch in rollout.branches:
@@ -499,7 +498,7 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     assert second.take_num_restarted() == len(paused) > 0
     assert "moody(episode), for the row at f:" in capsys.readouterr().out
     rollouts = [r for _ in range(3) for r in second.collect(1, weight_version=7).rewarded.rollouts]
-    again = [r for r in rollouts if dataclasses.astuple(r.rollout_id) in paused]
+    again = [r for r in rollouts if r.rollout_id in paused]
     assert len(again) == len(paused)
     for rollout in again:
         assert set(rollout.weight_version[rollout.loss_mask].tolist()) == {7}
@@ -632,6 +631,20 @@ def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_micro
     assert torch.equal(frozen.add_to(batch, [[i] for i in range(len(rollouts))]).ref_logprobs, expected)
     frozen.begin()
     assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
+
+
+@pytest.mark.parametrize("beside_cache", [True, False])
+def test_frozen_models_score_beside_the_cache_only_where_both_fit(beside_cache, monkeypatch):
+    """While rollouts wait for replies the engine's cache is in memory; once all of them have ended it is not."""
+    frozen = make_frozen()
+    collector = make_collector(rollout=calculator, frozen=[frozen], scores_beside_cache=beside_cache)
+    has_cache = []
+    monkeypatch.setattr(
+        frozen, "score_early", lambda _: has_cache.append(collector.engine._cache is not None)
+    )
+    collector.collect(3)
+    assert any(has_cache) == beside_cache
+    assert not has_cache[-1]
 
 
 def long_on_the_first_rank(rollout_id: RolloutId) -> int:

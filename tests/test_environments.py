@@ -20,7 +20,7 @@ import torch
 
 from minirl.collect import tool_loop
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Branch, Episode, Generate, Turn, TurnReader
+from minirl.collect.episode import Episode, Generate, Turn, TurnReader
 from minirl.collect.hosts import Ended, Failed
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer
@@ -178,7 +178,7 @@ def add_turn(episode, tokenizer, asked, text):
     """Give an episode a turn with this text, behind what it asked for."""
     ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
-    branch = episode.branches.setdefault(asked.branch, Branch(asked.prompt, 1000, asked.branch))
+    branch = episode.branch_of(asked)
     turn = Turn(
         ids,
         [0.0] * len(ids),

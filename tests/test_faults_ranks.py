@@ -547,6 +547,46 @@ def test_row_44_devices_that_cannot_serve_all_ranks_are_refused_or_left_with_a_n
 
 
 @pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, ["expandable_segments:True", None]),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, ["backend:native", None]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:99"}, [None, "max_split_size_mb:99"]),
+    ],
+    ids=["unset", "set", "set by the older name"],
+)
+def test_on_cuda_freed_memory_can_be_joined_unless_the_user_set_it_and_bf16_sums_are_not_rounded(
+    given, settings, monkeypatch
+):
+    """The allocator's settings are there before CUDA starts, which reads them; and a device is set up."""
+    for name in process_group.ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")  # what is set below is taken back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = []
+
+    def starts_cuda(device: str) -> str:
+        found.extend(map(os.environ.get, process_group.ALLOCATOR_SETTINGS))
+        return "cuda"
+
+    monkeypatch.setattr(process_group, "device_type", starts_cuda)
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(watchdog.this_process, "hang_timeout", 0.0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    products = torch.backends.cuda.matmul
+    assert products.allow_bf16_reduced_precision_reduction
+    try:
+        assert process_group.start(device="cuda") == torch.device("cuda", 0)
+        assert not products.allow_bf16_reduced_precision_reduction
+    finally:
+        products.allow_bf16_reduced_precision_reduction = True
+    assert found == settings
+
+
+@pytest.mark.parametrize(
     ("device", "num_devices", "codes", "line"),
     [
         ("cuda", (1, 1), [2, 2], f"error: --device cuda: {FEW}"),

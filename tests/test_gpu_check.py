@@ -60,4 +60,4 @@ def test_all_checks_pass_on_the_cpu(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     outcomes = json.loads(out.read_text())
-    assert [outcome["status"] for outcome in outcomes] == ["ok"] * 9
+    assert [outcome["status"] for outcome in outcomes] == ["ok"] * 11

@@ -528,17 +528,42 @@ def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
     assert sizes.cache_tokens >= 100 * work.longest
 
 
-def test_the_cache_is_kept_where_it_fits_beside_the_update():
-    """On CUDA, with the memory to the byte; on the CPU its memory comes back in any case."""
+def test_what_is_kept_beside_the_cache_fits_to_the_byte():
+    """On CUDA: the cache and its graphs beside the update, and the reference beside both while rollouts wait."""
     work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
     sizes = memory.choose_sizes(work, 40e9, AUTO)
     phases = memory.phase_bytes(work, sizes)
-    cache = phases.pop("generate")["cache"]
-    largest = max(sum(parts.values()) for parts in phases.values())
-    needed = (sum(memory.always_bytes(work).values()) + cache + largest) / memory.USABLE
-    assert memory.can_keep_cache(work, sizes, needed + 10)
-    assert not memory.can_keep_cache(work, sizes, needed - 10)
+    generate = phases.pop("generate")
+    always = sum(memory.always_bytes(work).values())
+    for can, phase in (
+        (memory.can_keep_cache, "update"),
+        (memory.can_score_beside_cache, "score (reference)"),
+    ):
+        beside = generate["cache"] + generate["graphs"] + sum(phases[phase].values())
+        needed = (always + beside) / memory.USABLE
+        assert can(work, sizes, needed + 10)
+        assert not can(work, sizes, needed - 10)
+    assert memory.peak_bytes(work, sizes, keeps_cache=True) == pytest.approx(
+        always + generate["cache"] + generate["graphs"] + sum(phases["update"].values())
+    )
     assert not memory.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)
+
+
+def test_the_cache_is_kept_before_microbatches_grow_beyond_what_is_enough():
+    """Then it gets smaller, down to half of what fits, before it is made again for each generation."""
+    work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
+    found = []
+    for free in (80e9, 38e9, 36e9):
+        sizes = memory.choose_sizes(work, free, AUTO)
+        assert memory.too_large(work, sizes, free) is None
+        is_kept = memory.can_keep_cache(work, sizes, free)
+        found.append((sizes.max_tokens_per_microbatch > 8192, sizes.cache_tokens / (144 * 1068), is_kept))
+    largest = pytest.approx(1)
+    assert found == [
+        (True, largest, True),
+        (False, pytest.approx(0.82, abs=0.01), True),
+        (True, largest, False),
+    ]
 
 
 def test_gradients_are_sharded_before_layers_are_recomputed():

@@ -938,6 +938,43 @@ def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
         assert all(report.values()), report
 
 
+def state_after_three_steps(
+    rank: int, folder: Path, options: dict[str, Any], is_lazy: bool
+) -> tuple[int, dict[str, Tensor]]:
+    """How many moments there are before the first step, and all state afterwards. One parameter has no gradient."""
+    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
+    frozen, unused, *_ = model.masters.values()
+    frozen.requires_grad_(False)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    num_moments = sum("exp_avg_sq" in state for state in optimizer.state.values())
+    assert frozen not in optimizer.state
+    if is_lazy:
+        optimizer.state.clear()
+    for _ in range(3):
+        model.backward(loss_of_one_sequence(model), is_last=True)
+        frozen.grad = unused.grad = None
+        model.step(optimizer, lr=0.01, max_grad_norm=1.0)
+    assert is_lazy or not any(value.any() for value in optimizer.state[unused].values())
+    return num_moments, model.state_tensors(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_gradients": True}, {"offload_optimizer": True}], ids=str)
+def test_moments_made_with_the_optimizer_are_those_that_torch_makes_in_its_first_step(
+    two_ranks, folder, options
+):
+    """All of them are there before a cache is, and train bit for bit the same; a frozen parameter has none."""
+    eager = two_ranks.run(state_after_three_steps, folder, options, False)
+    lazy = two_ranks.run(state_after_three_steps, folder, options, True)
+    for (num_moments, saved), (_, lazily_saved) in zip(eager, lazy, strict=True):
+        num_masters = sum(name.startswith("masters.") for name in saved)
+        assert num_moments == num_masters - 1
+        # torch makes none where there was no gradient.
+        assert len(saved) - len(lazily_saved) == 3
+        for name, tensor in lazily_saved.items():
+            assert (saved[name].dtype, saved[name].shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(saved[name], tensor), name
+
+
 def trained_value_model(rank: int, folder: Path, run: Path) -> tuple[Path, list[float], list[float]]:
     """A value model that starts from a language model: its checkpoint, its losses, and its scores of three texts."""
     config = dataclasses.replace(read_config(folder), scalar_head=True)

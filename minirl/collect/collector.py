@@ -8,7 +8,6 @@ under new weights. A step takes the first complete groups in order of their prom
 but not taken, is in flight; `state` and `records` put it into a checkpoint.
 """
 
-import dataclasses
 import itertools
 import sys
 from collections import Counter
@@ -74,6 +73,7 @@ class Collector:
         decode_budget: int | None = None,
         max_staleness: int = 0,
         frozen: Sequence[FrozenModel] = (),
+        scores_beside_cache: bool = True,
     ):
         """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
@@ -85,6 +85,7 @@ class Collector:
         max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
         trained in.
         frozen: models that score the groups' rollouts; they do so early where this rank would wait.
+        scores_beside_cache: also where it waits for replies while the engine's cache is in memory.
         """
         self.num_served = 0
         self.engine = engine
@@ -99,6 +100,7 @@ class Collector:
         self._decode_budget = decode_budget
         self._max_staleness = max_staleness
         self._frozen = frozen
+        self._scores_beside_cache = scores_beside_cache
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
@@ -311,7 +313,7 @@ class Collector:
         self._runner.submit(episodes, weight_version=weight_version)
         with progress_bar("generate", total=len(episodes), unit="completions") as bar:
             while self._runner.is_busy:
-                for model in self._frozen:
+                for model in self._frozen if self._scores_beside_cache else ():
                     model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
@@ -329,7 +331,7 @@ class Collector:
 
         for model in self._frozen:
             model.score_early(is_waiting)
-        whole.sort(key=lambda rollout: dataclasses.astuple(rollout.rollout_id))
+        whole.sort(key=lambda rollout: rollout.rollout_id)
         return self._group_rewards.make_room(queue.finish(whole))
 
 

@@ -16,13 +16,15 @@ import copy
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.errors import InputError, refuse
 from minirl.rewards.worker import MAX_REWARD, shown, validate_number
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minirl.data.chat_turns import After
     from minirl.data.task import Row
 
@@ -67,8 +69,7 @@ class End:
     reason: str
 
 
-@dataclass(frozen=True)
-class TurnReader:
+class TurnReader(NamedTuple):
     """Reads a turn, each part when it is first asked for.
 
     text: of its ids. message: what it says. answer: the text of the message that it belongs to, up to its end: all
@@ -81,19 +82,19 @@ class TurnReader:
 
 
 class Turn:
-    """A turn that was sampled.
+    """A turn that was sampled. What of it nobody asks for is not made.
 
-    ids: the token ids, including the stop token. logprobs: of these tokens. versions: of the weights that sampled them.
-    finish_reason: "stop" or "length". appended: the token ids that were appended before it. inserted: the messages, if
-    it was messages. branch: its number. start: where the turn begins among the branch's tokens after its prompt. limit:
-    of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its first turn.
+    num_tokens: sampled. finish_reason: "stop" or "length". appended: the token ids that were appended before it.
+    inserted: the messages, if it was messages. branch: its number. start, end: where the turn is among the branch's
+    tokens after its prompt. limit: of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its
+    first turn.
     """
 
     def __init__(
         self,
-        ids: list[int],
-        logprobs: list[float],
-        versions: list[int],
+        ids: "list[int] | Tensor",
+        logprobs: "list[float] | Tensor",
+        versions: "list[int] | Tensor",
         finish_reason: str,
         *,
         branch: int,
@@ -104,17 +105,35 @@ class Turn:
         inserted: Messages,
         reader: TurnReader,
     ):
-        self.ids = ids
-        self.logprobs = logprobs
-        self.versions = versions
+        """Tensors on the host are as good as lists; these are made of them."""
+        self._ids = ids
+        self._logprobs = logprobs
+        self._versions = versions
+        self.num_tokens = len(ids)
         self.finish_reason = finish_reason
         self.branch = branch
         self.start = start
+        self.end = start + self.num_tokens
         self.limit = limit
         self.prompt_ids = prompt_ids
         self.appended = appended
         self.inserted = inserted
         self._reader = reader
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The token ids, including the stop token."""
+        return _as_list(self._ids)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        """Of these tokens, when they were sampled."""
+        return _as_list(self._logprobs)
+
+    @functools.cached_property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled them."""
+        return _as_list(self._versions)
 
     @functools.cached_property
     def text(self) -> str:
@@ -141,15 +160,17 @@ class Turn:
         return self._reader.answer()
 
 
+def _as_list(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else list(values.tolist())
+
+
 @dataclass
 class Branch:
-    """A prompt with the turns behind it. The lists have one element per token after the prompt.
+    """A prompt with the turns behind it.
 
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
     where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
     which a branch that the episode began knows from then on. turns: those that have ended.
-    tokens: sampled and appended. loss_mask: which of them were sampled. logprobs: when they were sampled; 0 for
-    appended ones. versions: of the weights that sampled them; 0 for appended ones.
     end_reason: that the episode's `end` was called with.
     """
 
@@ -158,16 +179,39 @@ class Branch:
     number: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     end_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are after the prompt, sampled and appended."""
+        return self.turns[-1].end if self.turns else 0
 
     @property
     def room(self) -> int:
         """How many more tokens there may be."""
-        return self.max_tokens - len(self.tokens)
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """All after the prompt, sampled and appended; the lists below have one element for each."""
+        return [token for turn in self.turns for token in turn.appended + turn.ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Which of them were sampled."""
+        return [
+            kind for turn in self.turns for kind in [False] * len(turn.appended) + [True] * turn.num_tokens
+        ]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the tokens when they were sampled; 0 for appended ones."""
+        return [value for turn in self.turns for value in [0.0] * len(turn.appended) + turn.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled them; 0 for appended ones."""
+        return [value for turn in self.turns for value in [0] * len(turn.appended) + turn.versions]
 
     @property
     def has_messages(self) -> bool:
@@ -199,10 +243,10 @@ class Branch:
         after: also a single message; None for nothing. Raises InputError after `end`, and for what is of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
-        refuse(
-            not isinstance(after, str | list | tuple | dict | None),
-            f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages",
-        )
+        if not isinstance(after, str | list | tuple | dict | None):
+            raise InputError(
+                f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages"
+            )
         refuse(
             not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
         )
@@ -216,11 +260,6 @@ class Branch:
         self.max_tokens = turn.limit
         if not self.turns:
             self.prompt_ids = turn.prompt_ids
-        none = [0] * len(turn.appended)
-        self.tokens += [*turn.appended, *turn.ids]
-        self.loss_mask += [False] * len(turn.appended) + [True] * len(turn.ids)
-        self.logprobs += [*none, *turn.logprobs]
-        self.versions += [*none, *turn.versions]
         self.turns.append(turn)
 
 
@@ -229,9 +268,8 @@ class Episode(Branch):
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. branches: all of them by number, this one is 0. all_turns: of all branches, in their
-    order. rewards: by name, what was given to all branches, and to each turn. rewarded: at which of these places the
-    function has given some since the last turn.
+    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given to all
+    branches, and to each turn. rewarded: at which of these places the function has given some since the last turn.
     is_closed: whether the function has ended, or is being ended.
     """
 
@@ -252,11 +290,23 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
-        self.branches: dict[int, Branch] = {0: self}
+        self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
         self.rewarded: set[int] = set()
         self.is_closed = False
+
+    @property
+    def branches(self) -> dict[int, Branch]:
+        """All of them by number, this one is 0."""
+        # Not kept: an object that holds itself is freed by a garbage collection only, with the rollout that it has.
+        return {0: self, **self._further}
+
+    def branch_of(self, asked: Generate) -> Branch:
+        """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
+        if asked.branch == 0:
+            return self
+        return self._further.setdefault(asked.branch, Branch(asked.prompt, 0, asked.branch))
 
     def take(self, turn: Turn) -> None:
         """Add a turn that has ended to its branch. For who runs the episode."""
@@ -273,8 +323,8 @@ class Episode(Branch):
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=len(self.branches), end_reason=self.end_reason)
-        self.branches[branch.number] = branch
+        branch = Branch(own, self.max_tokens, number=1 + len(self._further), end_reason=self.end_reason)
+        self._further[branch.number] = branch
         return branch
 
     def reward(

@@ -4,13 +4,14 @@ A function may run in this process or in others (`hosts`). While it works on its
 and the others are decoded.
 """
 
-import functools
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from minirl.collect.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
 from minirl.collect.episode_record import record_of, sum_of_rewards
@@ -21,11 +22,12 @@ from minirl.data.chat_turns import After, is_messages
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Messages
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
@@ -69,7 +71,7 @@ class RunningBranch:
     ends, at the latest. num_before: how many there were when the last turn ended. inserted: the messages that are
     appended before the present turn. answer_start: how many tokens there were when the last of these had been appended.
     part_start: how many there were when the engine took up the present turn, in this phase.
-    rollout: as it was at the end of the last turn, with the finish reason of a branch that ends there.
+    rollout: as it was at the end of the last turn. end: the finish reason of a branch that ends there.
     """
 
     request: Request
@@ -81,6 +83,7 @@ class RunningBranch:
     answer_start: int = 0
     part_start: int = 0
     rollout: Rollout | None = None
+    end: str = ""
 
 
 @dataclass
@@ -106,20 +109,24 @@ class RunningEpisode:
         """How many tokens there are when this phase's part of the branch's turn ends, at the latest."""
         return min(branch.turn_limit, branch.part_start + self.budget)
 
-    def rollout(self, finish_reason: str) -> Rollout:
+    def rollout(self, finish_reason: str, record: EpisodeRecord) -> Rollout:
         """What was sampled up to the end of the last turn, of which there is one.
 
         The episode's finish reason is that of the branch which had the last turn, or whose further turn there was no
         room for. The other branches have ended as their last turns did.
         """
-        branches = []
-        for _, branch in sorted(self.branches.items()):
-            if branch.rollout is not None:
-                end = finish_reason if branch is self.present else branch.rollout.finish_reason
-                branches.append(replace(branch.rollout, finish_reason=end))
-        *earlier, last = branches
-        own_end = last.finish_reason
-        return replace(last, finish_reason=finish_reason, branch_end=own_end, earlier=tuple(earlier))
+        if self.present is not None:
+            self.present.end = finish_reason
+        in_order = [self.branches[number] for number in sorted(self.branches)]
+        begun = [(branch.rollout, branch.end) for branch in in_order if branch.rollout is not None]
+        *earlier, (last, own_end) = begun
+        return replace(
+            last,
+            finish_reason=finish_reason,
+            branch_end=own_end,
+            episode=record,
+            earlier=tuple(replace(rollout, finish_reason=end) for rollout, end in earlier),
+        )
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,28 @@ class RecordedEpisode:
     request: Request
     branches: Mapping[int, RecordedBranch]
     turn_ends: Sequence[TurnEnd]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads a turn: the last of these tokens int64 [L], from `first` on; the answer begins at `answer_first`."""
+
+    tokenizer: Tokenizer
+    tokens: Tensor
+    first: int
+    answer_first: int
+
+    def of_turn(self) -> TurnReader:
+        return TurnReader(self._text, self._message, self._answer)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.tokens[self.first :])
+
+    def _message(self) -> dict[str, Any]:
+        return parsed_answer(self.tokenizer, self.tokens[self.first :].tolist(), self.tokens[: self.first])
+
+    def _answer(self) -> str:
+        return self.tokenizer.decode(self.tokens[self.answer_first :])
 
 
 class EpisodeRunner:
@@ -179,6 +208,8 @@ class EpisodeRunner:
         # Of all branches of the running episodes that have begun.
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
+        # Of branches of episodes that have ended, which the engine still has.
+        self._over: list[RolloutId] = []
         self._paused: list[RunningEpisode] = []
         # Of this phase. By prompt: how many of its episodes have not begun their first turn, and those that could.
         self._weight_version = 0
@@ -343,6 +374,9 @@ class EpisodeRunner:
         kept, self._kept_replies = self._kept_replies, []
         for number, reply in [*kept, *self._host.replies(0.0 if kept else timeout_s)]:
             self._go_on(self._running[number], reply)
+        if self._over:
+            self._engine.release(*self._over)
+            self._over = []
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
@@ -402,7 +436,8 @@ class EpisodeRunner:
         """Append tokens to the present branch, which the engine does not have."""
         assert running.present is not None
         request = running.present.request
-        running.present.request = replace(request, sampled=request.sampled + appended(new_ids))
+        if new_ids:
+            running.present.request = replace(request, sampled=request.sampled + appended(new_ids))
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Let the engine take up the present turns of these episodes, in branches that it does not have."""
@@ -432,7 +467,7 @@ class EpisodeRunner:
         limit = self._limits.max_sampled_tokens
         if limit == 0:
             return sys.maxsize
-        return limit - sum(len(turn.ids) for turn in running.episode.all_turns)
+        return limit - sum(turn.num_tokens for turn in running.episode.all_turns)
 
     def _end_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends with its last turn, and of that turn's branch."""
@@ -452,14 +487,13 @@ class EpisodeRunner:
         self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
     ) -> None:
         """End an episode behind its last turn. returned: by its function, if that has ended."""
-        rollout = running.rollout(finish_reason)
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
-        self._ended.append(replace(rollout, episode=record))
+        self._ended.append(running.rollout(finish_reason, record))
         for branch in running.branches.values():
             if branch.is_held:
-                self._engine.release(branch.request.rollout_id)
+                self._over.append(branch.request.rollout_id)
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
@@ -493,11 +527,10 @@ class EpisodeRunner:
         first = num_prompt_tokens + start  # of the turn, among the tokens of the prompt and the branch
         if present.inserted:
             present.answer_start = start
-        ids = rollout.tokens[first:].tolist()
         turn = Turn(
-            ids,
-            rollout.sample_logprobs[first:].tolist(),
-            rollout.weight_version[first:].tolist(),
+            rollout.tokens[first:],
+            rollout.sample_logprobs[first:],
+            rollout.weight_version[first:],
             rollout.finish_reason,
             branch=present.branch.number,
             start=start,
@@ -505,24 +538,16 @@ class EpisodeRunner:
             prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
-            reader=self._reader(rollout, ids, num_prompt_tokens + present.answer_start),
+            reader=_Reader(
+                self._prompts.tokenizer, rollout.tokens, first, num_prompt_tokens + present.answer_start
+            ).of_turn(),
         )
-        present.num_before = len(rollout.tokens) - num_prompt_tokens
+        present.rollout = rollout
+        present.num_before = turn.end
         running.turn_ends.append(TurnEnd(present.num_before, rollout.finish_reason, present.branch.number))
         running.episode.take(turn)
-        present.rollout = replace(rollout, finish_reason=self._end_of_last_turn(running))
+        present.end = self._end_of_last_turn(running)
         self._host.send(running.number, turn)
-
-    def _reader(self, rollout: Rollout, ids: list[int], answer_start: int) -> TurnReader:
-        """What reads the last turn of a rollout, which has these ids; answer_start: among its tokens."""
-        tokenizer = self._prompts.tokenizer
-        return TurnReader(
-            text=functools.partial(tokenizer.decode, ids),
-            message=functools.partial(
-                parsed_answer, tokenizer, ids, rollout.tokens[: len(rollout.tokens) - len(ids)]
-            ),
-            answer=functools.partial(tokenizer.decode, rollout.tokens[answer_start:]),
-        )
 
     def _begin_turn(self, running: RunningEpisode, asked: Reply) -> list[int] | None:
         """Note what the turn is that a function asks for.
@@ -533,11 +558,10 @@ class EpisodeRunner:
             refuse(not running.turn_ends, f"{self._name}(episode): ended without a turn; it must yield one")
             self._check_rewards(running.episode, asked.returned)
             return None
-        refuse(
-            not isinstance(asked, Generate),
-            f"{self._name}(episode): yields {asked!r:.80}; expected `yield episode.generate()`",
-        )
-        assert isinstance(asked, Generate)
+        if not isinstance(asked, Generate):
+            raise InputError(
+                f"{self._name}(episode): yields {asked!r:.80}; expected `yield episode.generate()`"
+            )
         is_number = type(asked.max_tokens) is int
         refuse(
             asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
@@ -556,13 +580,15 @@ class EpisodeRunner:
             )
             return None
         present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
-        results = [message for message in present.inserted if message["role"] == "tool"]
-        self._num_tool_results += Counter(result["content"].startswith(TOOL_ERROR) for result in results)
+        for message in present.inserted:
+            if message["role"] == "tool":
+                self._num_tool_results[message["content"].startswith(TOOL_ERROR)] += 1
         # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
         room_to_sample = max(1, self._room_to_sample(running))
         present.turn_limit = turn_start + min(room, room_to_sample, asked.max_tokens or room)
         stop_test = self._stop_test(asked.stop) if asked.stop else None
-        present.request = replace(present.request, turn_start=turn_start, stop_test=stop_test)
+        if (present.request.turn_start, present.request.stop_test) != (turn_start, stop_test):
+            present.request = replace(present.request, turn_start=turn_start, stop_test=stop_test)
         return new_ids
 
     def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
@@ -578,12 +604,12 @@ class EpisodeRunner:
                 not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
             )
             prompt_ids = self._prompts.branch_ids(asked.prompt, place)
-            rollout_id = replace(request.rollout_id, branch=number)
+            rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 refuse(not running.turn_ends, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch = running.episode.branches.setdefault(number, Branch(asked.prompt, 0, number))
+        branch = running.episode.branch_of(asked)
         branch.max_tokens = request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]
@@ -591,6 +617,8 @@ class EpisodeRunner:
     def _check_rewards(self, episode: Episode, returned: Mapping[str, float | None]) -> None:
         """Refuse rewards that nothing is done with, and those that are to be given and are not."""
         given = sorted({*returned, *itertools.chain(*episode.rewards)})
+        if not given and not self._reward_names:
+            return
         listed = ", ".join(map(repr, given)) or "none"
         place = self._place(episode)
         flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in given)

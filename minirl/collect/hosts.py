@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,12 +82,11 @@ class InProcess:
         )
         number = next(self._numbers)
         self._running[number] = (episode, turns)
-        self._advance(number, turns.__next__)
+        self._advance(number, None)
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        _, turns = self._running[number]
-        self._advance(number, lambda: turns.send(turn))
+        self._advance(number, turn)
 
     def close(self, number: int) -> None:
         episode, turns = self._running.pop(number)
@@ -102,11 +100,12 @@ class InProcess:
         replies, self._replies = self._replies, []
         return replies
 
-    def _advance(self, number: int, next_turn: Callable[[], Any]) -> None:
+    def _advance(self, number: int, turn: Turn | None) -> None:
+        """Let the function go on; without a turn it begins."""
         reply: Any
-        episode, _ = self._running[number]
+        episode, turns = self._running[number]
         try:
-            reply = next_turn()
+            reply = next(turns) if turn is None else turns.send(turn)
         except StopIteration as end:
             episode.is_closed = True
             del self._running[number]

@@ -1,6 +1,5 @@
 """Rollouts in flight as records of a checkpoint: JSON values and tensors (`run.checkpoint`)."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ def episode_record(running: RunningEpisode) -> dict[str, Any]:
     """The record of a paused episode."""
     request = running.request
     return {
-        "id": list(dataclasses.astuple(request.rollout_id)),
+        "id": list(request.rollout_id),
         "prompt": torch.tensor(request.prompt_ids, dtype=torch.int64),
         "branches": [_tokens_record(rollout_of(branch.request, "")) for branch in running.branches.values()],
         "turn_ends": [list(end) for end in running.turn_ends],
@@ -91,7 +90,7 @@ def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> R
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
-        "id": list(dataclasses.astuple(rollout.rollout_id)),
+        "id": list(rollout.rollout_id),
         "prompt": rollout.tokens[:start].clone(),
         "tokens": rollout.tokens[start:].clone(),
         "logprobs": rollout.sample_logprobs[start:].clone(),

@@ -3,6 +3,7 @@
 An answer is made by the model, so any text is read: what is no call that can be made is told in `parse_error`.
 """
 
+import functools
 import inspect
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
 # Before an answer, to see whether its reasoning has begun there: a tag, and blanks behind it.
@@ -44,31 +45,39 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
 
 def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """The ids that are text, and those of the tags, which are special tokens in some vocabularies."""
+    hidden = _hidden_ids(tokenizer)
+    return [i for i in ids if i not in hidden]
+
+
+@functools.lru_cache(1)  # transformers makes the lists of special tokens each time
+def _hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
     backend = tokenizer.backend
     special = zip(backend.all_special_tokens, backend.all_special_ids, strict=True)
-    hidden = {special_id for token, special_id in special if token not in _HERMES_TAGS}
-    return [i for i in ids if i not in hidden]
+    return frozenset(special_id for token, special_id in special if token not in _HERMES_TAGS)
 
 
 def check_readable(tokenizer: Tokenizer) -> None:
     """Raise InputError where answers cannot be read: no format is given, nor a response template that can be used."""
-    if tokenizer.tool_format is not None:
-        return
+    if tokenizer.tool_format is None:
+        why = _why_unreadable(tokenizer)
+        refuse(why is not None, f"{tokenizer.folder}: {why}")
+
+
+@functools.lru_cache(1)  # it takes longer than to read an answer
+def _why_unreadable(tokenizer: Tokenizer) -> str | None:
     backend = tokenizer.backend
     # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
     is_readable = "tools" in inspect.signature(backend.parse_response).parameters
-    refuse(
-        not is_readable or backend.response_template is None,
-        f"{tokenizer.folder}: its tokenizer has no response template that transformers can read, which would say how "
-        "the model writes calls of tools; see --tool-format, or take the text",
-    )
+    if not is_readable or backend.response_template is None:
+        return (
+            "its tokenizer has no response template that transformers can read, which would say how the model writes "
+            "calls of tools; see --tool-format, or take the text"
+        )
     try:
         backend.get_response_parser(prefix="", tools=tokenizer.tools or None)
     except Exception as error:
-        raise InputError(
-            f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {str(error)[:300]}; "
-            "see --tool-format"
-        ) from None
+        return f"the response template of its tokenizer cannot be used: {str(error)[:300]}; see --tool-format"
+    return None
 
 
 def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[str, Any]:

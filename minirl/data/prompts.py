@@ -1,7 +1,6 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
 import functools
-import itertools
 import random
 from array import array
 from collections.abc import Sequence
@@ -116,11 +115,11 @@ class PromptStream:
         # A contiguous share: the shares of two ranks differ by at most one request.
         begin = len(rollout_ids) * rank() // world_size()
         end = len(rollout_ids) * (rank() + 1) // world_size()
+        groups: dict[int, list[RolloutId]] = {}
+        for rollout_id in rollout_ids[begin:end]:
+            groups.setdefault(rollout_id.prompt_ordinal, []).append(rollout_id)
         requests = []
-        for prompt_ordinal, group in itertools.groupby(
-            rollout_ids[begin:end], key=lambda rollout_id: rollout_id.prompt_ordinal
-        ):
-            prompt_ids = self.prompt_ids(prompt_ordinal)
+        for group, prompt_ids in zip(groups.values(), self._prompt_ids(list(groups)), strict=True):
             for rollout_id in group:
                 is_greedy = rollout_id.sample >= group_size
                 requests.append(self.request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
@@ -175,11 +174,18 @@ class PromptStream:
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""
-        row = self.row(prompt_ordinal)
-        ids = self.tokenizer.encode(row)
-        # Again: a chat template may write the date.
-        _check_ids(row, ids, self.vocab_size)
-        return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
+        (ids,) = self._prompt_ids([prompt_ordinal])
+        return ids
+
+    def _prompt_ids(self, prompt_ordinals: Sequence[int]) -> list[tuple[int, ...]]:
+        """As `prompt_ids`, of several prompts in less time."""
+        rows = [self.row(prompt_ordinal) for prompt_ordinal in prompt_ordinals]
+        prompts = []
+        for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
+            # Again: a chat template may write the date.
+            _check_ids(row, ids, self.vocab_size)
+            prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
+        return prompts
 
     def appended_ids(self, after: After, place: str, *, end_id: int | None = None) -> list[int]:
         """Return the ids of what is appended between two turns: text is tokenized by itself.

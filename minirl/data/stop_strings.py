@@ -1,5 +1,6 @@
 """Strings that end a turn, looked for in the text of the tokens sampled in it."""
 
+import itertools
 from collections.abc import Sequence
 
 from minirl.data.tokenizer import Tokenizer
@@ -43,27 +44,29 @@ class StopStrings:
         byte_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
 
-    def __call__(self, ids: Sequence[int]) -> bool:
-        """Whether a string ends with the last of these ids: those sampled in the turn, or the last of them."""
-        return self.found(ids) is not None
+    def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
+        """Whether a string ends with the last id of each turn: those sampled in it, or the last `max_tokens`."""
+        return [self.found(ids) is not None for ids in turns]
 
-    def found(self, ids: Sequence[int]) -> str | None:
+    def found(self, ids: list[int]) -> str | None:
         """The first of the strings that ends with the last of these ids (as in `__call__`); None if none does."""
         tail = ids[-self.max_tokens :]
         # No string has an id that the tokenizer lacks, and behind one a text begins anew (`Tokenizer.decode`).
         num_ids = self._tokenizer.num_ids
-        first = max((i + 1 for i, token in enumerate(tail) if token >= num_ids), default=0)
+        first = 0
+        if max(tail) >= num_ids:
+            first = max(i + 1 for i, token in enumerate(tail) if token >= num_ids)
         # A whole run of byte tokens is U+FFFD where a part of it is no character, as in a tail that begins within one.
         # A string in the run begins at one of its tokens.
-        byte_starts = [i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids]
-        for start in (first, *byte_starts):
+        byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
+        for start in itertools.chain([first], byte_starts):
             text = self._decode(tail[start:])
             string = self._completed(tail[start:], text)
             if string is not None or _REPLACEMENT not in text:
                 return string
         return None
 
-    def _completed(self, ids: Sequence[int], text: str) -> str | None:
+    def _completed(self, ids: list[int], text: str) -> str | None:
         """The first of the strings in the text of these ids that their last one completes."""
         contained = [string for string in self.strings if string in text]
         if not contained:
@@ -72,7 +75,5 @@ class StopStrings:
         before = self._decode(ids[:-1])
         return next((string for string in contained if text.count(string) > before.count(string)), None)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.backend.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode_known(ids, skip_special_tokens=False, cleans_spaces=False)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
@@ -51,6 +50,8 @@ class Tokenizer:
         self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
+        # What `backend.decode` calls, after it has looked at each id for longer than this takes.
+        self._fast_decode = self.backend.backend_tokenizer.decode if self.backend.is_fast else None
         self.tools = tool_schemas(tools)
         if self.tools:
             self._check_tools()
@@ -187,17 +188,29 @@ class Tokenizer:
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
         """
-        # transformers looks at every id of a list, which takes longer than to decode it; a tensor it takes whole.
-        tokens = torch.as_tensor(ids, dtype=torch.int64)
-        is_unknown = tokens >= self.num_ids
-        if not is_unknown.any():
-            return self.backend.decode(tokens, skip_special_tokens=skip_special_tokens)
-        (unknown,) = is_unknown.nonzero(as_tuple=True)
-        # The known ids between unknown ones: each part but the first begins with an unknown id.
-        first, *others = tokens.tensor_split(unknown)
-        parts = [first, *(part[1:] for part in others)]
-        texts = [self.backend.decode(part, skip_special_tokens=skip_special_tokens) for part in parts]
-        return "\ufffd".join(texts)
+        tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        cleans_spaces = bool(self.backend.clean_up_tokenization_spaces)
+        if not tokens or max(tokens) < self.num_ids:
+            return self.decode_known(tokens, skip_special_tokens, cleans_spaces)
+        # The known ids between unknown ones.
+        parts: list[list[int]] = [[]]
+        for token in tokens:
+            if token < self.num_ids:
+                parts[-1].append(token)
+            else:
+                parts.append([])
+        return "\ufffd".join(self.decode_known(part, skip_special_tokens, cleans_spaces) for part in parts)
+
+    def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
+        """Return the text of ids that the tokenizer has. cleans_spaces: as some tokenizers do before punctuation."""
+        text: str
+        if self._fast_decode is not None and not cleans_spaces:
+            text = self._fast_decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.backend.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans_spaces
+            )
+        return text
 
 
 @contextmanager

@@ -18,7 +18,7 @@ one token too far, which is thrown away.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,13 +212,17 @@ class Engine:
             self._running.append(row, tokens, max_new_tokens=max_new_tokens, stop_test=stop_test)
             self._resumed.append(row)
 
-    def release(self, rollout_id: RolloutId) -> None:
-        """End a request that waits for a further turn. Not collective. Raises InputError for one that does not."""
-        self._check_waits(rollout_id)
-        if self._dropped.pop(rollout_id, None) is None:
-            row = self._held.pop(rollout_id)
-            self._running.remove([row])
-            self._live_cache.free(row)
+    def release(self, *rollout_ids: RolloutId) -> None:
+        """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
+        rows = []
+        for rollout_id in rollout_ids:
+            self._check_waits(rollout_id)
+            if self._dropped.pop(rollout_id, None) is None:
+                rows.append(self._held.pop(rollout_id))
+        if rows:
+            self._running.remove(rows)
+            for row in rows:
+                self._live_cache.free(row)
             self._has_gaps = True
         if not self.is_busy:
             self._end_phase()
@@ -633,11 +637,15 @@ class Engine:
             finished += self._remove_finished(self._running.read(pending))
         return finished
 
-    def _remove_finished(self, rows: list[int]) -> list[Rollout]:
-        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts."""
-        if not rows:
+    def _remove_finished(self, reasons: Mapping[int, str]) -> list[Rollout]:
+        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts.
+
+        reasons: why they have finished, by row.
+        """
+        if not reasons:
             return []
-        rollouts = [self._running.rollout(row) for row in rows]
+        rows = list(reasons)
+        rollouts = [self._running.rollout(row, reason) for row, reason in reasons.items()]
         self._count_discarded(torch.tensor(rows))
         for row in rows:
             request = self._running.requests[row]

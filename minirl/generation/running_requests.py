@@ -1,7 +1,8 @@
 """The requests that are being decoded, and sampled tokens while they are on their way to the host."""
 
+import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -117,8 +118,8 @@ class RunningRequests:
         """Start copying one token for each of these rows int64 [B] to the host: sampled int32 [2, B] as in `decode`."""
         return PendingTokens(rows, self._past_requests[rows], sampled, weight_version)
 
-    def read(self, pending: "PendingTokens") -> list[int]:
-        """Wait for the tokens, then give each request its own; returns the rows of those that end with it.
+    def read(self, pending: "PendingTokens") -> dict[int, str]:
+        """Wait for the tokens, then give each request its own; returns the rows of those that end with it, and why.
 
         With asynchronous decoding a request may have ended with the token before: then this one is dropped.
         """
@@ -134,9 +135,12 @@ class RunningRequests:
         self.counts[rows] += 1
         may_end = self.counts[rows] >= self.limits[rows]
         may_end |= torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
+        stopped: set[int] = set()
         if self._has_stop_tests:
+            stopped = self._stopped(rows[self._is_tested[rows]])
             may_end |= self._is_tested[rows]
-        return [row for row in rows[may_end].tolist() if self._finish_reason(row)]
+        reasons = {row: self._finish_reason(row, stopped) for row in rows[may_end].tolist()}
+        return {row: reason for row, reason in reasons.items() if reason is not None}
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens sampled so far, to be submitted again."""
@@ -144,11 +148,9 @@ class RunningRequests:
         sampled = map(Sampled, *(self._of_row(column, row).tolist() for column in columns))
         return replace(self.requests[row], sampled=tuple(sampled))
 
-    def rollout(self, row: int) -> Rollout:
+    def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
         request = self.requests[row]
-        finish_reason = self._finish_reason(row)
-        assert finish_reason is not None, "the request is not finished"
         # Through an array: ten times as fast as torch.tensor of a long tuple.
         prompt = torch.frombuffer(array("q", request.prompt_ids), dtype=torch.int64)
         num_prompt_tokens = len(prompt)
@@ -163,16 +165,33 @@ class RunningRequests:
             finish_reason=finish_reason,
         )
 
-    def _finish_reason(self, row: int) -> str | None:
-        """Why the turn has ended by the tokens read so far: "stop", "length" or None if it has not."""
+    def _stopped(self, rows: Tensor) -> set[int]:
+        """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""
+        rows_of: dict[StopTest, list[int]] = {}
+        for row in rows.tolist():
+            test = self.requests[row].stop_test
+            assert test is not None, "only rows with a test are asked for"
+            rows_of.setdefault(test, []).append(row)
+        stopped: set[int] = set()
+        for test, tested in rows_of.items():
+            ends = self.counts[tested]
+            columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
+            tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
+            turns = []
+            for row, end, tail in zip(tested, ends.tolist(), tails, strict=True):
+                turns.append(tail[max(0, self.requests[row].turn_start + test.max_tokens - end) :])
+            stopped.update(itertools.compress(tested, test(turns)))
+        return stopped
+
+    def _finish_reason(self, row: int, stopped: Collection[int]) -> str | None:
+        """Why the turn has ended by the tokens read so far: "stop", "length" or None if it has not.
+
+        stopped: the rows that have ended by their stop test.
+        """
         request = self.requests[row]
         count = int(self.counts[row])
-        if int(self._tokens[row, count - 1]) in request.stop_ids:
+        if row in stopped or int(self._tokens[row, count - 1]) in request.stop_ids:
             return "stop"
-        if request.stop_test is not None:
-            first = max(request.turn_start, count - request.stop_test.max_tokens)
-            if request.stop_test(self._tokens[row, first:count].tolist()):
-                return "stop"
         return "length" if count >= request.max_new_tokens else None
 
     def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:

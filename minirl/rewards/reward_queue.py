@@ -1,6 +1,5 @@
 """Rewards of rollouts while others are decoded: user functions run in worker processes, one call for each prompt."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -75,8 +74,10 @@ class RewardQueue:
         rows = [row] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
         of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
-        completion_ids = [rollout.completion for rollout in group]
-        arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
+        arguments = {}
+        if self._calls:
+            completion_ids = [rollout.completion for rollout in group]
+            arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
         calls = {}
         for name, function_calls in self._calls.items():
             calls[name] = function_calls.add(
@@ -147,7 +148,7 @@ class RewardQueue:
         indices = range(len(rollouts))
         parts = [list(indices)]
         if judges_groups(function):
-            in_order = sorted(indices, key=lambda i: dataclasses.astuple(rollouts[i].rollout_id))
+            in_order = sorted(indices, key=lambda i: rollouts[i].rollout_id)
             by_prompt = itertools.groupby(in_order, key=lambda i: rollouts[i].rollout_id.prompt_ordinal)
             parts = [list(group) for _, group in by_prompt]
         rewards: list[float | None] = [None] * len(rollouts)

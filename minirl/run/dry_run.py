@@ -23,6 +23,8 @@ from minirl.run.memory import (
     Sizes,
     Workload,
     always_bytes,
+    can_keep_cache,
+    can_score_beside_cache,
     choose_sizes,
     free_bytes,
     free_host_bytes,
@@ -162,9 +164,14 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     print0(f"sizes    {sizes.flags()}")
     print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} can be used")
     print0(f"  always {sum_of(always)}")
-    for phase, parts in phase_bytes(work, sizes).items():
+    keeps_cache = can_keep_cache(work, sizes, free)
+    for phase, parts in phase_bytes(work, sizes, keeps_cache=keeps_cache).items():
         total = sum(always.values()) + sum(parts.values())
         print0(f"  {phase} {gb(total)}: always + {listed(parts)}")
+    if keeps_cache:
+        print0("  the cache is kept from step to step")
+    if not can_score_beside_cache(work, sizes, free):
+        print0("  frozen models do not fit beside the cache: they score when generation has ended")
     if work.is_cuda:
         needed = host_bytes(work, num_ranks=machine.host_ranks)
         there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"

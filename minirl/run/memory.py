@@ -70,7 +70,7 @@ class Workload:
 
     trained: policy, and value model if any; frozen: reference and reward model, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion. longest_prefill: of
-    what generation computes at once at most, a prompt or a completion that goes on in a further step.
+    a sequence that generation computes whole: a preempted one has nearly all its tokens.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
@@ -160,7 +160,7 @@ def workload(
         offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
-        longest_prefill=longest if is_partial else longest_prompt,
+        longest_prefill=longest,
         requests=math.ceil(num_requests / num_ranks),
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
@@ -320,15 +320,15 @@ def _frozen_bytes(work: Workload) -> dict[str, float]:
     return {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
 
 
-def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
-    """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one."""
-    generate = {
-        "cache": cached_bytes(
-            work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
-        ),
-        "prefill or logits": _generate_bytes(work, sizes.max_running_requests),
-    }
-    phases = {"generate": generate}
+def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> dict[str, dict[str, float]]:
+    """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one.
+
+    keeps_cache: the cache, and on CUDA the graphs that read it, are there in every phase.
+    """
+    cache = cached_bytes(
+        work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
+    )
+    phases = {"generate": {"cache": cache} | _decoding_bytes(work, sizes.max_running_requests)}
     tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
     unparked = _frozen_bytes(work) if work.is_cuda and work.parks_frozen else {}
     for name, config in work.frozen.items():
@@ -344,6 +344,9 @@ def phase_bytes(work: Workload, sizes: Sizes) -> dict[str, dict[str, float]]:
             _backward_bytes(work, sizes, config, tokens) for config in work.trained
         ),
     }
+    if keeps_cache:
+        kept = {name: size for name, size in phases["generate"].items() if name in ("cache", "graphs")}
+        phases = {phase: kept | parts for phase, parts in phases.items()}
     return phases
 
 
@@ -382,12 +385,15 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
     return max(activations + 4 * layer, sums)
 
 
-def _generate_bytes(work: Workload, max_running_requests: int) -> float:
-    """The most that a prefill or the logits of a decode step take."""
+def _decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float]:
+    """What prefills and decode steps take, by name. CUDA graphs keep the memory of a step's logits."""
     requests = min(max_running_requests, work.requests)
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest_prefill), requests * work.longest_prefill)
     prefill = _forward(work, work.policy, prefill_tokens)
-    return max(prefill, requests * decode_logits_bytes(work.policy, work.device_type))
+    logits = requests * decode_logits_bytes(work.policy, work.device_type)
+    if work.is_cuda:
+        return {"prefill": prefill, "graphs": logits}
+    return {"prefill or logits": max(prefill, logits)}
 
 
 def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:
@@ -430,18 +436,25 @@ def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None
     )
 
 
-def peak_bytes(work: Workload, sizes: Sizes) -> float:
+def peak_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> float:
     """The most that a rank needs in any phase."""
-    always = sum(always_bytes(work).values())
-    return always + max(sum(parts.values()) for parts in phase_bytes(work, sizes).values())
+    phases = phase_bytes(work, sizes, keeps_cache=keeps_cache)
+    return sum(always_bytes(work).values()) + max(sum(parts.values()) for parts in phases.values())
 
 
 def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether the cache fits beside what other phases need, so that the engine can keep it. On the CPU it does not."""
-    room = room_bytes(work, free)
-    phases = phase_bytes(work, sizes)
-    cache = phases.pop("generate")["cache"]
-    return work.is_cuda and all(cache + sum(parts.values()) <= room for parts in phases.values())
+    """Whether the cache fits beside what each other phase needs, so that the engine can keep it. Never on the CPU."""
+    return work.is_cuda and peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
+
+
+def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
+    """Whether reference and value model fit beside the cache, so that they can score while rollouts wait for replies.
+
+    A reward model scores when generation has ended.
+    """
+    phases = phase_bytes(work, sizes, keeps_cache=True)
+    early = [phases.get(f"score ({name})", {}) for name in ("reference", "value model")]
+    return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -477,24 +490,35 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
         sizes = dataclasses.replace(sizes, **switches)
         if largest_microbatch(work, sizes, room, most=tokens) == tokens:
             break
-    if given["max_tokens_per_microbatch"] == "auto":
-        tokens = largest_microbatch(work, sizes, room, most=most_tokens)
+    is_open = given["max_tokens_per_microbatch"] == "auto"
+    if is_open:
+        tokens = largest_microbatch(work, sizes, room, most=tokens)
         sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
     if given["max_running_requests"] == "auto":
         requests = MOST_REQUESTS[work.device_type]
         # At least half of the room is the cache's.
-        while requests > 1 and _generate_bytes(work, requests) > room / 2:
+        while requests > 1 and sum(_decoding_bytes(work, requests).values()) > room / 2:
             requests //= 2
         sizes = dataclasses.replace(sizes, max_running_requests=requests)
     if given["cache_tokens"] == "auto":
-        most_tokens = MOST_CACHE_TOKENS
-        if work.is_cuda:
-            # There it is memory from the first token on: no more than all requests can fill.
-            requests = min(sizes.max_running_requests, work.requests)
-            most_tokens = requests * (work.longest + FLASH_BLOCK)
-        tokens = largest_cache(work, sizes, room, most=most_tokens)
-        sizes = dataclasses.replace(sizes, cache_tokens=max(tokens, work.longest))
+        sizes = dataclasses.replace(sizes, cache_tokens=max(_auto_cache(work, sizes, room), work.longest))
+    if is_open and tokens == work.enough_tokens:
+        # More than enough only where it does not take the cache from step to step.
+        keeps_cache = can_keep_cache(work, sizes, free)
+        tokens = largest_microbatch(work, sizes, room, most=most_tokens, keeps_cache=keeps_cache)
+        sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
     return sizes
+
+
+def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
+    """Tokens of the cache: on CUDA such as can be kept from step to step, if that is half of what fits or more."""
+    if not work.is_cuda:
+        return largest_cache(work, sizes, room, most=MOST_CACHE_TOKENS)
+    # There it is memory from the first token on: no more than all requests can fill.
+    requests = min(sizes.max_running_requests, work.requests)
+    tokens = largest_cache(work, sizes, room, most=requests * (work.longest + FLASH_BLOCK))
+    kept = largest_cache(work, sizes, room, most=tokens, keeps_cache=True)
+    return kept if 2 * kept >= tokens else tokens
 
 
 def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
@@ -513,22 +537,33 @@ def room_bytes(work: Workload, free: float) -> float:
     return USABLE * free - sum(always_bytes(work).values())
 
 
-def largest_microbatch(work: Workload, sizes: Sizes, room: float, *, most: int) -> int:
+def largest_microbatch(
+    work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
+) -> int:
     """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into so many bytes."""
 
     def fits(tokens: int) -> bool:
-        phases = phase_bytes(work, dataclasses.replace(sizes, max_tokens_per_microbatch=tokens))
+        tried = dataclasses.replace(sizes, max_tokens_per_microbatch=tokens)
+        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
         return all(sum(parts.values()) <= room for phase, parts in phases.items() if phase != "generate")
 
     return _largest(most, fits)
 
 
-def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int) -> int:
-    """The most tokens of the cache, up to `most`, with which generating fits into so many bytes."""
+def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False) -> int:
+    """The most tokens of the cache, up to `most`, with which generating fits into so many bytes.
+
+    keeps_cache: and all other phases beside it.
+    """
 
     def fits(tokens: int) -> bool:
-        generate = phase_bytes(work, dataclasses.replace(sizes, cache_tokens=tokens))["generate"]
-        return sum(generate.values()) <= room
+        tried = dataclasses.replace(sizes, cache_tokens=tokens)
+        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
+        return all(
+            sum(parts.values()) <= room
+            for phase, parts in phases.items()
+            if keeps_cache or phase == "generate"
+        )
 
     return _largest(most, fits)
 

@@ -6,6 +6,7 @@ here calls back into the script: a fork that wants something else writes it into
 """
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -68,8 +69,8 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import load_task
 from minirl.run.memory import (
-    Sizes,
     can_keep_cache,
+    can_score_beside_cache,
     choose_sizes,
     free_bytes,
     free_host_bytes,
@@ -204,7 +205,7 @@ class Run:
             config, task, self.tokenizer, self.model_config, self.max_new_tokens
         )
         self.max_tokens = self.prompts.max_tokens
-        self.sizes, self._keeps_cache, self._memory_note = self._fit_memory()
+        self._fit_memory()
         self._eval_files = tuple(task.eval_sets)
         self._task_name = task.name
         self._reward_functions, self.reward_weights = self._load_rewards(task)
@@ -291,6 +292,7 @@ class Run:
             decode_budget=self.config.decode_budget,
             max_staleness=self.config.max_staleness,
             frozen=frozen,
+            scores_beside_cache=self._scores_beside_cache,
         )
 
     def begin(
@@ -354,7 +356,12 @@ class Run:
         return self.progress
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop."""
+        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop.
+
+        What is loaded by then stays for the run, so no garbage collection looks through it again.
+        """
+        gc.collect()
+        gc.freeze()
         time_account.this_process.begin()
         for step in range(self.progress.step + 1, self.config.num_steps + 1):
             yield step
@@ -549,8 +556,8 @@ class Run:
         except OSError as error:
             raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
 
-    def _fit_memory(self) -> tuple[Sizes, bool, str]:
-        """The sizes that flags leave open, whether the cache can be kept, and a line on both (collective).
+    def _fit_memory(self) -> None:
+        """Choose the sizes that flags leave open, and what stays in memory beside the cache (collective).
 
         Raises InputError if nothing fits.
         """
@@ -567,7 +574,7 @@ class Run:
             num_shards=self._num_shards,
         )
         free = min(gather_objects(free_bytes(self.device)))
-        sizes = choose_sizes(work, free, given)
+        self.sizes = sizes = choose_sizes(work, free, given)
         on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
         # Of the first host on which it is too little.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
@@ -576,10 +583,11 @@ class Run:
             reason and "auto" in given.values(),
             f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
         )
-        keeps_cache = can_keep_cache(work, sizes, free)
-        peak = peak_bytes(work, sizes)
-        kept = ", the cache kept between steps" if keeps_cache else ""
-        return sizes, keeps_cache, f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+        self._keeps_cache = can_keep_cache(work, sizes, free)
+        self._scores_beside_cache = can_score_beside_cache(work, sizes, free)
+        peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
+        kept = ", the cache kept between steps" if self._keeps_cache else ""
+        self._memory_note = f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward model and the overlong penalty, and the weight of each."""

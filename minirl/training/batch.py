@@ -235,7 +235,7 @@ def gather_table(
         for branch in rollout.branches:
             facts.append(
                 [
-                    *dataclasses.astuple(branch.rollout_id),
+                    *branch.rollout_id,
                     branch.num_prompt_tokens,
                     len(branch.tokens),
                     int(branch.loss_mask.sum()),

@@ -131,8 +131,12 @@ class ShardedModel:
         loss.backward()
 
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-        """Make an AdamW over the masters. Each `step` sets the learning rate."""
-        return torch.optim.AdamW(
+        """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+
+        torch would make the moments in the first `step`, amid memory that the update before it has freed: on CUDA
+        no block as large as the next phase's cache is left there.
+        """
+        optimizer = torch.optim.AdamW(
             self.masters.values(),
             lr=0.0,
             betas=betas,
@@ -140,6 +144,12 @@ class ShardedModel:
             weight_decay=weight_decay,
             fused=True,
         )
+        for master in self.masters.values():
+            if master.requires_grad:
+                num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
+                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[master] = {"step": num_steps, **moments}
+        return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
@@ -220,10 +230,14 @@ class ShardedModel:
             master = self.masters[names[key]]
             target = master
             if kind != "masters":
-                # A scalar is the optimizer's step count.
-                is_scalar = not source.get_shape()
-                target = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-                optimizer.state[master][kind] = target
+                state = optimizer.state[master]
+                if kind not in state:  # of an optimizer that makes its state in its first step
+                    # A scalar is the step count.
+                    is_scalar = not source.get_shape()
+                    state[kind] = (
+                        torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
+                    )
+                target = state[kind]
             fill(target, source, f"{place}: {key}")
         self.refresh()
 

@@ -46,6 +46,6 @@ def in_two_branches(rollout):
         sample_logprobs=rollout.sample_logprobs * is_second,
         weight_version=rollout.weight_version * is_second,
         num_prompt_tokens=cut,
-        rollout_id=replace(rollout.rollout_id, branch=1),
+        rollout_id=rollout.rollout_id._replace(branch=1),
         earlier=(first,),
     )
