@@ -53,6 +53,7 @@ class Generate:
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
     branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
+    contents: what reward functions get as the contents of the messages of `after`, None for their texts.
     """
 
     after: "After" = ""
@@ -60,6 +61,7 @@ class Generate:
     max_tokens: int | None = None
     branch: int = 0
     prompt: str | Messages | list[int] = ""
+    contents: Sequence[list[Any] | None] = ()
 
 
 @dataclass(frozen=True)
@@ -240,13 +242,9 @@ class Branch:
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. Raises InputError after `end`, and for what is of no such type.
+        after: also a single message; None for nothing. Raises InputError after `end`, and for a `stop` of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
-        if not isinstance(after, str | list | tuple | dict | None):
-            raise InputError(
-                f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages"
-            )
         refuse(
             not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
         )
@@ -271,6 +269,8 @@ class Episode(Branch):
     temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given to all
     branches, and to each turn. rewarded: at which of these places the function has given some since the last turn.
     is_closed: whether the function has ended, or is being ended.
+    environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
+    function asks for them.
     """
 
     def __init__(
@@ -283,6 +283,7 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
+        environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
@@ -290,6 +291,7 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
+        self.environment = environment
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
@@ -359,12 +361,42 @@ class Episode(Branch):
         reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends as its last turn did.
         """
         refuse(
-            reason not in END_REASONS,
+            not isinstance(reason, str) or reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         for branch in self.branches.values():
             branch.end_reason = reason
         return End(reason)
+
+
+def checked_turn(yielded: Any) -> Generate:
+    """What a function has yielded for a turn. Raises InputError naming the field that is wrong."""
+    if not isinstance(yielded, Generate):
+        raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
+    limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
+    is_after = isinstance(yielded.after, str | list | tuple)
+    is_stop = isinstance(yielded.stop, tuple) and all(isinstance(string, str) for string in yielded.stop)
+    is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
+    expected = {
+        "after": (is_after, "expected text, a list of token ids, or messages"),
+        "stop": (is_stop, "expected a tuple of texts"),
+        "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
+        "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
+        "prompt": (True, ""),  # checked where it is tokenized
+        "contents": (is_each, "expected one for each message of `after`"),
+    }
+    for name, value in vars(yielded).items():
+        is_right, what = expected.get(name, (False, "there is no such field"))
+        if not is_right:
+            raise InputError(f"generate({name}={value!r:.80}): {what}")
+    return yielded
+
+
+def given_at_end(episode: Episode, returned: Any) -> tuple[dict[str, float | None], str | None]:
+    """The rewards that a function has returned, and its finish reason. Raises InputError saying what is wrong."""
+    if episode.end_reason is not None:
+        episode.end(episode.end_reason)  # it may be an attribute that was set
+    return returned_rewards(returned), episode.end_reason
 
 
 def returned_rewards(returned: Any) -> dict[str, float | None]:

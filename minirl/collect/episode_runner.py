@@ -27,7 +27,7 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
@@ -134,7 +134,7 @@ class RecordedBranch:
     """A branch of a paused episode of an earlier process: the ids of its prompt, and the tokens behind them."""
 
     prompt_ids: tuple[int, ...]
-    sampled: tuple[Sampled, ...]
+    sampled: Completion
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,12 @@ class EpisodeRunner:
         *,
         limits: EpisodeLimits = NO_LIMITS,
         reward_names: Collection[str] = (),
+        shows_environment: bool = False,
     ):
         """rollout: a generator function, see `episode`.
 
         reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
-        0, and one whose function fails None.
+        0, and one whose function fails None. shows_environment: whether reward functions ask for `environments`.
         """
         self._engine = engine
         self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
@@ -197,6 +198,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._limits = limits
         self._reward_names = reward_names
+        self._shows_environment = shows_environment
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
@@ -230,6 +232,7 @@ class EpisodeRunner:
             prompt_ids=list(request.prompt_ids),
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
+            environment={} if self._shows_environment else None,
         )
         return RunningEpisode(request, episode, self._host.begin(episode))
 
@@ -253,8 +256,8 @@ class EpisodeRunner:
     def step(self) -> list[Rollout]:
         """Decode one more token of each episode that has a turn; returns the rollouts of those that have ended.
 
-        If none has a turn, wait a moment for replies. Raises InputError for what the function may not ask for, and
-        RolloutError for a failure in its own process, naming function, row and turn.
+        If none has a turn, wait a moment for replies. Raises RolloutError for what the function may not ask for, and
+        for a failure in its own process, naming function, row and turn.
         """
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
@@ -305,8 +308,8 @@ class EpisodeRunner:
     def restore(self, recorded: Sequence[RecordedEpisode]) -> list[RunningEpisode]:
         """Paused episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
-        One that then does something else than it did begins anew, and is counted. Raises InputError if a function may
-        not ask for what it asks for, RolloutError if it fails.
+        One that then does something else than it did begins anew, and is counted. Raises RolloutError if it fails or
+        asks for what it may not ask for.
         """
         restored = [self.begin(one.request) for one in recorded]
         left = {running.number: i for i, running in enumerate(restored)}
@@ -320,7 +323,10 @@ class EpisodeRunner:
                     continue
                 if isinstance(reply, Failed):
                     raise RolloutError(self._failure(restored[i], reply.why))
-                replay = self._replay_turn(restored[i], recorded[i], reply)
+                try:
+                    replay = self._replay_turn(restored[i], recorded[i], reply)
+                except InputError as error:
+                    raise RolloutError(self._failure(restored[i], str(error))) from None
                 if replay == "goes on":
                     continue
                 del left[number]
@@ -355,7 +361,8 @@ class EpisodeRunner:
         before = recorded.branches.get(present.branch.number)
         if before is None or before.prompt_ids != present.request.prompt_ids:
             return "differs"
-        if appended(new_ids) != before.sampled[present.num_before : present.request.turn_start]:
+        appended_before = before.sampled[present.num_before : present.request.turn_start]
+        if appended_before.is_sampled.any() or appended_before.tokens.tolist() != new_ids:
             return "differs"
         num_ended = len(running.turn_ends)
         if num_ended == len(recorded.turn_ends):
@@ -386,8 +393,6 @@ class EpisodeRunner:
         try:
             new_ids = self._begin_turn(running, reply)
         except InputError as error:
-            if self._host.on_error is None:
-                raise
             if not isinstance(reply, Ended):
                 self._host.close(running.number)
             self._fail(running, str(error))
@@ -476,7 +481,7 @@ class EpisodeRunner:
             return turn.finish_reason
         if self._room_to_sample(running) < 1:
             return "max_tokens"
-        return "length" if running.episode.branches[turn.branch].room < 1 else "turn_length"
+        return "length" if turn.end >= turn.limit else "turn_length"
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
         """End an episode whose function goes on."""
@@ -558,15 +563,7 @@ class EpisodeRunner:
             refuse(not running.turn_ends, f"{self._name}(episode): ended without a turn; it must yield one")
             self._check_rewards(running.episode, asked.returned)
             return None
-        if not isinstance(asked, Generate):
-            raise InputError(
-                f"{self._name}(episode): yields {asked!r:.80}; expected `yield episode.generate()`"
-            )
-        is_number = type(asked.max_tokens) is int
-        refuse(
-            asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
-            f"{self._name}(episode): generate(max_tokens={asked.max_tokens!r:.80}): must be at least 1",
-        )
+        assert isinstance(asked, Generate)
         running.present = present = self._branch(running, asked)
         if present is None:
             return None
@@ -579,10 +576,13 @@ class EpisodeRunner:
                 f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
-        for message in present.inserted:
+        messages = asked.after if is_messages(asked.after) else []
+        for message in messages:
             if message["role"] == "tool":
                 self._num_tool_results[message["content"].startswith(TOOL_ERROR)] += 1
+        present.inserted = [dict(message) for message in messages]
+        for message, content in zip(present.inserted, asked.contents, strict=False):
+            message["content"] = message["content"] if content is None else content
         # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
         room_to_sample = max(1, self._room_to_sample(running))
         present.turn_limit = turn_start + min(room, room_to_sample, asked.max_tokens or room)
@@ -599,10 +599,6 @@ class EpisodeRunner:
         request = running.request
         if number != 0:
             place = self._place(running.episode)
-            is_number = type(number) is int and number > 0
-            refuse(
-                not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
-            )
             prompt_ids = self._prompts.branch_ids(asked.prompt, place)
             rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
@@ -656,10 +652,6 @@ class EpisodeRunner:
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
         """The test for these strings, made once for all turns that have them."""
-        refuse(
-            not all(isinstance(string, str) for string in strings),
-            f"{self._name}(episode): generate(stop={list(strings)!r:.80}): expected texts",
-        )
         if strings not in self._stop_tests:
             self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
         return self._stop_tests[strings]

@@ -8,13 +8,13 @@ a piece is what a function does from a turn to the next `yield`.
 Protocol: as of `minirl.rewards.worker`, with these messages.
 
 - The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}. With a fourth argument the answer has
-  "tools" too, the JSON schemas, and is the only one.
+  "tools" too, the JSON schemas, and "gives_reward", and is the only one.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", the "seconds" that it took, "rewards", those of `Episode.rewards` that were given
-  something since the last turn, each as [place, rewards], and
-  {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
+- Every answer has "episode", its "environment", the "seconds" that it took, "rewards", those of `Episode.rewards` that
+  were given something since the last turn, each as [place, rewards], and {"asked": the fields of `Generate`}, {"ended",
+  "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader, returned_rewards
+from minirl.collect.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.collect.tool_loop import Loaded, load
 from minirl.data.tools import tool_schemas
 from minirl.errors import InputError, refuse
@@ -79,7 +79,11 @@ def main() -> None:
 def describe(loaded: Loaded) -> dict[str, Any]:
     """The answer that has the schemas of the tools. It needs transformers, which other workers do not import."""
     try:
-        return {"is_async": loaded.is_async, "tools": tool_schemas(loaded.tools)}
+        return {
+            "is_async": loaded.is_async,
+            "tools": tool_schemas(loaded.tools),
+            "gives_reward": loaded.gives_reward,
+        }
     except InputError as error:
         return {"error": str(error)}
 
@@ -171,15 +175,16 @@ class Hosted:
         self._turns: Any = None
 
     @property
-    def given(self) -> list[tuple[int, dict[str, float]]]:
-        """The places of `Episode.rewards` that were given something since the last turn, each with its rewards."""
-        return [(index, self._episode.rewards[index]) for index in sorted(self._episode.rewarded)]
+    def given(self) -> dict[str, Any]:
+        """The rewards that were given since the last turn, and what the episode shows of its environment."""
+        rewards = [(index, self._episode.rewards[index]) for index in sorted(self._episode.rewarded)]
+        return {"rewards": rewards, "environment": self._episode.environment}
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
         if "close" in request:
             await self._close()
-            return self._ended(None)
+            return {"ended": True, "returned": {}, "reason": None}
         answer = None
         if self._turns is None:
             self._turns = self._function(self._episode)
@@ -228,38 +233,39 @@ class Hosted:
 
     async def _advance(self, turn: Turn | None) -> dict[str, Any]:
         """Let the function go on to its next `yield`, or to its end; returns the answer."""
+        has_ended, value = True, None
         try:
             is_async = inspect.isasyncgen(self._turns)
-            asked = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
+            value = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
+            has_ended = False
         except StopAsyncIteration:
-            return self._ended(None)
+            pass
         except StopIteration as end:
-            return self._ended(end.value)
-        if isinstance(asked, End):
-            await self._close()
-            return self._ended(None)
-        return _asked(asked)
-
-    def _ended(self, returned: Any) -> dict[str, Any]:
-        """The answer of a function that has ended."""
+            value = end.value
         try:
-            rewards = returned_rewards(returned)
+            if not has_ended and isinstance(value, End):
+                self._episode.end(value.reason)
+                await self._close()
+                has_ended, value = True, None
+            return self._ended(value) if has_ended else _asked(value)
         except InputError as error:
             return {"error": str(error)}
-        return {"ended": True, "returned": rewards, "reason": self._episode.end_reason}
+
+    def _ended(self, returned: Any) -> dict[str, Any]:
+        """The answer of a function that has ended. Raises InputError."""
+        rewards, reason = given_at_end(self._episode, returned)
+        return {"ended": True, "returned": rewards, "reason": reason}
 
 
-def _asked(asked: Any) -> dict[str, Any]:
-    """The answer for what a function has yielded, as it will be read from JSON."""
-    if not isinstance(asked, Generate):
-        return {"error": f"yields {asked!r:.80}; expected `yield episode.generate()`"}
+def _asked(yielded: Any) -> dict[str, Any]:
+    """The answer for what a function has yielded, as it will be read from JSON. Raises InputError."""
+    asked = checked_turn(yielded)
     after = asked.after if isinstance(asked.after, str) else list(asked.after)
     try:
         text = dumps({**vars(asked), "after": after})
     except (TypeError, ValueError, RecursionError):
-        return {"error": f"yields {asked!r:.80}; expected text, numbers and lists of them"}
-    if len(text) > MAX_ASKED:
-        return {"error": f"asks for a turn with {len(text)} characters; at most {MAX_ASKED}"}
+        raise InputError(f"yields {asked!r:.80}; expected text, numbers and lists of them") from None
+    refuse(len(text) > MAX_ASKED, f"asks for a turn with {len(text)} characters; at most {MAX_ASKED}")
     return {"asked": loads(text)}
 
 
@@ -286,7 +292,7 @@ class Server:
         seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, "seconds": seconds, **answer, "rewards": hosted.given})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer, **hosted.given})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

@@ -74,9 +74,10 @@ class RolloutWorkers:
         """
         self.name = name
         self.kind = kind
-        self.on_error: str | None = on_error
-        # JSON schemas of the tools that the function calls.
+        self.on_error = on_error
+        # JSON schemas of the tools that the function calls; whether it is of an environment with `get_reward`.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
         self._numbers = itertools.count()
         self._of_episode: dict[int, _Worker] = {}
         # The kinds of notes that were printed: each is printed once.
@@ -101,6 +102,7 @@ class RolloutWorkers:
             describer = self.workers.pop()
             describer.kill()
             self.tools = describer.tools
+            self.gives_reward = describer.gives_reward
 
     def begin(self, episode: Episode) -> int:
         """As `Host`. Raises InputError for a row that cannot be sent as JSON."""
@@ -191,6 +193,7 @@ class _Worker:
         self._arguments = arguments
         # What the first answer says of them.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
         # Episodes to be sent; those to be sent before them, one at a time.
@@ -225,6 +228,7 @@ class _Worker:
             "prompt_ids": episode.prompt_ids,
             "is_chat": episode.is_chat,
             "temperature": episode.temperature,
+            "environment": episode.environment,
         }
         json.dumps(begin)
         self._hosted[number] = _Hosted(episode, begin)
@@ -310,6 +314,7 @@ class _Worker:
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
+        self.gives_reward = answer.get("gives_reward") is True
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
         """Start another process in place of one that is no good; returns the reply of the episode that has failed.
@@ -424,6 +429,7 @@ class _Worker:
         hosted.seconds += answer["seconds"]
         for index, given in answer["rewards"]:
             hosted.episode.rewards[index] = given
+        hosted.episode.environment = answer["environment"]
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
@@ -438,7 +444,12 @@ class _Worker:
 
 
 def _has_rewards(answer: Mapping[str, Any], num_places: int) -> bool:
-    """Whether an answer has rewards as the worker's own code sends them, of an episode with so many places for them."""
+    """Whether an answer has rewards, and an environment, as the worker's own code sends them.
+
+    num_places: of the episode's rewards.
+    """
+    if not isinstance(answer.get("environment"), dict | None):
+        return False
     try:
         for index, given in answer["rewards"]:
             if type(index) is not int or not 0 <= index < num_places or None in given.values():

@@ -158,7 +158,10 @@ class PromptStream:
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
     def answers(self, rollout: Rollout) -> Messages:
-        """Return `messages` behind the row's prompt, as far as they begin with it."""
+        """Return `messages` behind the row's prompt, as far as they begin with it.
+
+        A prompt's last message may go on: with what an environment's `reset` returned, or with the answer.
+        """
         row = self.row(rollout.rollout_id.prompt_ordinal)
         messages = self.messages(rollout)
         for asked in as_messages(row.prompt):
@@ -166,9 +169,11 @@ class PromptStream:
             if said == asked:
                 del messages[0]
                 continue
-            # An answer that continues the prompt's last message is one with it.
-            if asked["role"] == said["role"] == "assistant" and said["content"].startswith(asked["content"]):
+            goes_on = said["role"] == asked["role"] and said["content"].startswith(asked["content"])
+            if goes_on and said["role"] == "assistant":
                 said["content"] = said["content"].removeprefix(asked["content"])
+            elif goes_on:
+                del messages[0]
             break
         return messages
 

@@ -1,5 +1,6 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
+import functools
 import itertools
 import signal
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
-from minirl.data.task import Messages, Row, as_messages
+from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 
@@ -89,27 +90,32 @@ class Tokenizer:
             return row.prompt, True
         return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
-    def encode_answered(self, prompt: str | Messages, completion: str) -> list[int]:
+    def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
 
         Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
-        chat template.
+        chat template. Raises InputError if that does not show calls of tools.
         """
         place = "the reward model"
         if isinstance(prompt, str) and not self.chat:
+            assert isinstance(completion, str)
             ids = self._encode_text(prompt + completion, place)
             eos_id = self.backend.eos_token_id
             has_eos = ids[-1:] == [eos_id]
             if eos_id is not None and not has_eos:
                 ids.append(eos_id)
             return ids
-        messages = as_messages(prompt)
-        if messages[-1]["role"] == "assistant":
-            # The completion continues the last message.
-            completion = messages[-1]["content"] + completion
-            messages = messages[:-1]
-        answer = {"role": "assistant", "content": completion}
-        text = self.apply_template([*messages, answer], place, is_prompt=False)
+        first, others = (completion, []) if isinstance(completion, str) else (completion[0], completion[1:])
+        messages = conversation(as_messages(prompt), [([], lambda: first)]) + others
+        has_calls = any("tool_calls" in message for message in messages[-1 - len(others) :])
+        refuse(
+            has_calls and not self._shows_calls,
+            f"{place}: the chat template of {self.folder} does not show calls of tools; take prompts that are text",
+        )
+        for i, message in enumerate(messages):
+            if isinstance(message["content"], list):  # the result of a tool
+                messages[i] = {**message, "content": str(message["content"])}
+        text = self.apply_template(messages, place, is_prompt=False)
         return self._encode_text(text, place, add_special_tokens=False)
 
     def apply_template(
@@ -166,6 +172,14 @@ class Tokenizer:
             bool(hidden),
             f"tools: the chat template of {self.folder} does not show {', '.join(hidden)}; describe tools in a message",
         )
+
+    @functools.cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the chat template writes the calls of an answer."""
+        call = {"type": "function", "function": {"name": "minirlcall", "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages: Messages = [{"role": "user", "content": "a"}, answer]
+        return "minirlcall" in self.apply_template(messages, "calls of tools", is_prompt=False)
 
     def encode_text(self, text: str, place: str) -> list[int]:
         """Return the token ids of a text by itself. Special tokens are only those that are spelt in it.
