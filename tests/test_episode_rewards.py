@@ -385,7 +385,7 @@ def test_what_is_no_branch_with_a_turn_is_given_no_reward():
         "expected a branch of the episode": lambda episode: copy.copy(episode),
     }
     for message, branch in hostile.items():
-        with pytest.raises(InputError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
+        with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
             collector_of({}, functools.partial(mine, branch=branch)).collect(1)
 
 
