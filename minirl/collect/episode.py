@@ -54,6 +54,7 @@ class Generate:
     max_tokens: None for as many as there is room for.
     branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
     contents: what reward functions get as the contents of the messages of `after`, None for their texts.
+    tools: JSON schemas of those that this prompt tells of; None: the run's.
     """
 
     after: "After" = ""
@@ -62,6 +63,7 @@ class Generate:
     branch: int = 0
     prompt: str | Messages | list[int] = ""
     contents: Sequence[list[Any] | None] = ()
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ class Branch:
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
     where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
     which a branch that the episode began knows from then on. turns: those that have ended.
-    end_reason: that the episode's `end` was called with.
+    end_reason: that the episode's `end` was called with. tools: as in `Generate`.
+    drops_last: whether nobody saw its last turn, which is then no part of the rollout. There is no further one.
     """
 
     prompt: str | Messages | list[int]
@@ -182,6 +185,8 @@ class Branch:
     prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     end_reason: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    drops_last: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -250,8 +255,10 @@ class Branch:
         )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        prompt = self.prompt if self.number > 0 else ""
-        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+        after = "" if appended is None else appended
+        if self.number == 0:
+            return Generate(after, strings, max_tokens)
+        return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
 
     def add(self, turn: Turn) -> None:
         """Add a turn of this branch, see `Episode.take`."""
@@ -308,7 +315,8 @@ class Episode(Branch):
         """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
         if asked.branch == 0:
             return self
-        return self._further.setdefault(asked.branch, Branch(asked.prompt, 0, asked.branch))
+        begun = Branch(asked.prompt, 0, asked.branch, tools=asked.tools)
+        return self._further.setdefault(asked.branch, begun)
 
     def take(self, turn: Turn) -> None:
         """Add a turn that has ended to its branch. For who runs the episode."""
@@ -317,16 +325,32 @@ class Episode(Branch):
         self.rewards.append({})
         self.rewarded.clear()
 
-    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+    def drop_unseen(self) -> None:
+        """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
+        for branch in self.branches.values():
+            if not branch.drops_last:
+                continue
+            branch.drops_last = False
+            position = self.all_turns.index(branch.turns.pop())
+            del self.all_turns[position]
+            given = self.rewards[position]
+            for name, value in self.rewards.pop(position + 1).items():
+                given[name] = given.get(name, 0.0) + value
+
+    def branch(
+        self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
+    ) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
         It is a sample of its own in training, with the rewards of its own turns; what is given to no turn, and the
-        weight in the loss, it shares with the others.
+        weight in the loss, it shares with the others. tools: JSON schemas of those that the prompt tells of, if it is
+        messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=1 + len(self._further), end_reason=self.end_reason)
-        self._further[branch.number] = branch
+        number = 1 + len(self._further)
+        branch = Branch(own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools)
+        self._further[number] = branch
         return branch
 
     def reward(

@@ -34,13 +34,15 @@ NO_BUDGET = sys.maxsize
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# Where an episode ends without --max-turns: some programs ask for ever.
+MAX_TURNS = 1000
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit.
+    """Where an episode ends that asks for a further turn; 0: no limit; of turns, MAX_TURNS.
 
     max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
     has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
@@ -71,7 +73,7 @@ class RunningBranch:
     ends, at the latest. num_before: how many there were when the last turn ended. inserted: the messages that are
     appended before the present turn. answer_start: how many tokens there were when the last of these had been appended.
     part_start: how many there were when the engine took up the present turn, in this phase.
-    rollout: as it was at the end of the last turn. end: the finish reason of a branch that ends there.
+    rollout: as it was at the end of the last turn.
     """
 
     request: Request
@@ -83,7 +85,22 @@ class RunningBranch:
     answer_start: int = 0
     part_start: int = 0
     rollout: Rollout | None = None
-    end: str = ""
+
+    @property
+    def seen(self) -> Rollout | None:
+        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        if self.rollout is None or not self.branch.turns:
+            return None
+        length = self.rollout.num_prompt_tokens + self.branch.num_tokens
+        if length == len(self.rollout.tokens):
+            return self.rollout
+        return replace(
+            self.rollout,
+            tokens=self.rollout.tokens[:length],
+            loss_mask=self.rollout.loss_mask[:length],
+            sample_logprobs=self.rollout.sample_logprobs[:length],
+            weight_version=self.rollout.weight_version[:length],
+        )
 
 
 @dataclass
@@ -109,23 +126,16 @@ class RunningEpisode:
         """How many tokens there are when this phase's part of the branch's turn ends, at the latest."""
         return min(branch.turn_limit, branch.part_start + self.budget)
 
-    def rollout(self, finish_reason: str, record: EpisodeRecord) -> Rollout:
-        """What was sampled up to the end of the last turn, of which there is one.
-
-        The episode's finish reason is that of the branch which had the last turn, or whose further turn there was no
-        room for. The other branches have ended as their last turns did.
-        """
-        if self.present is not None:
-            self.present.end = finish_reason
-        in_order = [self.branches[number] for number in sorted(self.branches)]
-        begun = [(branch.rollout, branch.end) for branch in in_order if branch.rollout is not None]
-        *earlier, (last, own_end) = begun
+    def rollout(self, finish_reason: str, ends: Mapping[int, str], record: EpisodeRecord) -> Rollout:
+        """What was sampled up to the end of the last turn, of which there is one. ends: of the branches, by number."""
+        begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
+        *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
         return replace(
             last,
             finish_reason=finish_reason,
             branch_end=own_end,
             episode=record,
-            earlier=tuple(replace(rollout, finish_reason=end) for rollout, end in earlier),
+            earlier=tuple(replace(branch, finish_reason=end) for branch, end in earlier),
         )
 
 
@@ -398,7 +408,7 @@ class EpisodeRunner:
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._end_of_last_turn(running), reply.returned)
+            self._end(running, reply.reason, reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -459,7 +469,7 @@ class EpisodeRunner:
     def _reached_limit(self, running: RunningEpisode) -> str | None:
         """The finish reason of an episode that may not have the turn it asks for; None if it may."""
         limits = self._limits
-        if 0 < limits.max_turns <= len(running.turn_ends):
+        if len(running.turn_ends) >= (limits.max_turns or MAX_TURNS):
             return "max_turns"
         if self._room_to_sample(running) < 1:
             return "max_tokens"
@@ -474,14 +484,15 @@ class EpisodeRunner:
             return sys.maxsize
         return limit - sum(turn.num_tokens for turn in running.episode.all_turns)
 
-    def _end_of_last_turn(self, running: RunningEpisode) -> str:
-        """The finish reason of an episode that ends with its last turn, and of that turn's branch."""
-        turn = running.episode.all_turns[-1]
-        if turn.finish_reason != "length":
-            return turn.finish_reason
-        if self._room_to_sample(running) < 1:
-            return "max_tokens"
-        return "length" if turn.end >= turn.limit else "turn_length"
+    def _ends(self, running: RunningEpisode) -> dict[int, str]:
+        """The finish reasons of the branches, by number, if they end with their last turns."""
+        ends = {}
+        for turn in running.episode.all_turns:
+            is_own_limit = turn.finish_reason == "length" and turn.end < turn.limit
+            ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
+        if turn.finish_reason == "length" and self._room_to_sample(running) < 1:
+            ends[turn.branch] = "max_tokens"
+        return ends
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
         """End an episode whose function goes on."""
@@ -489,13 +500,28 @@ class EpisodeRunner:
         self._end(running, limit)
 
     def _end(
-        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+        self,
+        running: RunningEpisode,
+        finish_reason: str | None,
+        returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode behind its last turn. returned: by its function, if that has ended."""
+        """End an episode behind its last turn. returned: by its function, if that has ended.
+
+        finish_reason: None for that of the last turn. Raises RolloutError if nobody saw any turn.
+        """
+        running.episode.drop_unseen()
+        if not running.episode.all_turns:
+            raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
-        self._ended.append(running.rollout(finish_reason, record))
+        # An episode's end is that of the branch which had its last turn, or asked for a further one.
+        ends = self._ends(running)
+        if finish_reason is None:
+            finish_reason = ends[running.episode.all_turns[-1].branch]
+        elif running.present is not None:
+            ends[running.present.branch.number] = finish_reason
+        self._ended.append(running.rollout(finish_reason, ends, record))
         for branch in running.branches.values():
             if branch.is_held:
                 self._over.append(branch.request.rollout_id)
@@ -544,14 +570,16 @@ class EpisodeRunner:
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
             reader=_Reader(
-                self._prompts.tokenizer, rollout.tokens, first, num_prompt_tokens + present.answer_start
+                self._prompts.tokenizer.with_tools(present.branch.tools),
+                rollout.tokens,
+                first,
+                num_prompt_tokens + present.answer_start,
             ).of_turn(),
         )
         present.rollout = rollout
         present.num_before = turn.end
         running.turn_ends.append(TurnEnd(present.num_before, rollout.finish_reason, present.branch.number))
         running.episode.take(turn)
-        present.end = self._end_of_last_turn(running)
         self._host.send(running.number, turn)
 
     def _begin_turn(self, running: RunningEpisode, asked: Reply) -> list[int] | None:
@@ -599,7 +627,7 @@ class EpisodeRunner:
         request = running.request
         if number != 0:
             place = self._place(running.episode)
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place)
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
             rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
@@ -645,7 +673,7 @@ class EpisodeRunner:
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
-        return self._prompts.appended_ids(after, place, end_id=end_id)
+        return self._prompts.appended_ids(after, place, end_id=end_id, tools=branch.tools)
 
     def _place(self, episode: Episode) -> str:
         return f"{self._name}(episode), for the row at {episode.row.place}"

@@ -7,14 +7,15 @@ a piece is what a function does from a turn to the next `yield`.
 
 Protocol: as of `minirl.rewards.worker`, with these messages.
 
-- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}. With a fourth argument the answer has
-  "tools" too, the JSON schemas, and "gives_reward", and is the only one.
+- The first request is {"id", "path"}; the answer is {"is_async", "max_episodes"} or {"error"}: how many episodes of the
+  function a process takes at a time, if it says so. With a fourth argument the answer has "tools" in place of the
+  latter, the JSON schemas, and "gives_reward", and is the only one.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
 - Every answer has "episode", its "environment", the "seconds" that it took, "rewards", those of `Episode.rewards` that
-  were given something since the last turn, each as [place, rewards], and {"asked": the fields of `Generate`}, {"ended",
-  "returned", "reason"} or {"error"}.
+  were given something since the last turn, each as [place, rewards], "unseen", the branches whose last turn nobody saw,
+  and {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -64,7 +65,8 @@ def main() -> None:
         trainer.send(describe(loaded))
         trainer.requests.readline()  # until the trainer ends this process
         return
-    trainer.send({"is_async": loaded.is_async})
+    max_episodes = getattr(loaded.function, "max_episodes", None)
+    trainer.send({"is_async": loaded.is_async, "max_episodes": max_episodes})
     server = Server(trainer, loaded.function)
     if not loaded.is_async:
         for line in trainer.requests:
@@ -174,11 +176,14 @@ class Hosted:
         self._function = function
         self._turns: Any = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The rewards that were given since the last turn, and what the episode shows of its environment."""
-        rewards = [(index, self._episode.rewards[index]) for index in sorted(self._episode.rewarded)]
-        return {"rewards": rewards, "environment": self._episode.environment}
+    def since_last_turn(self) -> dict[str, Any]:
+        """The rewards that were given since the last turn, the branches whose last turn nobody saw, the environment."""
+        episode = self._episode
+        return {
+            "rewards": [(index, episode.rewards[index]) for index in sorted(episode.rewarded)],
+            "unseen": [number for number, branch in episode.branches.items() if branch.drops_last],
+            "environment": episode.environment,
+        }
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
@@ -292,7 +297,7 @@ class Server:
         seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, "seconds": seconds, **answer, **hosted.given})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer, **hosted.since_last_turn()})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

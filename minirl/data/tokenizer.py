@@ -1,5 +1,6 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
+import copy
 import functools
 import itertools
 import signal
@@ -21,6 +22,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # What a chat template may take for one prompt, and add to the messages.
 _TEMPLATE_SECONDS = 20.0
 _TEMPLATE_CHARACTERS = 1_000_000
+# Lists of tools that were checked and are remembered.
+_MAX_TOOL_LISTS = 64
 
 
 class Tokenizer:
@@ -54,8 +57,25 @@ class Tokenizer:
         # What `backend.decode` calls, after it has looked at each id for longer than this takes.
         self._fast_decode = self.backend.backend_tokenizer.decode if self.backend.is_fast else None
         self.tools = tool_schemas(tools)
+        # By their tools.
+        self._with_tools: dict[str, Tokenizer] = {}
         if self.tools:
             self._check_tools()
+
+    def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
+        """Return a tokenizer whose prompts tell of these tools; None: this one. Raises InputError as `__init__`."""
+        if tools is None or tools == self.tools:
+            return self
+        key = repr(tools)
+        if key not in self._with_tools:
+            other = copy.copy(self)
+            other.tools = tool_schemas(tools)
+            if other.tools:
+                other._check_tools()
+            if len(self._with_tools) == _MAX_TOOL_LISTS:
+                self._with_tools.clear()
+            self._with_tools[key] = other
+        return self._with_tools[key]
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
