@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.rewards import reward_model
-from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty
+from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
@@ -445,9 +445,9 @@ def test_what_is_no_reward_model_is_refused(tmp_path, auto_class, keys, said):
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
-    penalties = overlong_penalty(limit=20, buffer=8)([[7] * length for length in lengths])
+    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
-    assert rewards_of(overlong_penalty(limit=1, buffer=0.5)) == [
+    assert rewards_of(OverlongPenalty(limit=1, buffer=0.5)) == [
         -1.0,
         -1.0,
     ]  # of the ids, the stop token included

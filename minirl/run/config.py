@@ -92,7 +92,8 @@ class Reward:
     reward_workers: int = 1  # processes of each --reward on a rank: as many prompts are judged at a time
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
-    overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
+    overlong_buffer: float = 0.0
+    """last share of --max-new-tokens over which a penalty of each branch grows to 1; 0: none"""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
+from minirl.collect.step_groups import Groups
 from minirl.data.answers import check_readable
 from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
@@ -59,10 +60,10 @@ from minirl.report.metrics import (
     without_nan,
 )
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import EpisodeReward, functions_and_weights, overlong_penalty
+from minirl.rewards.functions import EpisodeReward, OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, all_branches
 from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig, check_limits, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
@@ -458,23 +459,33 @@ class Run:
         sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
         mean_advantages = table.sum_branches(sums) / table.sum_branches(table.num_loss_tokens)
         own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
+        own_branches = table.indices_of(all_branches(rewarded.rollouts))
+        branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
         self._logger.log_rollouts(
             step,
             rewarded,
             self._reward_functions,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[own_episodes],
+            of_branches={
+                "reward": branch_scores[own_branches],
+                "advantage": (sums / table.num_loss_tokens)[own_branches],
+            },
         )
 
-    def finish_step(
-        self, step: int, metrics: StepMetrics, rewarded: RewardedRollouts, scores: Tensor
-    ) -> None:
-        """Add up and log the step's metrics, evaluate and save where they are due (collective).
+    def finish_step(self, step: int, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
+        """Add up and log the metrics of the step with these groups, evaluate and save where due (collective).
 
         scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN without one.
         """
         is_last = step == self.config.num_steps
-        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
+        rewarded = groups.rewarded
+        add_rollouts(
+            metrics,
+            rewarded.rollouts,
+            grouped_rewards=scores,
+            branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
+        )
         updates_per_step = self.config.updates_per_step
         sampled_version = self.progress.update - updates_per_step  # that of this step
         add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
@@ -595,7 +606,7 @@ class Run:
             )
         if config.overlong_buffer:
             buffer = config.overlong_buffer * self.max_new_tokens
-            rewards["overlong"] = overlong_penalty(limit=self.max_new_tokens, buffer=buffer)
+            rewards["overlong"] = OverlongPenalty(limit=self.max_new_tokens, buffer=buffer)
         return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
 
     def _resolved(self) -> dict[str, Any]:
