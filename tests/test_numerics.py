@@ -213,6 +213,40 @@ def test_probe_notices_products_that_depend_on_other_rows(monkeypatch, error):
     assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU)
 
 
+def test_probe_notices_sums_in_another_order_that_rounding_hides(monkeypatch):
+    """A bf16 product that a number of rows sums in another order differs in few elements of arbitrary factors."""
+
+    def linear(x, weight, bias=None):
+        order = torch.arange(x.shape[1]).flip(0) if len(x) == 129 else torch.arange(x.shape[1])
+        total = torch.zeros(len(x), len(weight))
+        for i in order:
+            total += x[:, i : i + 1].float() * weight[:, i].float()
+        return total.bfloat16()
+
+    monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda: True)
+    x, weight = randn(600, 16, dtype=torch.bfloat16), randn(4, 16, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
+    monkeypatch.setattr(batch_invariance, "linear", linear)
+    assert not batch_invariance.is_batch_invariant([(16, 4)], torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("num_in", [64, 515])
+def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, monkeypatch):
+    """`linear`, its gradients and `bmm`: the bits of fp32, so they vary as little with rows and layouts as fp32's."""
+    monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda: False)
+    x, weight, upstream = randn(40, num_in), randn(24, num_in, seed=1), randn(40, 24, seed=2)
+    leaves = [factor.bfloat16().requires_grad_() for factor in (x, weight)]
+    wide_leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    got, expected = batch_invariance.linear(*leaves), F.linear(*wide_leaves)
+    assert torch.equal(got, expected.bfloat16())
+    got.backward(upstream.bfloat16())
+    expected.backward(upstream.bfloat16().float())
+    for leaf, wide in zip(leaves, wide_leaves, strict=True):
+        assert torch.equal(leaf.grad, wide.grad.bfloat16())
+    a, b = randn(3, 16, num_in, dtype=torch.bfloat16), randn(3, num_in, 24, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(batch_invariance.bmm(a, b), torch.bmm(a.float(), b.float()).bfloat16())
+
+
 def test_probe_tries_every_shape(monkeypatch):
     """One shape that varies is enough for a False, wherever it stands in the list."""
     monkeypatch.setattr(

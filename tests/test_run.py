@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from minirl.errors import InputError
+from minirl.model import batch_invariance
 from minirl.ranks.process_group import launcher
 from minirl.run import inputs
 from minirl.run import run as run_module
@@ -37,6 +39,17 @@ def test_progress_is_saved_and_found_again():
     new = Progress.from_state({})
     new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
     assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
+
+
+def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
+    """`--dtype auto` is fp32 on a CPU; bfloat16 prints a note where its products are computed in fp32."""
+    for has_instructions in (True, False):
+        monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda has=has_instructions: has)
+        assert run_module.compute_dtype("auto", "cpu") == torch.float32
+        assert run_module.compute_dtype("bfloat16", "cuda") == torch.bfloat16
+        assert capsys.readouterr().out == ""
+        assert run_module.compute_dtype("bfloat16", "cpu") == torch.bfloat16
+        assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
 
 
 def test_a_start_that_fails_leaves_no_folder(runs, tmp_path):

@@ -192,7 +192,8 @@ class KVCache:
         self.num_query_groups = num_query_groups
         self.device = device
         # The portable kernel multiplies each block with the queries of at least so many sequences.
-        self.min_users = ceil_div(min_queries(head_dim, dtype), num_query_groups)
+        num_queries = min_queries(head_dim, dtype) or padding.MIN_ROWS
+        self.min_users = ceil_div(num_queries, num_query_groups)
 
         self.pools: list[CachePool] = []
         self.free_lists: list[_FreeList] = []

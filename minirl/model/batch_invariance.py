@@ -2,14 +2,17 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape, so three rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, long bf16 reductions
-run in tiles of `TILE_ROWS` rows, and a rank computes on one thread (`ranks.process_group.start`).
-`is_batch_invariant` checks whether these rules suffice on this machine.
+shape, so four rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, long bf16 reductions
+run in tiles of `TILE_ROWS` rows, bf16 is multiplied in fp32 where the CPU has no bf16 instructions
+(`product_dtype`), and a rank computes on one thread (`ranks.process_group.start`). `is_batch_invariant` checks
+whether these rules suffice on this machine for linear layers and the head, `portable_attention.min_queries` for
+attention.
 
 On CUDA none of this is done, and the bits may differ. The gap between the logprobs is measured at every step
 instead.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -30,17 +33,47 @@ MAX_PROBED = 4096
 SILU_WIDTH = 32
 
 
+@functools.cache
+def has_bf16_instructions() -> bool:
+    """Whether torch's matrix library multiplies bf16 by instructions of this CPU."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    # On a CPU that has AVX-512 without them, oneDNN emulates them.
+    return torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the CPU multiplies factors in `dtype`: fp32 for bf16 without bf16 instructions.
+
+    There a bf16 product takes 2 to 12 times as long as the fp32 product of the same factors, and a row's bits depend on
+    the number of rows. The fp32 product is rounded to bf16.
+    """
+    return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
+
+
+def _is_widened(x: Tensor) -> bool:
+    """Whether products of x are computed in fp32 although x is not."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bf16_instructions()
+
+
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """`torch.bmm` of x [n, R, i] and y [n, i, j]."""
+    if not _is_widened(x):
+        return torch.bmm(x, y)
+    return torch.bmm(x.float(), y.float()).to(x.dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
-    is_tiled = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[1] > MAX_UNTILED_BF16
-    if not is_tiled:
+    is_tiled = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[1] > MAX_UNTILED_BF16
+    if not is_tiled and not _is_widened(x):
         return F.linear(x, weight, bias)
-    product = _TiledProduct.apply(x, weight)
+    product = _Bf16Product.apply(x, weight)
     return product if bias is None else product + bias
 
 
-class _TiledProduct(torch.autograd.Function):
-    """x [T, in] @ weight.T in tiles of TILE_ROWS rows.
+class _Bf16Product(torch.autograd.Function):
+    """x [T, in] @ weight.T, in fp32 on a CPU without bf16 instructions, else in tiles of TILE_ROWS rows.
 
     The gradients are not tiled: nothing needs to equal them bit for bit.
     """
@@ -49,6 +82,8 @@ class _TiledProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
+        if _is_widened(x):
+            return F.linear(x.float(), weight.float()).to(x.dtype)
         tiles = pad_rows(x, TILE_ROWS).split(TILE_ROWS)
         products = [F.linear(tile, weight) for tile in tiles]
         return torch.cat(products)[: len(x)]
@@ -57,7 +92,9 @@ class _TiledProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """See the class."""
         x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
+        wide = product_dtype(grad.dtype)
+        x, weight, wide_grad = x.to(wide), weight.to(wide), grad.to(wide)
+        return (wide_grad @ weight).to(grad.dtype), (wide_grad.t() @ x).to(grad.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -80,7 +117,7 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     wide = at_least_fp32(dtype)
     if a.device.type != "cpu" and dtype != wide:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=wide)
-    if dtype != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
+    if product_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
         return torch.mm(a.to(wide), b.to(wide))
     # mm has no out_dtype on the CPU. An fp32 product that may round its factors to bf16 has the same result,
     # at the speed of bf16.
@@ -116,10 +153,8 @@ def is_batch_invariant(
         return False
     product = head_logits if is_head else linear
     distinct_shapes = {(num_in, min(num_out, MAX_PROBED)) for num_in, num_out in shapes}
-    generator = torch.Generator().manual_seed(0)
     for num_in, num_out in sorted(distinct_shapes):
-        weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
-        x = torch.randn(600, num_in, generator=generator).to(dtype)
+        (x,), (weight,) = cancelling_factors(1, 600, num_in, num_out, dtype)
         expected = product(x, weight)
         for num_rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 64, 100, 128, 129, 256, 513):
             for start in (0, 5):
@@ -128,3 +163,22 @@ def is_batch_invariant(
                 if not torch.equal(got, expected[rows]):
                     return False
     return True
+
+
+def cancelling_factors(
+    n: int, num_rows: int, num_in: int, num_out: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 but for rounding.
+
+    Summed in another order, most elements are others. Of arbitrary factors that is hidden: a product that is rounded to
+    bf16 shows it in one of 30,000. They are in the dtype that products in `dtype` are computed in.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = num_in // 2
+    order = torch.randperm(half, generator=generator)
+    x = torch.randn(n, num_rows, half, generator=generator)
+    y = torch.randn(n, num_out, half, generator=generator)
+    odd = (0, num_in % 2)
+    x = F.pad(torch.cat([x, -x[..., order]], -1), odd)
+    y = F.pad(torch.cat([y, y[..., order]], -1), odd)
+    return x.to(product_dtype(dtype)), y.to(product_dtype(dtype))

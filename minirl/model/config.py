@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minirl.model import batch_invariance
+from minirl.model import batch_invariance, portable_attention
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelConfig:
     scalar_head: bool = False
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a token has the same bits in any batch on this machine. Measured on all products."""
+        """Whether a token has the same bits in any batch on this machine. It is measured on all products."""
         hidden = self.hidden_size
         inner = self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
@@ -52,4 +52,6 @@ class ModelConfig:
         head = [(hidden, self.vocab_size)]
         if not batch_invariance.is_batch_invariant(layers, dtype, device):
             return False
-        return batch_invariance.is_batch_invariant(head, dtype, device, is_head=True)
+        if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
+            return False
+        return portable_attention.min_queries(self.head_dim, dtype) is not None

@@ -24,48 +24,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import batch_invariance, padding
+from minirl.model import batch_invariance
 
 # Tokens of a key block; also the tokens of a block of the cache.
 BLOCK = 128
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
+# Numbers of rows that `min_queries` tries.
+PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 
 
 @functools.cache
-def min_queries(head_dim: int, dtype: torch.dtype) -> int:
+def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the least number of queries that `decode` may multiply with a key block on this machine's CPU.
 
-    It is measured: from this number of rows on, a row of a product has the same bits as in the larger
-    products of `attend_packed`. MIN_ROWS if 8 rows are still too few.
+    It is measured on products laid out as `decode` and `attend_packed` call them: from this number of rows on, each row
+    has the same bits in all of them. None if 16 rows are too few.
     """
-    generator = torch.Generator().manual_seed(0)
+    num_rows = PROBED_ROWS[-1]
+    q, k = batch_invariance.cancelling_factors(4, num_rows, head_dim, 2 * BLOCK, dtype)
+    probs, v = batch_invariance.cancelling_factors(4, num_rows, BLOCK, head_dim, dtype)
+    # The values of two key blocks, of which the second is multiplied.
+    probs = F.pad(probs, (BLOCK, 0))
+    v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
+    varying = [rows for rows in PROBED_ROWS if not _has_bits_of_many_rows(q, k, probs, v, rows)]
+    most_varying = max(varying, default=0)
+    return next((rows for rows in (1, 2, 4, 8, 16) if rows > most_varying), None)
 
-    def randn(num_rows: int, num_columns: int) -> Tensor:
-        return torch.randn((3, num_rows, num_columns), generator=generator).to(dtype)
 
-    q = randn(64, head_dim)
-    k = randn(BLOCK, head_dim)
-    probs = randn(64, BLOCK)
-    v = randn(BLOCK, head_dim)
-    scores = q @ k.transpose(1, 2)
-    out = probs @ v
+def _has_bits_of_many_rows(q: Tensor, k: Tensor, probs: Tensor, v: Tensor, num_rows: int) -> bool:
+    """Whether products of `num_rows` rows have the bits of those of all rows, for one, two and all n matrices.
+
+    q [n, R, C] is multiplied with k, and probs [n, R, 2 x BLOCK] with the second block of v; k and v [n, 2 x BLOCK, C].
+    """
+    scores = torch.bmm(q, k.transpose(1, 2))
+    out = torch.bmm(probs[..., BLOCK:], v[:, BLOCK:])
     # The cache stores a key block as [C, BLOCK], while a packed stream multiplies a transposed view.
-    cached_k = k.transpose(1, 2).contiguous()
-    for num_rows in (1, 2, 4, 8):
-        same_scores = _is_product_by_rows(q, cached_k, scores, num_rows)
-        if same_scores and _is_product_by_rows(probs, v, out, num_rows):
-            return num_rows
-    return padding.MIN_ROWS
-
-
-def _is_product_by_rows(x: Tensor, y: Tensor, expected: Tensor, num_rows: int) -> bool:
-    """Whether `expected` has the bits of x @ y when x is multiplied `num_rows` rows at a time."""
-    for start in range(0, x.shape[1], num_rows):
-        rows = slice(start, start + num_rows)
-        product = torch.bmm(x[:, rows].contiguous(), y)
-        if not torch.equal(product, expected[:, rows]):
-            return False
+    cached_k = k[:, BLOCK:].transpose(1, 2).contiguous()
+    cached_v = v[:, BLOCK:].contiguous()
+    for n in (1, 2, len(q)):
+        for start in range(0, q.shape[1] - num_rows + 1, num_rows):
+            rows = slice(start, start + num_rows)
+            some_q, some_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
+            pairs = [
+                (torch.bmm(some_q, cached_k[:n]), scores[..., BLOCK:]),
+                (torch.bmm(some_probs[..., BLOCK:].contiguous(), cached_v[:n]), out),
+            ]
+            if num_rows >= QUERY_BLOCK_SIZES[0]:
+                pairs.append((torch.bmm(some_q, k[:n].transpose(1, 2)), scores))
+                pairs.append((torch.bmm(some_probs[..., BLOCK:], v[:n, BLOCK:]), out))
+            if not all(torch.equal(product, expected[:n, rows]) for product, expected in pairs):
+                return False
     return True
 
 
@@ -223,11 +232,11 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor
         block_q = q.index_select(0, blocks.queries).view(n * num_kv, num_queries * groups, dim)
         block_k = k.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
         block_v = v.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
-        scores = torch.bmm(block_q, block_k.transpose(1, 2))
+        scores = batch_invariance.bmm(block_q, block_k.transpose(1, 2))
         scores = scores.view(n, num_kv, num_queries, groups, num_keys)
         probs = _softmax(scores, blocks.mask, dim).view(n * num_kv, num_queries * groups, num_keys)
         # One product for each key block.
-        products = map(torch.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
+        products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
         block_out = _sum_in_order(products).to(q.dtype)
         outputs.append(block_out.view(-1, groups * dim))
     out = torch.cat(outputs).index_select(0, index.output_index).view(num_hidden, num_heads, dim)
@@ -455,7 +464,7 @@ def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]
         matrices = pool[blocks].flatten(0, 1)  # [blocks x K, i, j]
         end = start + len(matrices) * num_queries
         factors = rows[start:end].unflatten(0, (len(matrices), num_queries))
-        product = torch.bmm(factors, matrices)
+        product = batch_invariance.bmm(factors, matrices)
         products.append(product.flatten(0, 1))
         start = end
     return products[0] if len(products) == 1 else torch.cat(products)
