@@ -406,7 +406,9 @@ def checked_turn(yielded: Any) -> Generate:
         "stop": (is_stop, "expected a tuple of texts"),
         "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
         "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
-        "prompt": (True, ""),  # checked where it is tokenized
+        # Checked where the prompt is tokenized.
+        "prompt": (True, ""),
+        "tools": (True, ""),
         "contents": (is_each, "expected one for each message of `after`"),
         "tools": (yielded.tools is None or isinstance(yielded.tools, list), "expected a list of JSON schemas"),
     }
