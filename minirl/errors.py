@@ -25,7 +25,7 @@ class RewardError(RuntimeError):
 
 
 class RolloutError(RuntimeError):
-    """A rollout function in a process of its own raised, hung, died or asked for something that is no turn."""
+    """A rollout function asked for no turn or gave no reward that can be; or raised, hung or died in its process."""
 
     exit_code = 4
 

@@ -1,11 +1,13 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids, all on the host."""
 
 import itertools
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # The finish reasons of rollouts that a limit has cut off: of all tokens, turns, sampled tokens, seconds.
@@ -24,21 +26,49 @@ class RolloutId(NamedTuple):
     branch: int = 0
 
 
-class Sampled(NamedTuple):
-    """One sampled token, its logprob at the sampling temperature, and the version of the weights used.
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """The n tokens after a prompt so far: sampled, or appended between two turns (`Engine.resume`). On the host.
 
-    Or a token that was appended between two turns (`Engine.resume`): then the numbers are 0 and is_sampled is false.
+    A slice of one shares its memory.
     """
 
-    token: int
-    logprob: float
-    weight_version: int
-    is_sampled: bool = True
+    tokens: Tensor  # int64 [n]
+    is_sampled: Tensor  # bool [n]
+    logprobs: Tensor  # fp32 [n], at the sampling temperature; 0 where not sampled
+    weight_versions: Tensor  # int32 [n], of the weights that sampled it; 0 where not sampled
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> "Completion":
+        return Completion(*(stream[part] for stream in vars(self).values()))
+
+    def __add__(self, other: "Completion") -> "Completion":
+        if not len(other):
+            return self
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Completion(*map(torch.cat, pairs))
 
 
-def appended(tokens: Sequence[int]) -> tuple[Sampled, ...]:
+def appended(tokens: Sequence[int]) -> Completion:
     """Tokens that were appended, not sampled."""
-    return tuple(Sampled(token, 0.0, 0, is_sampled=False) for token in tokens)
+    n = len(tokens)
+    return Completion(
+        token_tensor(tokens),
+        torch.zeros(n, dtype=torch.bool),
+        torch.zeros(n),
+        torch.zeros(n, dtype=torch.int32),
+    )
+
+
+def token_tensor(ids: Sequence[int]) -> Tensor:
+    """Token ids as int64 [n], on the host."""
+    # Through an array: ten times as fast as torch.tensor of a long tuple.
+    return torch.frombuffer(array("q", ids), dtype=torch.int64) if ids else torch.arange(0)
+
+
+NO_TOKENS = appended(())
 
 
 class StopTest(Protocol):
@@ -58,7 +88,7 @@ class StopTest(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to generate. `sampled` are tokens that an earlier phase sampled (see `Engine.abort`).
+    """One rollout to generate. `sampled` has the tokens of an earlier phase (see `Engine.abort`).
 
     holds: when its turn ends, its keys and values stay in the cache for a further turn (`Engine.resume`), until it is
     released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
@@ -73,7 +103,7 @@ class Request:
     max_new_tokens: int
     temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]
-    sampled: tuple[Sampled, ...] = ()
+    sampled: Completion = NO_TOKENS
     holds: bool = False
     stop_test: StopTest | None = None
     turn_start: int = 0
@@ -118,15 +148,17 @@ class EpisodeRecord:
     """What is known of an episode that has ended, beside its tokens. Empty where no episode made the rollout.
 
     turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
-    Of an episode that was more than one answer also messages: the conversation (of the last branch), each with role,
-    content and what else of it is text; and segments: all tokens after the row's prompt, branch by branch, the sampled
-    ones are those of `turns`.
+    environment: the attributes that reward functions see of its environment's object; None if none asks for them.
+    Of an episode that was more than one answer, or could call tools, also messages: the conversation (of the last
+    branch), each with role, content, tool_calls and what else of it is text; and segments: all tokens after the row's
+    prompt, branch by branch, the sampled ones are those of `turns`.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, str]] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
     segments: Sequence[Segment] = field(default_factory=list)
+    environment: Mapping[str, Any] | None = None
 
     @property
     def is_one_answer(self) -> bool:
@@ -147,6 +179,7 @@ class EpisodeRecord:
             rewards=values["rewards"],
             messages=values["messages"],
             segments=[Segment(**segment) for segment in values["segments"]],
+            environment=values.get("environment"),  # a checkpoint from before it was recorded has none
         )
 
 
@@ -201,17 +234,15 @@ def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
 
 
 def rollout_of(request: Request, finish_reason: str) -> Rollout:
-    """The rollout of a request with the tokens that it has so far."""
+    """The rollout of a request with the tokens that it has so far, copied."""
     num_prompt_tokens = len(request.prompt_ids)
-    before = [0] * num_prompt_tokens
-    after = request.sampled
+    before = (num_prompt_tokens, 0)  # zeros in place of the prompt
+    sampled = request.sampled
     return Rollout(
-        tokens=torch.tensor([*request.prompt_ids, *(sampled.token for sampled in after)], dtype=torch.int64),
-        loss_mask=torch.tensor([*before, *(sampled.is_sampled for sampled in after)], dtype=torch.bool),
-        sample_logprobs=torch.tensor([*before, *(sampled.logprob for sampled in after)], dtype=torch.float32),
-        weight_version=torch.tensor(
-            [*before, *(sampled.weight_version for sampled in after)], dtype=torch.int32
-        ),
+        tokens=torch.cat([token_tensor(request.prompt_ids), sampled.tokens]),
+        loss_mask=F.pad(sampled.is_sampled, before),
+        sample_logprobs=F.pad(sampled.logprobs, before),
+        weight_version=F.pad(sampled.weight_versions, before),
         num_prompt_tokens=num_prompt_tokens,
         rollout_id=request.rollout_id,
         finish_reason=finish_reason,

@@ -266,6 +266,24 @@ def test_an_answer_that_continues_a_message_is_one_message_for_the_reward_model(
     assert messages[1]["content"] == "one, t"
 
 
+def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
+    """What the template does not know it leaves out without a word. A result that is a list is its text."""
+    call = {"type": "function", "function": {"name": "one", "arguments": {}}}
+    completion = [
+        {"role": "assistant", "content": "wo", "tool_calls": [call]},
+        {"role": "tool", "name": "one", "content": ["a"]},
+    ]
+    save_tokenizer(tmp_path, TEMPLATE)
+    with pytest.raises(
+        InputError, match=r"the reward model: the chat template of .* does not show calls of tools"
+    ):
+        Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
+    names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{names}{{% endfor %}}"))
+    encoded = Tokenizer(tmp_path).encode_answered([{"role": "user", "content": "hello"}], completion)
+    assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
+
+
 def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
     """The prompt would not be what the row says."""
     save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))

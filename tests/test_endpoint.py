@@ -3,30 +3,49 @@
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import re
+import resource
 import runpy
 import time
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
+import torch
 
 from minirl.collect import loopback
+from minirl.collect.collector import Collector
 from minirl.collect.endpoint import run_program, serve
-from minirl.collect.episode import Episode, Turn, TurnReader
+from minirl.collect.episode import Episode, Generate, Turn, TurnReader
+from minirl.collect.hosts import Ended
 from minirl.collect.loopback import Answer, HttpError, of_this_loop
 from minirl.collect.openai_format import read_request
-from minirl.data.task import Row
+from minirl.data.task import Row, as_messages
 from minirl.errors import InputError, RolloutError
-from support.collecting import chat_prompts, collected, in_workers, make_collector
+from minirl.rewards.functions import EpisodeReward
+from support.collecting import (
+    CHAT,
+    Prompts,
+    chat_prompts,
+    collected,
+    facts,
+    in_workers,
+    letter_tokenizer,
+    make_collector,
+)
+from support.engines import cached_model, make_engine
 from support.processes import is_alive
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 SOURCE = """
 import asyncio, json, os, pathlib, random, signal, sys, threading, time, urllib.error, urllib.request
 from minirl.collect.endpoint import run_program, serve
 
 FOLDER = pathlib.Path(__file__).parent
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 def post(url, fields, path="chat/completions"):
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
@@ -134,6 +153,25 @@ def in_branches(url, episode):
     post(url, {"prompt": [*ids, *choice["token_ids"]], "max_tokens": 4}, "completions")
 
 @serve
+def with_tools(url, episode):
+    fields = {"messages": first_messages(episode), "tools": [TOOL], "max_tokens": 5}
+    answer = post(url, fields)["choices"][0]["message"]
+    said = [*first_messages(episode), answer]
+    post(url, {**fields, "messages": [*said, user("go on")], "tool_choice": "none"})
+    post(url, {"messages": [*said, user("so")], "max_tokens": 5})
+
+@serve
+def endless(url, episode):
+    while True:
+        post(url, {"messages": first_messages(episode), "max_tokens": 2})
+
+@serve
+async def two_at_a_time(url, episode):
+    await in_loop.__wrapped__(url, episode)
+
+two_at_a_time.max_episodes = 2
+
+@serve
 def by_text(url, episode):
     prompt = episode.row.prompt
     for reply in ("ab", "cd", ""):
@@ -189,6 +227,98 @@ def of_branches(episode):
 @pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
 def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
     assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
+
+
+def with_tools(episode):
+    """What the program of the same name asks for."""
+    own = episode.branch(as_messages(episode.row.prompt), tools=[TOOL])
+    turn = yield own.generate(max_tokens=5)
+    yield own.generate(after={"role": "user", "content": "go on"}, max_tokens=5)
+    begin = [*as_messages(episode.row.prompt), turn.message]
+    yield episode.branch([*begin, {"role": "user", "content": "so"}]).generate(max_tokens=5)
+
+
+# It shows the names of tools, and begins answers otherwise where there are any.
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT.replace(
+    "<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:"
+)
+
+
+def test_the_prompt_tells_of_the_tools_that_a_program_sends(load):
+    def made_by(rollout):
+        prompts = chat_prompts(120, WITH_TOOLS, tool_format="hermes")
+        return collected(make_collector(prompts, rollout=rollout), 1, 3)
+
+    made = made_by(load("with_tools"))
+    assert made == made_by(with_tools)
+    for rollout in made[0]:
+        *_, (earlier,), _ = rollout
+        of_program, without_tools = (
+            letter_tokenizer().decode(ids, skip_special_tokens=False) for ids in (earlier[2], rollout[2])
+        )
+        assert of_program.startswith("add <turn>u:")
+        assert of_program.count("<turn>may call:") == 2
+        assert without_tools.startswith("<turn>u:")
+        assert "<turn>may call:" not in without_tools
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHAT, "the chat template of .* does not show add"),
+        (WITH_TOOLS, "/.*: its tokenizer has no response template .*; see --tool-format"),
+    ],
+)
+def test_tools_that_the_model_cannot_be_told_of_or_whose_calls_cannot_be_read_are_refused(
+    load, template, said
+):
+    rollout = load("with_tools")
+    with pytest.raises(RolloutError, match=rf"rollout with_tools for the row at f:\d+, before .*: {said}"):
+        collected(make_collector(chat_prompts(120, template), rollout=rollout), 1, 1)
+
+
+def unseen(episode):
+    """Turns that nobody saw; a copy of it runs in a worker."""
+    yield episode.generate(max_tokens=4)
+    episode.reward(1.0)
+    other = episode.branch("abc")
+    yield other.generate(max_tokens=3)
+    yield episode.generate(after="q", max_tokens=5)
+    episode.reward(2.0)
+    other.drops_last = episode.drops_last = True
+    yield episode.branch("xyz").generate(max_tokens=6)
+
+
+def seen(episode):
+    yield episode.generate(max_tokens=4)
+    episode.reward(3.0)
+    episode.branch("abc")
+    yield episode.branch("xyz").generate(max_tokens=6)
+
+
+def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
+    (tmp_path / "mine.py").write_text(inspect.getsource(unseen))
+
+    def made(rollout):
+        engine = make_engine(cached_model("mixed", torch.float32))
+        collector = Collector(engine, Prompts(), {"mine": EpisodeReward()}, group_size=3, rollout=rollout)
+        groups = collector.collect(2, weight_version=0)
+        return [(facts(one), one.episode) for one in groups.rewarded.rollouts]
+
+    assert made(unseen) == made(load("unseen")) == made(seen)
+
+
+def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
+    monkeypatch.setattr("minirl.collect.episode_runner.MAX_TURNS", 4)
+    for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
+        assert rollout[1] == "max_turns"
+        assert len(rollout[5]) == 3
+
+
+def test_an_agents_process_takes_so_many_episodes_and_further_ones_get_another(load):
+    workers = load("two_at_a_time")
+    assert rollouts_of(workers, 2, 2) == rollouts_of(in_turns, 2, 2)
+    assert len(workers.workers) == 3
 
 
 @pytest.mark.parametrize(("name", "is_chat"), [("by_generate", True), ("by_completion", False)])
@@ -284,9 +414,50 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
     pytest.importorskip("openai")
     (tmp_path / "mine.py").write_text(OPENAI)
     rollout = load(name, timeout_s=60)
-    assert rollouts_of(rollout, num_groups=3, group_size=2) == rollouts_of(
-        in_turns, num_groups=3, group_size=2
+    assert rollouts_of(rollout, num_groups=1, group_size=2) == rollouts_of(
+        in_turns, num_groups=1, group_size=2
     )
+
+
+SHARED = """
+import openai
+from minirl.collect.endpoint import serve
+
+CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
+
+@serve
+async def agent(url, episode):
+    client = CLIENT.with_options(base_url=url)
+    messages = [{"role": "user", "content": episode.row.prompt}]
+    for _ in range(1 + episode.seed % 4 // 3):
+        completion = await client.chat.completions.create(model="m", messages=messages)
+        messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descriptors(load, tmp_path):
+    """One in four asks for a second turn, on a connection that others have used. No request is tried again."""
+    pytest.importorskip("openai")
+    (tmp_path / "mine.py").write_text(SHARED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        host = load("agent", timeout_s=120)
+        episodes = [made_episode(seed=i) for i in range(1024)]
+        running = {host.begin(episode): episode for episode in episodes}
+        while running:
+            for number, reply in host.replies(1.0):
+                if isinstance(reply, Generate):
+                    running[number].take(sampled_turn(running[number]))
+                    host.send(number, running[number].turns[-1])
+                else:
+                    assert reply == Ended({}), reply
+                    assert running.pop(number).rewards[-1] == {"reward": 1.0}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [len(episode.turns) for episode in episodes] == [1, 1, 1, 2] * 256
 
 
 async def echo(method, path, body):
@@ -323,12 +494,10 @@ async def read_answer(reader):
     return int(text.split()[1]), json.loads(await reader.readexactly(size))
 
 
-async def ask(session, sent, *, end=False):
+async def ask(session, sent):
     """The status and JSON that come for these bytes, and whether the connection is closed then."""
     reader, writer = await connect(session)
     writer.write(sent)
-    if end:
-        writer.write_eof()
     status, answer = await read_answer(reader)
     is_closed = False
     with contextlib.suppress(TimeoutError):
@@ -355,12 +524,11 @@ def test_requests_on_one_connection_are_answered_one_after_another():
     at_session(conversation)
 
 
-def test_an_early_end_of_what_is_sent_does_not_keep_the_answer_back():
-    """A half-closed connection, and HTTP/1.0."""
+def test_old_clients_and_those_that_ask_first_are_answered():
+    """HTTP/1.0, whose connections end with the answer, and "Expect: 100-continue"."""
 
     async def conversation(session, _):
         sent = head(session, size=3) + b"abc"
-        assert await ask(session, sent, end=True) == (200, ["POST", "v1/x", 3], True)
         old = sent.replace(b"HTTP/1.1", b"HTTP/1.0")
         assert await ask(session, old) == (200, ["POST", "v1/x", 3], True)
         asks_first = head(session, "/v1/x", 3, "Expect: 100-continue")
@@ -422,30 +590,60 @@ def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch
         assert 0.2 < time.monotonic() - begin < 5
         assert (b"408 Request Timeout" in answer) == is_body
         writer.close()
-        await asyncio.sleep(0.05)
-        assert server._num_connections == 0
+        await settled(server, 0)
 
     at_session(conversation)
 
 
-def test_row_60_more_connections_than_there_may_be_are_refused(monkeypatch):
+async def settled(server, count):
+    """Wait until the server has this many connections."""
+    async with asyncio.timeout(5):
+        while len(server._connections) != count:
+            await asyncio.sleep(0.01)
+
+
+def test_row_60_connections_without_a_token_are_dropped_first_and_those_with_requests_never(monkeypatch):
+    """Hundreds that say nothing keep nobody out. Where all places have requests, one more is refused."""
     monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
+    may_go_on = asyncio.Event()
+
+    async def slow(method, path, body):
+        await may_go_on.wait()
+        return Answer.of_json("late")
 
     async def conversation(session, server):
-        connections = [await connect(session) for _ in range(5)]
+        used = await connect(session)
+        used[1].write(head(session))
+        assert (await read_answer(used[0]))[0] == 200
+        silent = []
+        for _ in range(300):
+            silent.append(await connect(session))
+        await settled(server, 5)
+        used[1].write(head(session))
+        assert (await read_answer(used[0]))[0] == 200
+        asking = [await connect(session) for _ in range(4)]
+        for _, writer in asking:
+            writer.write(head(server.open(slow)))
+        await asyncio.sleep(0.1)
+        # The one that waits for a request makes place for the next.
+        last = await connect(session)
+        last[1].write(head(server.open(slow)))
+        assert await used[0].read() == b""
         status, answer, _ = await ask(session, head(session))
         assert (status, answer["error"]["message"]) == (503, "more than 5 connections are open")
-        for _, writer in connections:
+        may_go_on.set()
+        assert [(await read_answer(reader))[1] for reader, _ in [*asking, last]] == ["late"] * 5
+        for _, writer in [*silent, *asking, last, used]:
             writer.close()
-        await asyncio.sleep(0.05)
-        assert (await ask(session, head(session)))[0] == 200
-        await asyncio.sleep(0.05)
-        assert server._num_connections == 0
+        await settled(server, 0)
 
     at_session(conversation)
 
 
-def test_a_session_that_ends_closes_its_connections_and_no_others():
+def test_a_connection_outlives_its_session_and_is_closed_by_an_answer_that_says_so(monkeypatch):
+    """A client's pool may just be using it for another episode."""
+    monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
+
     async def conversation(session, server):
         other = server.open(echo)
         assert other.url != session.url
@@ -453,24 +651,75 @@ def test_a_session_that_ends_closes_its_connections_and_no_others():
         for used in (other, session):
             writer.write(head(used))
             assert (await read_answer(reader))[0] == 200
-        server.close(other)
-        writer.write(head(session))
-        assert (await read_answer(reader))[0] == 200
         server.close(session)
-        assert await reader.read() == b""
-        writer.close()
+        await asyncio.sleep(0.05)
+        writer.write(head(other))
+        assert b"Connection: keep-alive" in await reader.readuntil(b"\r\n\r\n")
+        await reader.read(100)
+        others = [await connect(session) for _ in range(2)]
+        writer.write(head(other))
+        assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
+        await reader.read()
+        for _, other_writer in [*others, (reader, writer)]:
+            other_writer.close()
         assert (await ask(session, head(session)))[0] == 404
 
     at_session(conversation)
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+def test_row_60_a_client_that_never_reads_its_answer_is_counted_and_closed(monkeypatch):
+    monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
+
+    async def large(method, path, body):
+        return Answer(b"x" * HUGE)
+
+    async def conversation(session, server):
+        reader, writer = await connect(session)
+        writer.transport.pause_reading()
+        writer.write(head(server.open(large)))
+        await asyncio.sleep(0.1)
+        assert len(server._connections) == 1
+        await settled(server, 0)
+        writer.transport.resume_reading()
+        with contextlib.suppress(ConnectionError):
+            assert len(await reader.read()) < HUGE
+        writer.close()
+
+    at_session(conversation)
+
+
+def test_row_60_a_client_that_hangs_up_is_no_longer_answered():
+    cancelled = asyncio.Event()
+
+    async def slow(method, path, body):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cancelled.set()
+
+    async def conversation(session, server):
+        _, writer = await connect(session)
+        writer.write(head(server.open(slow)))
+        await asyncio.sleep(0.05)
+        writer.close()
+        await asyncio.wait_for(cancelled.wait(), 5)
+        await settled(server, 0)
+
+    at_session(conversation)
+
+
 HI = {"role": "user", "content": "hi"}
 
 
-def made_episode(*, is_chat=True, temperature=1.0):
+def made_episode(*, seed=0, is_chat=True, temperature=1.0):
     row = Row("hi", {}, "f:1")
-    return Episode(row, 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
+    return Episode(row, seed, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=is_chat, temperature=temperature)
+
+
+def said_call(name, arguments):
+    """The assistant's message with a call, as programs send it."""
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def read(fields, path="v1/chat/completions", **options):
@@ -492,6 +741,11 @@ def read(fields, path="v1/chat/completions", **options):
         ({"messages": [{**HI, "content": [{"type": "image_url"}]}]}, "content: only text is possible here"),
         ({"messages": [{**HI, "tool_calls": 3}]}, "tool_calls: expected calls"),
         ({"messages": [{**HI, "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls: expected calls"),
+        ({"messages": [said_call("\ud800", "{}")]}, "messages: half a surrogate pair"),
+        (
+            {"messages": [said_call("f", '{"a": ["\\ud800"]}')]},
+            r"messages\[0\]: tool_calls: half a surrogate",
+        ),
         ({"messages": [{**HI, "mood": 3}]}, r"messages\[0\]: 'mood': not known here"),
         ({"n": 2}, "n: only 1 is possible here; leave it out"),
         ({"n": True}, "n: only 1 is possible here"),
@@ -499,9 +753,11 @@ def read(fields, path="v1/chat/completions", **options):
         ({"logit_bias": {"3": 4}}, "logit_bias: only {} is possible here"),
         ({"response_format": {"type": "json_object"}}, "response_format: only {'type': 'text'} is possible"),
         ({"tool_choice": "required"}, "tool_choice: only 'auto' is possible here"),
+        ({"tool_choice": "none"}, None),
         ({"top_logprobs": 5}, "top_logprobs: only 0 is possible here"),
         ({"temperature": 0.7}, "temperature: this run samples with 1; leave it out"),
         ({"temperature": "1"}, "temperature: this run samples with 1"),
+        ({"temperature": 10**400}, "temperature: this run samples with 1"),
         ({"max_tokens": 0}, "max_tokens: expected a number from 1 on"),
         ({"max_tokens": 3, "max_completion_tokens": 2.5}, "max_tokens: expected a number"),
         ({"stop": 3}, "stop: expected text or a list of texts"),
@@ -511,7 +767,10 @@ def read(fields, path="v1/chat/completions", **options):
         ({"stream": 1}, "stream: expected true or false"),
         ({"tools": []}, None),
         ({"tools": [TOOL]}, None),
-        ({"tools": [{**TOOL, "type": "x"}]}, r"tools: they are not the run's \['add'\]"),
+        ({"tools": 3}, "tools: 3: expected a list"),
+        ({"tools": [{"type": "function"}]}, "tools: {'type': 'function'}: expected a function, or a schema"),
+        ({"tools": [TOOL, TOOL]}, "tools: two have the name 'add'; rename one"),
+        ({"tools": [{**TOOL, "strict": "\ud800"}]}, "tools: half a surrogate pair"),
         ({"beams": 3, "heat": 3}, "'beams, heat': not known here; leave it out"),
         (
             {"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False},
@@ -646,6 +905,33 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
     assert second.after == [result]
 
 
+def test_a_program_that_wants_no_calls_gets_what_was_written_as_text():
+    async def program(post, _):
+        _, answer = await post(messages=[HI], tools=[TOOL], tool_choice="none")
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "<call>"}
+        assert choice["finish_reason"] == "stop"
+        await post(messages=[HI, choice["message"], HI], tools=[TOOL])
+
+    first, second = drive(program, {"text": "<call>", "tool_calls": [CALL]}, {})
+    assert (first.branch, second.branch) == (0, 0)
+
+
+def test_tools_belong_to_a_conversation_and_others_begin_a_branch():
+    other = {**TOOL, "function": {**TOOL["function"], "name": "sub"}}
+
+    async def program(post, _):
+        said = [HI]
+        for tools in ([other], [other], [TOOL], None, [other]):
+            _, answer = await post(messages=said, tools=tools)
+            said += [answer["choices"][0]["message"], HI]
+
+    asked = drive(program, *[{}] * 5)
+    assert [generate.branch for generate in asked] == [1, 1, 2, 2, 1]
+    assert [generate.tools for generate in asked] == [[other], [other], [TOOL], [TOOL], [other]]
+    assert [len(generate.prompt) for generate in asked] == [1, 1, 5, 5, 1]
+
+
 def test_a_stop_string_is_not_a_part_of_what_a_program_gets():
     async def program(post, episode):
         _, answer = await post(messages=[HI], stop=["Z", "Obs"])
@@ -703,6 +989,39 @@ def test_requests_that_come_together_are_answered_in_the_order_in_which_they_cam
 
     asked = drive(program, {"text": "one"}, {"text": "two"})
     assert [generate.max_tokens for generate in asked] == [3, 4]
+
+
+def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped():
+    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more."""
+
+    @serve
+    async def agent(url, episode):
+        first, waiting = (asyncio.create_task(post(url, messages=[HI], max_tokens=n)) for n in (1, 2))
+        while len(asked) < 1:
+            await asyncio.sleep(0.01)
+        for task in (first, waiting):
+            task.cancel()
+        await asyncio.sleep(0.1)
+        may_go_on.set()
+        _, answer = await post(url, messages=[HI], max_tokens=3)
+        await post(url, messages=[HI, answer["choices"][0]["message"], HI], max_tokens=4)
+
+    async def run():
+        episode = made_episode()
+        rollout = agent(episode)
+        asked.append(await rollout.asend(None))
+        await may_go_on.wait()
+        for _ in range(2):
+            turn = sampled_turn(episode.branches[asked[-1].branch])
+            episode.take(turn)
+            asked.append(await rollout.asend(turn))
+        await rollout.aclose()
+        return [branch.drops_last for branch in episode.branches.values()]
+
+    asked = []
+    may_go_on = asyncio.Event()
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == [True, False]
+    assert [(generate.branch, generate.max_tokens) for generate in asked] == [(0, 1), (1, 3), (1, 4)]
 
 
 def test_what_is_refused_is_no_turn_and_the_episode_goes_on():
@@ -899,8 +1218,7 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
 
 
 def test_a_branch_shows_templates_the_calls_in_its_history():
-    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    history = [HI, {"role": "assistant", "content": None, "tool_calls": calls}, HI]
+    history = [HI, said_call("add", '{"a": 1}'), HI]
 
     async def program(post, episode):
         await post(messages=history)

@@ -484,6 +484,14 @@ def test_rollouts_without_the_cpus_padding_differ_by_rounding_only(late):
         assert got_logprobs == pytest.approx(logprobs, rel=0, abs=1e-6), rollout_id
 
 
+def test_a_step_of_hundreds_of_requests_is_padded_by_fewer_than_64_rows():
+    """Below, a graph has at most twice the rows that it needs; all sizes up to 1,024 are 22 graphs."""
+    sizes = [padding.graph_batch_size(n, 1000) for n in range(1, 1001)]
+    for n, size in enumerate(sizes, start=1):
+        assert n <= size < n + min(n, 64)
+    assert len(set(sizes)) == 22
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_padded_steps_survive_aborts_and_count_their_padding(late):
     """Each phase makes its buffers anew; a step of n requests computes the next power of two, up to the limit."""
@@ -730,11 +738,10 @@ def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under
     scored = score_rollouts(model, rollouts, 1.0).split([len(r.tokens) for r in rollouts])
     for rollout, logprobs in zip(rollouts, scored, strict=True):
         cut = rollout.num_prompt_tokens + len(old[rollout.rollout_id])
-        assert [s.token for s in old[rollout.rollout_id]] == rollout.tokens[
-            rollout.num_prompt_tokens : cut
-        ].tolist()
+        before = old[rollout.rollout_id]
+        assert before.tokens.tolist() == rollout.tokens[rollout.num_prompt_tokens : cut].tolist()
         kept = rollout.sample_logprobs[rollout.num_prompt_tokens : cut]
-        assert kept.tolist() == [s.logprob for s in old[rollout.rollout_id]]
+        assert kept.tolist() == before.logprobs.tolist()
         assert len(rollout.tokens) > cut > rollout.num_prompt_tokens + 10
         assert (rollout.weight_version[rollout.num_prompt_tokens : cut] == 0).all()
         assert (rollout.weight_version[cut:] == 1).all()

@@ -6,7 +6,11 @@ import importlib.util
 import inspect
 import itertools
 import json
+import os
+import re
+import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -25,15 +29,19 @@ from minirl.collect.hosts import Ended, Failed
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
+from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
+from minirl.rewards.worker import call_reward
 from minirl.run.config import RunConfig, check_shared
-from support.collecting import chat_prompts, collected, in_workers, make_collector, sums
-from support.engines import cached_model, make_engine
-from support.texts import CHATML, save_chat_tokenizer
+from minirl.run.load_task import load_task
+from minirl.run.run import rollout_workers
+from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, sums
+from support.engines import VOCAB, cached_model, make_engine
+from support.texts import CHATML, TOKENS, save_chat_tokenizer, save_tokenizer
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
@@ -64,6 +72,15 @@ def describe(name: str) -> dict:
         name: The thing.
     """
     return {"name": name, "letters": list(name)}
+
+
+def lookup(function: str) -> list[tuple]:
+    """Look something up.
+
+    Args:
+        function: What it does.
+    """
+    return [(function, b"raw")] if function else []
 
 
 async def search(query: str) -> str:
@@ -149,9 +166,9 @@ class Listed(NoTools):
         return [1]
 '''
 SOURCE = "import asyncio\n\n" + "\n\n".join(
-    inspect.getsource(part) for part in (add, fail, describe, search, Guessing, AsyncGuessing)
+    inspect.getsource(part) for part in (add, fail, describe, lookup, search, Guessing, AsyncGuessing)
 )
-FUNCTIONS = [add, fail, describe, search]
+FUNCTIONS = [add, fail, describe, lookup, search]
 
 
 def call(name, /, **arguments):
@@ -221,14 +238,21 @@ TEXTS = (
     f"first {call('add', a=1, b=2)}",
     f"{call('search', query='x')}{call('add', a=1)}{call('fail', text='luck')}",
     f"{call('subtract', a=1)}{call('describe', name='ab')}{call('search', query='nothing')}",
+    call("lookup", function="x"),
     '<tool_call>{"name": </tool_call>',
     "it is 3",
 )
 
 
 def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
-    tools = load("tools", "add,fail,describe,search")
-    assert [tool["function"]["name"] for tool in tools.tools] == ["add", "fail", "describe", "search"]
+    tools = load("tools", "add,fail,describe,lookup,search")
+    assert [tool["function"]["name"] for tool in tools.tools] == [
+        "add",
+        "fail",
+        "describe",
+        "lookup",
+        "search",
+    ]
     assert tools.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
     asked, reply = converse(tools, tokenizer, TEXTS)
     assert isinstance(reply, Ended)
@@ -242,10 +266,11 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
             result("describe", "{'name': 'ab', 'letters': ['a', 'b']}"),
             result("search", "{'error': 'found nothing'}"),
         ],
-        [result("unknown", asked[4][0]["content"])],
+        [result("lookup", "[('x', b'raw')]")],
+        [result("unknown", asked[5][0]["content"])],
     ]
     assert "missing 1 required positional argument: 'b'" in missing
-    assert asked[4][0]["content"].startswith("{'error': 'call 1: ")
+    assert asked[5][0]["content"].startswith("{'error': 'call 1: ")
 
 
 @pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
@@ -253,9 +278,10 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
     environment = load("environment", name, num_workers=2)
     names = [tool["function"]["name"] for tool in environment.tools]
     assert names == (["guess"] if name == "Guessing" else ["guess", "wait"])
+    assert environment.gives_reward
     for target in (12, 7):
         texts = [call("guess", number=3), call("guess", number=target), "done"]
-        asked, _ = converse(environment, tokenizer, texts, {"target": target})
+        asked, _ = converse(environment, tokenizer, texts, {"target": target, "function": "f"})
         limit = 10 * (target // 10 + 1)
         assert asked == [
             [{"role": "user", "content": f"how much? (it is below {limit}; 1 message)"}],
@@ -357,9 +383,14 @@ def letter_message(tokenizer, ids, before):
 
 
 def letters_collector(rollout, **options):
-    functions = {"sums": sums, "reward": EpisodeReward()}
+    functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
     engine = make_engine(cached_model("mixed", torch.float32))
     return Collector(engine, chat_prompts(), functions, rollout=rollout, group_size=3, **options)
+
+
+def num_letters(environments):
+    """What `Letters.get_reward` returns, by its attributes."""
+    return [len(environment.letters) for environment in environments]
 
 
 def letters_of(tmp_path, num_workers=1):
@@ -370,7 +401,8 @@ def letters_of(tmp_path, num_workers=1):
 
 
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
-    """On any number of workers and with a budget, also over a checkpoint. The prompt is what the template writes."""
+    """On any number of workers and with a budget, also over a checkpoint and a kill, with the attributes that reward
+    functions see. The prompt is what the template writes."""
     monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", letter_message)
     one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
     try:
@@ -396,13 +428,48 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
         resumed = letters_collector(three, **options)
         resumed.num_served = begun.num_served
         resumed.restore(begun.state(), begun.records())
+        for worker in three.workers:
+            os.kill(worker.pid, signal.SIGKILL)
         again = [resumed.collect(4, weight_version=step) for step in (2, 3)]
         assert [r.tokens.tolist() for groups in again for r in groups.rewarded.rollouts] == [
             row[2] for step in expected[2:] for row in step
         ]
+        rewards = [row[-1] for step in [*steps, *expected] for row in step]
+        rewards += [row for groups in again for row in groups.rewarded.rewards.tolist()]
+        assert all(given == seen for _, given, seen in rewards)
+        assert len({seen for _, _, seen in rewards}) > 4
     finally:
         one.stop()
         three.stop()
+
+
+def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do():
+    shop = types.SimpleNamespace(price=torch.tensor(2.0), kinds={"a": [None]}, client=object(), place=(1, 2))
+    episode = Episode(Row("", {}, "f:1"), seed=1, max_tokens=9, environment={})
+    session = tool_loop.EnvironmentSession(shop)
+    session._show(episode)
+    assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
+    expected = r"'place' is no attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward episode"
+    with pytest.raises(AttributeError, match=expected):
+        call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
+    shop.board = "a" * 2**20
+    with pytest.raises(InputError, match=r"the attributes of the environment, .* are 10486\d\d characters"):
+        session._show(episode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reward", "gives_reward"),
+    [("environment", "episode", False), ("environment", "episode:style", True), ("tools", "episode", False)],
+)
+def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_start(
+    monkeypatch, kind, reward, gives_reward
+):
+    workers = types.SimpleNamespace(gives_reward=gives_reward)
+    monkeypatch.setattr("minirl.run.run.load_rollout", lambda *_, **__: workers)
+    expected = rf"--reward {reward}: --{kind} a.py:b gives no such reward; .*`environments`: --reward FILE.py"
+    with pytest.raises(InputError, match=expected):
+        rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=(reward,)))
+    assert rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=("a.py:score",))) is workers
 
 
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
@@ -423,6 +490,7 @@ def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
 
 def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
     workers = load("environment", "NoTools")
+    assert not workers.gives_reward
     (steps,) = collected(make_collector(chat_prompts(), rollout=workers), 1)
     assert {row[1] for row in steps} <= {"stop", "length"}
 
@@ -475,7 +543,8 @@ def trl_loop(tokenizer, functions, texts):
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_messages_and_tokens_are_those_of_trl(tmp_path):
-    """But for two things: TRL ends at a call that cannot be read, and puts a turn's results of `async` tools last."""
+    """But for three things: TRL ends at a call that cannot be read, puts a turn's results of `async` tools last, and
+    gives the template lists."""
     import trl
     from trl.chat_template_utils import add_response_schema
 
@@ -484,29 +553,32 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
     tokenizer = Tokenizer(tmp_path, chat=True, tools=FUNCTIONS)
     add_response_schema(tokenizer.backend)
     several = f"{call('add', a=1)}{call('fail', text='luck')}{call('search', query='x')}"
-    texts = [TEXTS[0], several, *TEXTS[2:3], TEXTS[4]]
-    messages, prompt_ids, ids = trl_loop(tokenizer, FUNCTIONS, texts)
-
-    episode = Episode(Row("how much?", {}, "f:1"), seed=1, max_tokens=10_000)
     loaded = tool_loop.of_tools(FUNCTIONS)
 
-    async def ours():
+    async def ours(texts):
+        episode = Episode(Row("how much?", {}, "f:1"), seed=1, max_tokens=10_000)
         turns = loaded.function(episode)
         turn, found, tokens = None, [], []
         for text in texts:
             asked = await turns.asend(turn)
             if found:
-                found += asked.after
+                contents = zip(asked.after, asked.contents, strict=True)
+                found += [{**said, "content": said["content"] if it is None else it} for said, it in contents]
                 tokens += following_ids(tokenizer, asked.after, "", end_id=tokens[-1])
             turn = add_turn(episode, tokenizer, asked, text)
             found.append(turn.message)
             tokens += turn.ids
         with pytest.raises(StopAsyncIteration):
             await turns.asend(turn)
-        return found, tokens
+        return found, tokenizer.encode(episode.row), tokens
 
-    assert tokenizer.encode(episode.row) == prompt_ids
-    assert asyncio.run(ours()) == (messages, ids)
+    texts = [TEXTS[0], several, *TEXTS[2:3], TEXTS[5]]
+    assert asyncio.run(ours(texts)) == trl_loop(tokenizer, FUNCTIONS, texts)
+    # This template shows no lists: in TRL the model sees nothing of them.
+    lists = [call("lookup", function="x"), call("lookup", function=""), TEXTS[5]]
+    messages = json.loads(json.dumps(trl_loop(tokenizer, FUNCTIONS, lists)[0], default=str))
+    assert asyncio.run(ours(lists))[0] == messages
+    assert messages[1]["content"] == [["x", "b'raw'"]]
 
 
 def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
@@ -704,6 +776,256 @@ def test_the_examples_run_with_their_packages(
         text = prompts.tokenizer.decode(row[2], skip_special_tokens=False)
         assert len([is_sampled for is_sampled, _ in itertools.groupby(row[3]) if is_sampled]) in num_turns
         assert told in text
+
+
+# A checkout of TRL, whose programs are run without a change; its packages have none of them.
+TRL = os.environ.get("MINIRL_TRL_SOURCE")
+# What they import besides: their trainer, which does nothing here, and the clients of servers that are not here.
+TRL_STAND_INS = {
+    "trl.py": """
+class GRPOTrainer:
+    def __init__(self, *arguments, **options):
+        pass
+
+    def train(self):
+        pass
+
+GRPOConfig = ModelConfig = ScriptArguments = TrlParser = GRPOTrainer
+""",
+    "datasets.py": """
+class Dataset:
+    from_dict = staticmethod(dict)
+
+load_dataset = None
+""",
+    "echo_env/models.py": """
+class EchoAction:
+    def __init__(self, message):
+        self.message = message
+""",
+    "echo_env/__init__.py": """
+import types
+
+class EchoEnv:
+    def __init__(self, base_url):
+        self.lock = open("/dev/null")
+
+    def step(self, action):
+        observation = types.SimpleNamespace(reward=len(action.message) / 8, echoed_message=action.message)
+        return types.SimpleNamespace(observation=observation)
+""",
+    "textarena_env.py": """
+import types
+
+class TextArenaAction:
+    def __init__(self, message):
+        self.message = message
+
+class TextArenaEnv:
+    def __init__(self, base_url):
+        self.base_url = base_url
+
+    def reset(self):
+        self.said = " guess "
+        return self._result(False)
+
+    def step(self, action):
+        self.said += f"you said {action.message} "
+        return self._result(action.message == "[abcde]")
+
+    def _result(self, is_right):
+        message = types.SimpleNamespace(content=self.said)
+        observation = types.SimpleNamespace(messages=[message])
+        return types.SimpleNamespace(observation=observation, reward=float(is_right), done=is_right)
+""",
+}
+
+
+class Door:
+    """An environment without `get_reward`, a tool with a parameter named function, and a list as its result."""
+
+    def __init__(self):
+        self.client = object()
+
+    def reset(self, function, prompt, **row):
+        self.wanted, self.tried, self.reward = function, [], 0.0
+        return " with a key"
+
+    def open(self, function: str) -> list[tuple]:
+        """Try a key.
+
+        Args:
+            function: The key.
+        """
+        self.tried.append(function)
+        self.reward = float(function == self.wanted) / len(self.tried)
+        return [(function, self.reward)]
+
+
+def reward_func(environments, **kwargs):
+    return [env.reward + 10 * len(env.tried) for env in environments]
+
+
+def shape_reward(completions, **kwargs):
+    """TRL's shapes: calls as structures, lists as lists, no prompt among the messages."""
+    rewards = []
+    for completion in completions:
+        calls = [call["function"] for said in completion for call in said.get("tool_calls", [])]
+        results = [said["content"] for said in completion if said["role"] == "tool"]
+        assert [call["name"] for call in calls] == ["open"] * len(calls)
+        assert [[[call["arguments"]["function"]]] for call in calls] == [
+            [row[:1] for row in rows] for rows in results
+        ]
+        assert completion[0]["role"] == completion[-1]["role"] == "assistant"
+        rewards.append(float(len(completion)))
+    return rewards
+
+
+OWN = "\n\n".join(map(inspect.getsource, (Door, reward_func, shape_reward)))
+
+
+def said(content, *calls):
+    """A turn as TRL's parser has it."""
+    structures = [
+        {"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls
+    ]
+    return {"role": "assistant", "content": content} | ({"tool_calls": structures} if calls else {})
+
+
+def sql(command):
+    return ("query_biogrid", {"sql_command": command})
+
+
+WORDS = ("[a]", "[abcde]", "[b]")  # the second wins, the third comes too late
+# Of each program: the flag and the name of what it runs, its rewards; by row what the model says, and the scores.
+PROGRAMS = {
+    "own": (
+        "environment",
+        "Door",
+        ["reward_func", "shape_reward"],
+        {
+            "twice": ([*(said("", ("open", {"function": key})) for key in "ba"), said("in")], [20.5, 5]),
+            "never": ([said("no idea")], [0, 1]),
+        },
+    ),
+    "echo": (
+        "environment",
+        "EchoToolEnv",
+        ["reward_func"],
+        {
+            "once": ([said("", ("echo", {"message": "Hello"})), said("done")], [0.625]),
+            "never": ([said("Hello")], [0]),
+        },
+    ),
+    "wordle": (
+        "environment",
+        "WordleEnv",
+        ["reward_func"],
+        {
+            "right": ([*(said("", ("guess", {"guess": word})) for word in WORDS), said("won")], [1]),
+            "wrong": ([said("", ("guess", {"guess": "[a]"})), said("lost")], [0]),
+        },
+    ),
+    "grpo_agent": (
+        "tools",
+        "query_biogrid",
+        ["query_reward", "structure_reward", "correctness_reward"],
+        {
+            "hit": ([said("", sql("select a from t where a = 1")), said("*Yes*")], [2.4, 0.1, 0.6]),
+            "all": ([said("", sql("select * from t")), said("yes")], [1.5, 0.1, -0.5]),
+            "none": ([said("*no*")], [-1.5, 0, -1]),
+        },
+    ),
+}
+
+
+def program_of_trl(name):
+    """A program's text in TRL's documentation, as it is."""
+    if name == "grpo_agent":
+        return Path(TRL, "examples/scripts/grpo_agent.py").read_text()
+    page = Path(TRL, "docs/source/openenv.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    parts = {
+        "echo": [["class EchoToolEnv", "trainer.train()"]],
+        "wordle": [["class WordleEnv", "def guess"], ["environment_factory=WordleEnv"]],
+    }
+    found = [[block for block in blocks if all(word in block for word in words)] for words in parts[name]]
+    return "\n".join(block for (block,) in found)
+
+
+def said_by(rows):
+    """What reads turns: those of a row say what is written there, whatever was sampled."""
+
+    def message(tokenizer, ids, before):
+        text = tokenizer.decode(before, skip_special_tokens=False)
+        ((turns, _),) = [row for name, row in rows.items() if f"<turn>u:{name}" in text]
+        return turns[text.count("<turn>a:") - 1]
+
+    return message
+
+
+@pytest.fixture
+def beside_stand_ins(tmp_path, monkeypatch):
+    """Processes that are started find the modules above, and a database of two rows in their folder."""
+    for name, text in TRL_STAND_INS.items():
+        file = tmp_path / "modules" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(sqlite3.connect("biogrid.db")) as database:
+        database.execute("create table t as select 1 as a union select 2")
+        database.commit()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
+    tmp_path, monkeypatch, beside_stand_ins, name
+):
+    if name != "own" and TRL is None:
+        pytest.skip("MINIRL_TRL_SOURCE names no checkout of TRL")
+    kind, object_name, rewards, rows = PROGRAMS[name]
+    file = tmp_path / "program.py"
+    file.write_text(OWN if name == "own" else program_of_trl(name))
+    lines = []
+    for row in rows:
+        prompt = [{"role": "user", "content": row}]
+        lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", said_by(rows))
+    workers = load_rollout(f"{file}:{object_name}", kind=kind)
+    task = load_task(
+        "jsonl",
+        data=str(tmp_path / "rows.jsonl"),
+        eval_data=[],
+        reward=[f"{file}:{reward}" for reward in rewards],
+        has_environment=kind == "environment",
+    )
+    try:
+        names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        save_tokenizer(tmp_path, names + CHAT, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
+        tokenizer = Tokenizer(tmp_path, chat=True, tools=workers.tools, tool_format="hermes")
+        prompts = PromptStream(
+            task.train_rows,
+            tokenizer,
+            purpose="train",
+            max_tokens=4000,
+            max_new_tokens=3000,
+            vocab_size=VOCAB,
+        )
+        collector = Collector(long_engine(), prompts, task.rewards, rollout=workers, group_size=2)
+        groups = collector.collect(len(rows))
+        for row, scores in zip(groups.rewarded.rows, groups.rewarded.rewards.tolist(), strict=True):
+            assert scores == pytest.approx(rows[row.prompt[0]["content"]][1])
+        if name == "grpo_agent":
+            turn, last = rows["hit"][0]
+            completion = [turn, result("query_biogrid", [(1,)]), last]  # as TRL's trainer gives it
+            scores = [task.rewards[reward](completions=[completion], answer=["Yes"]) for reward in rewards]
+            assert scores == [[score] for score in rows["hit"][1]]
+    finally:
+        workers.stop()
+        for function in task.rewards.values():
+            function.close()
 
 
 def test_tasks_of_reasoning_gym_are_rows_with_their_scoring():

@@ -31,7 +31,7 @@ from support.collecting import (
 
 SOURCE = """
 import asyncio, time
-from minirl.collect.episode import END_REASONS
+from minirl.collect.episode import END_REASONS, End, Generate
 
 def reason_of(episode):
     return END_REASONS[episode.seed % len(END_REASONS)]
@@ -87,6 +87,28 @@ def gives_late(episode):
         yield episode.end("env_done")
     finally:
         episode.reward(1.0)
+
+def stops_at_none(episode):
+    yield episode.generate(max_tokens=3)
+    yield Generate(stop=None)
+
+def misspells(episode):
+    turn = episode.generate(max_tokens=3)
+    yield turn
+    vars(turn)["max_token"] = 3
+    yield turn
+
+def lists_a_branch(episode):
+    yield episode.generate(max_tokens=3)
+    yield Generate(branch=[1])
+
+def ends_in_nonsense(episode):
+    yield episode.generate(max_tokens=3)
+    yield End("nonsense")
+
+def sets_its_end(episode):
+    yield episode.generate(max_tokens=3)
+    episode.end_reason = ["stop"]
 
 def out_of_order(episode):
     first, second = episode.branch("one"), episode.branch("two")
@@ -210,10 +232,27 @@ def test_a_function_that_has_yielded_its_end_is_closed():
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):
-    with pytest.raises(InputError, match=said):
-        rollouts_of(HERE[name])
-    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+(.|\n)*{said}"):
-        rollouts_of(load(name))
+    for rollout in (HERE[name], load(name)):
+        with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+(.|\n)*{said}"):
+            rollouts_of(rollout)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("stops_at_none", r"generate\(stop=None\): expected a tuple of texts"),
+        ("misspells", r"generate\(max_token=3\): there is no such field"),
+        ("lists_a_branch", r"generate\(branch=\[1\]\): write `episode.branch\(messages\).generate\(\)`"),
+        ("ends_in_nonsense", r"episode.end\('nonsense'\): expected one of stop, length"),
+        ("sets_its_end", r"episode.end\(\['stop'\]\): expected one of stop, length"),
+    ],
+)
+def test_row_61_objects_that_are_made_wrongly_are_refused_with_function_and_row_in_both_hosts(
+    load, name, said
+):
+    for rollout in (HERE[name], load(name)):
+        with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn 1: {said}"):
+            rollouts_of(rollout)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from minirl.collect.collector import Collector
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
-from minirl.errors import InputError, RewardError
+from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import token_rewards
 from minirl.rewards.functions import EpisodeReward, check_columns
 from minirl.rewards.rewarded import turn_rewards
@@ -135,7 +135,7 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
         yield episode.generate(max_tokens=3)
         return value
 
-    with pytest.raises(InputError, match=rf"mine\(episode\), for the row at f:\d+: .*{message}"):
+    with pytest.raises(RolloutError, match=rf"rollout mine for the row at f:\d+, after turn 1: .*{message}"):
         collector_of(OF_EPISODE, mine).collect(2)
 
 
@@ -155,7 +155,7 @@ def test_row_24_what_is_given_is_checked_at_once(values, message):
         for value in values:
             episode.reward(value, "total")
 
-    with pytest.raises(InputError, match=f"episode.reward, for the row at {message}"):
+    with pytest.raises(RolloutError, match=f"episode.reward, for the row at {message}"):
         collector_of(OF_EPISODE, mine).collect(2)
 
 
@@ -168,7 +168,7 @@ def test_rewards_that_no_reward_of_the_run_takes_are_refused_with_the_flags():
     expected = (
         r"gives rewards \('reward', 'style'\) that the run does not have: add --reward episode episode:style"
     )
-    with pytest.raises(InputError, match=expected):
+    with pytest.raises(RolloutError, match=expected):
         collector_of({"sums": lambda completions: [0.0] * len(completions)}, mine).collect(1)
 
 
@@ -506,13 +506,20 @@ def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
     assert {len(messages) for messages in expected} == {2, 4}
 
 
-@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "environments"])
-def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("trainer_state", "TRL's trainer gives it, minirl does not: give it a default, trainer_state=None"),
+        ("log_extra", "TRL's trainer gives it, minirl does not: give it a default, log_extra=None"),
+        ("log_metric", "TRL's trainer gives it, minirl does not: give it a default, log_metric=None"),
+        ("environments", "these are the objects of --environment FILE.py:CLASS, which the run does not have"),
+    ],
+)
+def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, advice):
     rows = [Row("a", {"answer": "1"}, "f.jsonl:1")]
     functions: dict = {}
     exec(f"def mine(completions, {name}): pass\ndef fine(completions, {name}=None): return [1.0]", functions)
-    expected = f"no field '{name}', which the reward mine asks for; TRL's trainer gives it, minirl does not: "
-    with pytest.raises(InputError, match=f"{expected}give it a default, {name}=None"):
+    with pytest.raises(InputError, match=f"no field '{name}', which the reward mine asks for; {advice}"):
         check_columns({"mine": functions["mine"]}, rows)
     check_columns({"fine": functions["fine"]}, rows)
 

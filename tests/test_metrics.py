@@ -357,6 +357,16 @@ def test_occupancy_is_of_the_largest_decode_step(reduce_over_ranks):
     add_generation(idle, 0, EngineStats())
     reduced, _ = reduce_over_ranks(metrics, idle)
     assert reduced["perf/decode_occupancy"] == 5 / 8
+    assert "count/dropped" not in reduced
+
+
+def test_what_the_cache_gave_up_is_counted_on_all_ranks(reduce_over_ranks):
+    """In the midst of a turn and between two, apart; one rank may have none."""
+    metrics = StepMetrics(), StepMetrics()
+    for one, drops in zip(metrics, (3, 0), strict=True):
+        add_generation(one, 9, EngineStats(decode_tokens=9, decode_steps=9, preemptions=2, drops=drops))
+    for reduced in reduce_over_ranks(*metrics):
+        assert (reduced["count/preempted"], reduced["count/dropped"]) == (4, 3)
 
 
 def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce_over_ranks):

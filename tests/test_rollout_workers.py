@@ -264,7 +264,7 @@ HOSTILE = {
     "strange": "yields 7; expected `yield episode.generate",
     "strange_text": r"generate\(after=...\): expected text, token ids or messages",
     "strange_object": "yields .*; expected text, numbers and lists of them",
-    "strange_stop": r"generate\(stop=\[7\]\): expected texts",
+    "strange_stop": r"generate\(stop=\(7,\)\): expected a tuple of texts",
     "strange_limit": r"generate\(max_tokens='7'\): must be at least 1",
     "foreign_ids": f"token id 10000, and the model has {VOCAB}",
     "huge": "asks for a turn with 100000.. characters; at most",

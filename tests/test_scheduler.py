@@ -1,10 +1,13 @@
 """The scheduler at real sizes: prompts are computed once, and requests are hardly ever thrown out. Exact counts."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from minirl.generation.engine import Engine
 from minirl.generation.running_requests import RunningRequests
 from support.scheduling import Load, requests_of, stub_engine
 
@@ -73,3 +76,62 @@ def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
     with stub_engine(load) as engine:
         rollouts = engine.generate(requests_of(load))
     assert len(rollouts) == load.num_requests
+
+
+NUM_TURNS = 5
+REPLY = [1] * 20
+# Eight times as many episodes as places. They grow to 5 blocks each, of which 7 share the first.
+EPISODES = Load(6, 48 * 5 * 128, 6, 8, 200, 30, max_new_tokens=60)
+
+
+def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool]) -> None:
+    """Run episodes of NUM_TURNS turns each.
+
+    is_due: whether a reply comes, by the steps since its turn ended and the number of episodes that wait for one.
+    """
+    num_turns = Counter()
+    waiting = {}
+    engine.submit([replace(request, holds=True) for request in requests_of(load)])
+    for step in range(20_000):
+        for rollout in engine.step():
+            num_turns[rollout.rollout_id] += 1
+            if num_turns[rollout.rollout_id] == NUM_TURNS:
+                engine.release(rollout.rollout_id)
+            else:
+                waiting[rollout.rollout_id] = step
+        for rollout_id in [i for i, since in waiting.items() if is_due(step - since, len(waiting))]:
+            del waiting[rollout_id]
+            engine.resume(rollout_id, REPLY, max_new_tokens=60)
+        if not engine.is_busy:
+            return
+    raise AssertionError("the episodes do not end")
+
+
+# What no schedule can leave out: prompts, replies, and the newest token of each turn that goes on.
+LEAST = EPISODES.unique_prompt_tokens + EPISODES.num_requests * (NUM_TURNS - 1) * (len(REPLY) + 1)
+
+
+@pytest.mark.parametrize(
+    ("cache_frac", "reply_steps"),
+    [(1.0, 400), (0.2, 40)],
+    ids=["all fit", "a fifth fits"],
+)
+def test_episodes_that_wait_for_replies_are_not_computed_again(cache_frac, reply_steps):
+    """However slow the replies, where the cache holds all; else new ones wait until others leave them room."""
+    load = replace(EPISODES, cache_tokens=int(cache_frac * EPISODES.cache_tokens))
+    with stub_engine(load) as engine:
+        run_episodes(engine, load, lambda steps, _: steps >= reply_steps)
+    stats = engine.take_stats()
+    assert stats.prefill_tokens == LEAST
+    assert stats.drops == stats.preemptions == 0
+    assert stats.most_running == load.max_running_requests
+
+
+def test_episodes_whose_replies_wait_for_all_others_end_in_a_cache_for_a_third_of_them():
+    """Without a deadlock: some are dropped, which is counted, and are computed again once a turn at most."""
+    load = replace(EPISODES, cache_tokens=EPISODES.cache_tokens // 3)
+    with stub_engine(load) as engine:
+        run_episodes(engine, load, lambda _, num_waiting: num_waiting == load.num_requests)
+    stats = engine.take_stats()
+    assert 0 < stats.drops <= load.num_requests * (NUM_TURNS - 1)
+    assert stats.prefill_tokens > LEAST

@@ -141,7 +141,7 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     "options",
     [
         {},
-        {"max_running_requests": 3},
+        {"max_running_requests": 3, "max_prefill_tokens": 40},
         {"cache_tokens": 1024},
         {"cache_tokens": 1024, "async_decoding": True},
         {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
@@ -187,6 +187,40 @@ def test_what_the_cache_holds_is_not_computed_again():
     num_newest = len(requests) * (NUM_TURNS - 1)
     assert engine.stats.preemptions == 0
     assert engine.stats.prefill_tokens <= num_prompt_tokens + num_replied + num_newest
+
+
+def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
+    """Of many requests that are resumed at once. The others are computed in the next steps, each token once."""
+    engine = make_engine(cached_model("full", torch.float32), max_prefill_tokens=100)
+    requests = requests_with_turns()
+    engine.submit(requests)
+    for rollout in finish(engine, len(requests)):
+        engine.resume(rollout.rollout_id, [1] * 30, max_new_tokens=TURN_TOKENS)
+    engine.take_stats()
+    prefills = []
+    while engine.is_decoding:
+        engine.step()
+        prefills.append(engine.take_stats().prefill_tokens)
+    assert max(prefills) <= 100
+    assert sum(prefills) == len(requests) * 31
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["aborted", "withdrawn"])
+def test_a_request_that_is_paused_takes_17_bytes_a_token(is_held):
+    """An id, a logprob, a version of the weights and whether it was sampled; nothing of the arrays of the batch."""
+    engine = make_engine(cached_model("full", torch.float32))
+    request = make_request(make_prompt(9), max_new_tokens=20, stop_ids=frozenset())
+    engine.submit([replace(request, holds=True)])
+    if is_held:
+        finish(engine, 1)
+        paused = engine.withdraw(request.rollout_id)
+    else:
+        for _ in range(15):
+            engine.step()
+        (paused,) = engine.abort()
+    assert len(paused.sampled) > 15
+    streams = vars(paused.sampled).values()
+    assert sum(stream.untyped_storage().nbytes() for stream in streams) == 17 * len(paused.sampled)
 
 
 def test_training_scores_the_sampled_tokens_of_all_turns_as_they_were_sampled():

@@ -43,7 +43,7 @@ from minirl.data.task import RewardFunction
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import EpisodeReward, judges_groups
+from minirl.rewards.functions import EpisodeReward, asked_of_episodes, judges_groups
 from minirl.rewards.group_rewards import GroupRewards
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
@@ -104,7 +104,15 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._runner = EpisodeRunner(engine, rollout, prompts, limits=limits, reward_names=reward_names)
+        has_environment = isinstance(rollout, RolloutWorkers) and rollout.kind == "environment"
+        self._runner = EpisodeRunner(
+            engine,
+            rollout,
+            prompts,
+            limits=limits,
+            reward_names=reward_names,
+            shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
+        )
         # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
         # and those with rewards.
         self._paused: list[RunningEpisode] = []

@@ -32,6 +32,8 @@ from minirl.data.task import as_messages
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
+# Episodes of a process: openai's client has 1,000 connections at most, and takes longer for a request the more it has.
+MAX_EPISODES = 128
 # For a program that is told to end.
 CLOSE_S = 1.0
 # Bytes of what a program prints that are kept.
@@ -58,6 +60,8 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
             if value is not None:
                 episode.reward(value, name)
 
+    # Each has two connections at least, and both ends of one are here.
+    vars(rollout)["max_episodes"] = min(MAX_EPISODES, loopback.max_connections() // 2)
     return rollout
 
 
@@ -95,8 +99,9 @@ class _Conversation:
         self.branch = branch
         self.said = said
 
-    def rest(self, prompt: list[Any] | str) -> list[Any] | str | None:
+    def rest(self, asked: Asked) -> list[Any] | str | None:
         """What a request says behind all that was said; None if it does not continue the conversation."""
+        prompt = asked.prompt
         if _is_ids(prompt):
             ids = [*self.branch.prompt_ids, *self.branch.tokens]
             return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
@@ -105,7 +110,7 @@ class _Conversation:
         if isinstance(prompt, list) and isinstance(self.said, list):
             begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
             # The first turn answers the prompt as it is, and later ones answer new messages.
-            is_next = bool(rest) == bool(self.branch.turns)
+            is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
             return rest if is_next and same_messages(begin, self.said) else None
         return None
 
@@ -189,7 +194,7 @@ class Endpoint:
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
         """What to yield for a request. Raises HttpError."""
-        conversation, rest = self._find(asked.prompt)
+        conversation, rest = self._find(asked)
         branch = conversation.branch
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
@@ -197,18 +202,23 @@ class Endpoint:
 
         def answer(turn: Turn) -> None:
             self._num_turns += 1
+            if answered.done():
+                # The program has hung up.
+                branch.drops_last = True
+                self._conversations.remove(conversation)
+                return
             num_before = len(branch.prompt_ids) + turn.start
-            sampled = Sampled(turn, self._num_turns, num_before, asked.stop)
+            sampled = Sampled(turn, self._num_turns, num_before, asked)
             conversation.add(asked.prompt, sampled)
-            if not answered.done():
-                answered.set_result(sampled)
+            answered.set_result(sampled)
 
         after = template_form(rest) or None
         return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
 
-    def _find(self, prompt: list[Any] | str) -> tuple[_Conversation, list[Any] | str]:
+    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any] | str]:
         """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
-        rests = [(conversation, conversation.rest(prompt)) for conversation in self._conversations]
+        prompt = asked.prompt
+        rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
         found = [(conversation, rest) for conversation, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
@@ -218,7 +228,7 @@ class Endpoint:
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
-        conversation = _Conversation(self._episode.branch(template_form(prompt)), said)
+        conversation = _Conversation(self._episode.branch(template_form(prompt), tools=asked.tools), said)
         self._conversations.append(conversation)
         # It begins with all that was said.
         return conversation, prompt[:0]

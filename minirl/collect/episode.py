@@ -53,6 +53,8 @@ class Generate:
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
     branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
+    contents: what reward functions get as the contents of the messages of `after`, None for their texts.
+    tools: JSON schemas of those that this prompt tells of; None: the run's.
     """
 
     after: "After" = ""
@@ -60,6 +62,8 @@ class Generate:
     max_tokens: int | None = None
     branch: int = 0
     prompt: str | Messages | list[int] = ""
+    contents: Sequence[list[Any] | None] = ()
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,8 @@ class Branch:
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
     where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
     which a branch that the episode began knows from then on. turns: those that have ended.
-    end_reason: that the episode's `end` was called with.
+    end_reason: that the episode's `end` was called with. tools: as in `Generate`.
+    drops_last: whether nobody saw its last turn, which is then no part of the rollout. There is no further one.
     """
 
     prompt: str | Messages | list[int]
@@ -180,6 +185,8 @@ class Branch:
     prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     end_reason: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    drops_last: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -240,20 +247,18 @@ class Branch:
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. Raises InputError after `end`, and for what is of no such type.
+        after: also a single message; None for nothing. Raises InputError after `end`, and for a `stop` of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
-        if not isinstance(after, str | list | tuple | dict | None):
-            raise InputError(
-                f"episode.generate(after={after!r:.80}): expected text, a list of token ids, or messages"
-            )
         refuse(
             not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
         )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        prompt = self.prompt if self.number > 0 else ""
-        return Generate("" if appended is None else appended, strings, max_tokens, self.number, prompt)
+        after = "" if appended is None else appended
+        if self.number == 0:
+            return Generate(after, strings, max_tokens)
+        return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
 
     def add(self, turn: Turn) -> None:
         """Add a turn of this branch, see `Episode.take`."""
@@ -270,6 +275,8 @@ class Episode(Branch):
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
     temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given before
     the first turn, and behind each. is_closed: whether the function has ended, or is being ended.
+    environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
+    function asks for them.
     """
 
     def __init__(
@@ -282,6 +289,7 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
+        environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
@@ -289,6 +297,7 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
+        self.environment = environment
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
@@ -304,7 +313,8 @@ class Episode(Branch):
         """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
         if asked.branch == 0:
             return self
-        return self._further.setdefault(asked.branch, Branch(asked.prompt, 0, asked.branch))
+        begun = Branch(asked.prompt, 0, asked.branch, tools=asked.tools)
+        return self._further.setdefault(asked.branch, begun)
 
     def take(self, turn: Turn) -> None:
         """Add a turn that has ended to its branch. For who runs the episode."""
@@ -312,15 +322,31 @@ class Episode(Branch):
         self.all_turns.append(turn)
         self.rewards.append({})
 
-    def branch(self, prompt: str | Messages | list[int]) -> Branch:
+    def drop_unseen(self) -> None:
+        """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
+        for branch in self.branches.values():
+            if not branch.drops_last:
+                continue
+            branch.drops_last = False
+            position = self.all_turns.index(branch.turns.pop())
+            del self.all_turns[position]
+            given = self.rewards[position]
+            for name, value in self.rewards.pop(position + 1).items():
+                given[name] = given.get(name, 0.0) + value
+
+    def branch(
+        self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
+    ) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
-        It is a sample of its own in training, and shares the episode's reward and its weight in the loss.
+        It is a sample of its own in training, and shares the episode's reward and its weight in the loss. tools: JSON
+        schemas of those that the prompt tells of, if it is messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
-        branch = Branch(own, self.max_tokens, number=1 + len(self._further), end_reason=self.end_reason)
-        self._further[branch.number] = branch
+        number = 1 + len(self._further)
+        branch = Branch(own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools)
+        self._further[number] = branch
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
@@ -341,12 +367,43 @@ class Episode(Branch):
         reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends as its last turn did.
         """
         refuse(
-            reason not in END_REASONS,
+            not isinstance(reason, str) or reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         for branch in self.branches.values():
             branch.end_reason = reason
         return End(reason)
+
+
+def checked_turn(yielded: Any) -> Generate:
+    """What a function has yielded for a turn. Raises InputError naming the field that is wrong."""
+    if not isinstance(yielded, Generate):
+        raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
+    limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
+    is_after = isinstance(yielded.after, str | list | tuple)
+    is_stop = isinstance(yielded.stop, tuple) and all(isinstance(string, str) for string in yielded.stop)
+    is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
+    expected = {
+        "after": (is_after, "expected text, a list of token ids, or messages"),
+        "stop": (is_stop, "expected a tuple of texts"),
+        "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
+        "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
+        "prompt": (True, ""),  # checked where it is tokenized
+        "contents": (is_each, "expected one for each message of `after`"),
+        "tools": (yielded.tools is None or isinstance(yielded.tools, list), "expected a list of JSON schemas"),
+    }
+    for name, value in vars(yielded).items():
+        is_right, what = expected.get(name, (False, "there is no such field"))
+        if not is_right:
+            raise InputError(f"generate({name}={value!r:.80}): {what}")
+    return yielded
+
+
+def given_at_end(episode: Episode, returned: Any) -> tuple[dict[str, float | None], str | None]:
+    """The rewards that a function has returned, and its finish reason. Raises InputError saying what is wrong."""
+    if episode.end_reason is not None:
+        episode.end(episode.end_reason)  # it may be an attribute that was set
+    return returned_rewards(returned), episode.end_reason
 
 
 def returned_rewards(returned: Any) -> dict[str, float | None]:

@@ -1,10 +1,14 @@
 """What there is to tell of an episode that has ended: its turns, its rewards, and its tokens as texts."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal, cast
 
-from minirl.collect.episode import Branch, Episode
+from minirl.collect.episode import Branch, Episode, Turn
+from minirl.data.task import Messages, as_messages, conversation
 from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
 from minirl.rollouts import EpisodeRecord, Segment, TurnRecord
 
 
@@ -22,15 +26,15 @@ def record_of(episode: Episode, rewards: Mapping[str, float | None], tokenizer: 
         )
         turns.append(record_of_turn)
     turns.sort(key=lambda turn: turn.branch)
-    record = EpisodeRecord(turns=turns, rewards=rewards)
-    if record.is_one_answer:
+    record = EpisodeRecord(turns=turns, rewards=rewards, environment=episode.environment)
+    if record.is_one_answer and not tokenizer.tools:
         return record
     # In order of their numbers: a process of its own tells of a branch when its first turn is asked for.
     begun = [branch for _, branch in sorted(episode.branches.items()) if branch.turns]
     segments = []
     for branch in begun:
         segments += _segments(branch, tokenizer)
-    return EpisodeRecord(turns, rewards, _messages(begun[-1]), segments)
+    return replace(record, messages=_messages(begun[-1], tokenizer), segments=segments)
 
 
 def sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -43,14 +47,30 @@ def sum_of_rewards(episode: Episode, returned: Mapping[str, float | None]) -> di
     return rewards
 
 
-def _messages(branch: Branch) -> list[dict[str, str]]:
-    """A branch's messages, of each what is text; none of a branch that begins with token ids."""
+def _messages(branch: Branch, tokenizer: Tokenizer) -> Messages:
+    """A branch's messages as TRL has them; none of a branch that begins with token ids."""
     if not branch.has_messages:
         return []
+    answers = [(turn.inserted, functools.partial(_answer, turn, tokenizer)) for turn in branch.turns]
     messages = []
-    for message in branch.messages:
-        messages.append({key: value for key, value in message.items() if isinstance(value, str)})
+    for message in conversation(as_messages(cast(str | Messages, branch.prompt)), answers):
+        # Of others it is not known whether JSON can hold them.
+        structures = {key: message[key] for key in ("content", "tool_calls") if key in message}
+        messages.append({key: value for key, value in message.items() if isinstance(value, str)} | structures)
     return messages
+
+
+def _answer(turn: Turn, tokenizer: Tokenizer) -> str | dict[str, Any]:
+    """The answer that a turn belongs to; where the model may call tools, and the turn is all of it, with its calls."""
+    is_whole = bool(turn.inserted) or turn.start == 0
+    if not is_whole or not tokenizer.tools:
+        return turn.answer
+    try:
+        message = dict(turn.message)
+    except InputError:  # it is not known how the model writes calls
+        return turn.answer
+    # What cannot be read is seen in the text.
+    return message if message.pop("parse_error", None) is None else message | {"content": turn.text}
 
 
 def _segments(branch: Branch, tokenizer: Tokenizer) -> list[Segment]:

@@ -27,20 +27,22 @@ from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rewards.user_process import escaped
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, appended, rollout_of
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
 WAIT_S = 0.05
 # With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
 MAX_FAILED_FRAC = 0.05
+# Where an episode ends without --max-turns: some programs ask for ever.
+MAX_TURNS = 1000
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit.
+    """Where an episode ends that asks for a further turn; 0: no limit; of turns, MAX_TURNS.
 
     max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
     has worked and waited by itself, in a process of its own; those of a function in this process are not counted.
@@ -84,6 +86,23 @@ class RunningBranch:
     part_start: int = 0
     rollout: Rollout | None = None
 
+    @property
+    def seen(self) -> Rollout | None:
+        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        if self.rollout is None or not self.branch.turns:
+            return None
+        length = self.rollout.num_prompt_tokens + self.branch.num_tokens
+        if length == len(self.rollout.tokens):
+            return self.rollout
+        return replace(
+            self.rollout,
+            tokens=self.rollout.tokens[:length],
+            loss_mask=self.rollout.loss_mask[:length],
+            sample_logprobs=self.rollout.sample_logprobs[:length],
+            weight_version=self.rollout.weight_version[:length],
+            finish_reason=self.branch.turns[-1].finish_reason,
+        )
+
 
 @dataclass
 class RunningEpisode:
@@ -109,7 +128,7 @@ class RunningEpisode:
 
     def rollout(self, finish_reason: str, record: EpisodeRecord) -> Rollout:
         """What was sampled up to the end of the last turn, of which there is one."""
-        begun = [self.branches[number].rollout for number in sorted(self.branches)]
+        begun = [self.branches[number].seen for number in sorted(self.branches)]
         *earlier, last = [rollout for rollout in begun if rollout is not None]
         return replace(last, finish_reason=finish_reason, episode=record, earlier=tuple(earlier))
 
@@ -119,7 +138,7 @@ class RecordedBranch:
     """A branch of a paused episode of an earlier process: the ids of its prompt, and the tokens behind them."""
 
     prompt_ids: tuple[int, ...]
-    sampled: tuple[Sampled, ...]
+    sampled: Completion
 
 
 @dataclass(frozen=True)
@@ -170,11 +189,12 @@ class EpisodeRunner:
         *,
         limits: EpisodeLimits = NO_LIMITS,
         reward_names: Collection[str] = (),
+        shows_environment: bool = False,
     ):
         """rollout: a generator function, see `episode`.
 
         reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
-        0, and one whose function fails None.
+        0, and one whose function fails None. shows_environment: whether reward functions ask for `environments`.
         """
         self._engine = engine
         self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
@@ -182,6 +202,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._limits = limits
         self._reward_names = reward_names
+        self._shows_environment = shows_environment
         self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
         self._num_sampled = 0
         self._num_failed = 0
@@ -215,6 +236,7 @@ class EpisodeRunner:
             prompt_ids=list(request.prompt_ids),
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
+            environment={} if self._shows_environment else None,
         )
         return RunningEpisode(request, episode, self._host.begin(episode))
 
@@ -238,8 +260,8 @@ class EpisodeRunner:
     def step(self) -> list[Rollout]:
         """Decode one more token of each episode that has a turn; returns the rollouts of those that have ended.
 
-        If none has a turn, wait a moment for replies. Raises InputError for what the function may not ask for, and
-        RolloutError for a failure in its own process, naming function, row and turn.
+        If none has a turn, wait a moment for replies. Raises RolloutError for what the function may not ask for, and
+        for a failure in its own process, naming function, row and turn.
         """
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
@@ -290,8 +312,8 @@ class EpisodeRunner:
     def restore(self, recorded: Sequence[RecordedEpisode]) -> list[RunningEpisode]:
         """Paused episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
-        One that then does something else than it did begins anew, and is counted. Raises InputError if a function may
-        not ask for what it asks for, RolloutError if it fails.
+        One that then does something else than it did begins anew, and is counted. Raises RolloutError if it fails or
+        asks for what it may not ask for.
         """
         restored = [self.begin(one.request) for one in recorded]
         left = {running.number: i for i, running in enumerate(restored)}
@@ -305,7 +327,10 @@ class EpisodeRunner:
                     continue
                 if isinstance(reply, Failed):
                     raise RolloutError(self._failure(restored[i], reply.why))
-                replay = self._replay_turn(restored[i], recorded[i], reply)
+                try:
+                    replay = self._replay_turn(restored[i], recorded[i], reply)
+                except InputError as error:
+                    raise RolloutError(self._failure(restored[i], str(error))) from None
                 if replay == "goes on":
                     continue
                 del left[number]
@@ -340,7 +365,8 @@ class EpisodeRunner:
         before = recorded.branches.get(present.branch.number)
         if before is None or before.prompt_ids != present.request.prompt_ids:
             return "differs"
-        if appended(new_ids) != before.sampled[present.num_before : present.request.turn_start]:
+        appended_before = before.sampled[present.num_before : present.request.turn_start]
+        if appended_before.is_sampled.any() or appended_before.tokens.tolist() != new_ids:
             return "differs"
         num_ended = len(running.turn_ends)
         if num_ended == len(recorded.turn_ends):
@@ -371,14 +397,12 @@ class EpisodeRunner:
         try:
             new_ids = self._begin_turn(running, reply)
         except InputError as error:
-            if self._host.on_error is None:
-                raise
             if not isinstance(reply, Ended):
                 self._host.close(running.number)
             self._fail(running, str(error))
             return
         if isinstance(reply, Ended):
-            self._end(running, reply.reason or self._reason_of_last_turn(running), reply.returned)
+            self._end(running, reply.reason, reply.returned)
         elif new_ids is None:  # there was no room for what it asked for
             self._cut_off(running, "length")
         elif limit := self._reached_limit(running):
@@ -439,7 +463,7 @@ class EpisodeRunner:
     def _reached_limit(self, running: RunningEpisode) -> str | None:
         """The finish reason of an episode that may not have the turn it asks for; None if it may."""
         limits = self._limits
-        if 0 < limits.max_turns <= len(running.turn_ends):
+        if len(running.turn_ends) >= (limits.max_turns or MAX_TURNS):
             return "max_turns"
         if self._room_to_sample(running) < 1:
             return "max_tokens"
@@ -456,7 +480,7 @@ class EpisodeRunner:
 
     def _reason_of_last_turn(self, running: RunningEpisode) -> str:
         """The finish reason of an episode that ends because its function does."""
-        reason = running.turn_ends[-1].finish_reason
+        reason = running.episode.all_turns[-1].finish_reason
         return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
@@ -465,13 +489,23 @@ class EpisodeRunner:
         self._end(running, limit)
 
     def _end(
-        self, running: RunningEpisode, finish_reason: str, returned: Mapping[str, float | None] | None = None
+        self,
+        running: RunningEpisode,
+        finish_reason: str | None,
+        returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode behind its last turn. returned: by its function, if that has ended."""
+        """End an episode behind its last turn. returned: by its function, if that has ended.
+
+        finish_reason: None for that of the last turn. Raises RolloutError if nobody saw any turn.
+        """
+        running.episode.drop_unseen()
+        if not running.episode.all_turns:
+            raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
-        self._ended.append(running.rollout(finish_reason, record))
+        reason = finish_reason or self._reason_of_last_turn(running)
+        self._ended.append(running.rollout(reason, record))
         for branch in running.branches.values():
             if branch.is_held:
                 self._over.append(branch.request.rollout_id)
@@ -520,7 +554,10 @@ class EpisodeRunner:
             appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
             inserted=present.inserted,
             reader=_Reader(
-                self._prompts.tokenizer, rollout.tokens, first, num_prompt_tokens + present.answer_start
+                self._prompts.tokenizer.with_tools(present.branch.tools),
+                rollout.tokens,
+                first,
+                num_prompt_tokens + present.answer_start,
             ).of_turn(),
         )
         present.rollout = rollout
@@ -538,15 +575,7 @@ class EpisodeRunner:
             refuse(not running.turn_ends, f"{self._name}(episode): ended without a turn; it must yield one")
             self._check_rewards(running.episode, asked.returned)
             return None
-        if not isinstance(asked, Generate):
-            raise InputError(
-                f"{self._name}(episode): yields {asked!r:.80}; expected `yield episode.generate()`"
-            )
-        is_number = type(asked.max_tokens) is int
-        refuse(
-            asked.max_tokens is not None and (not is_number or asked.max_tokens < 1),
-            f"{self._name}(episode): generate(max_tokens={asked.max_tokens!r:.80}): must be at least 1",
-        )
+        assert isinstance(asked, Generate)
         present = self._branch(running, asked)
         if present is None:
             return None
@@ -560,10 +589,13 @@ class EpisodeRunner:
             )
             return None
         running.present = present
-        present.inserted = [dict(message) for message in asked.after] if is_messages(asked.after) else []
-        for message in present.inserted:
+        messages = asked.after if is_messages(asked.after) else []
+        for message in messages:
             if message["role"] == "tool":
                 self._num_tool_results[message["content"].startswith(TOOL_ERROR)] += 1
+        present.inserted = [dict(message) for message in messages]
+        for message, content in zip(present.inserted, asked.contents, strict=False):
+            message["content"] = message["content"] if content is None else content
         # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
         room_to_sample = max(1, self._room_to_sample(running))
         present.turn_limit = turn_start + min(room, room_to_sample, asked.max_tokens or room)
@@ -580,11 +612,7 @@ class EpisodeRunner:
         request = running.request
         if number != 0:
             place = self._place(running.episode)
-            is_number = type(number) is int and number > 0
-            refuse(
-                not is_number, f"{place}: branch {number!r:.80}; write `episode.branch(messages).generate()`"
-            )
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place)
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
             rollout_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(rollout_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
@@ -630,17 +658,13 @@ class EpisodeRunner:
         refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
-        return self._prompts.appended_ids(after, place, end_id=end_id)
+        return self._prompts.appended_ids(after, place, end_id=end_id, tools=branch.tools)
 
     def _place(self, episode: Episode) -> str:
         return f"{self._name}(episode), for the row at {episode.row.place}"
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
         """The test for these strings, made once for all turns that have them."""
-        refuse(
-            not all(isinstance(string, str) for string in strings),
-            f"{self._name}(episode): generate(stop={list(strings)!r:.80}): expected texts",
-        )
         if strings not in self._stop_tests:
             self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
         return self._stop_tests[strings]

@@ -5,7 +5,16 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.collect.episode import End, Episode, Generate, RolloutFunction, Turn, Turns, returned_rewards
+from minirl.collect.episode import (
+    End,
+    Episode,
+    Generate,
+    RolloutFunction,
+    Turn,
+    Turns,
+    checked_turn,
+    given_at_end,
+)
 from minirl.errors import InputError, refuse
 
 
@@ -23,7 +32,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A function has raised, hung, died or sent nonsense: `why`. Only in a process of its own; it runs no more."""
+    """A function asks for nonsense or, in a process of its own, has raised, hung or died: `why`. It runs no more."""
 
     why: str
 
@@ -36,11 +45,11 @@ class Host(Protocol):
 
     With a reply the episode has the rewards that were given before it.
 
-    name: of the function. on_error: what is done about failures, "stop" or "end"; None where it never replies `Failed`.
+    name: of the function. on_error: what is done about failures, "stop" or "end".
     """
 
     name: str
-    on_error: str | None
+    on_error: str
 
     def begin(self, episode: Episode) -> int:
         """Call the function for an episode, which is replied to; returns the number that replies have."""
@@ -59,9 +68,9 @@ class Host(Protocol):
 
 
 class InProcess:
-    """Runs a function in this process, where it replies at once and what it raises is raised."""
+    """Runs a function in this process, where it replies at once. What it raises is raised, but for InputErrors."""
 
-    on_error: str | None = None
+    on_error = "stop"
 
     def __init__(self, function: RolloutFunction):
         self.name = getattr(function, "__name__", "rollout")
@@ -76,11 +85,11 @@ class InProcess:
             inspect.isasyncgen(turns),
             f"{self.name}(episode): is `async def`; such a function runs in a worker process, with --rollout",
         )
-        refuse(
-            not inspect.isgenerator(turns),
-            f"{self.name}(episode): is no generator; write `turn = yield episode.generate()`",
-        )
         number = next(self._numbers)
+        is_generator = inspect.isgenerator(turns)
+        if not is_generator:
+            self._replies.append((number, Failed("is no generator; write `turn = yield episode.generate()`")))
+            return number
         self._running[number] = (episode, turns)
         self._advance(number, None)
         return number
@@ -102,21 +111,24 @@ class InProcess:
 
     def _advance(self, number: int, turn: Turn | None) -> None:
         """Let the function go on; without a turn it begins."""
-        reply: Any
         episode, turns = self._running[number]
+        reply: Reply
         try:
-            reply = next(turns) if turn is None else turns.send(turn)
-        except StopIteration as end:
-            episode.is_closed = True
-            del self._running[number]
-            reply = Ended(self._returned(episode, end.value), episode.end_reason)
-        if isinstance(reply, End):
-            self.close(number)
-            reply = Ended(reason=episode.end_reason)
+            reply = self._next(episode, turns, turn)
+            if not isinstance(reply, Generate):
+                self.close(number)
+        except InputError as error:
+            self._running.pop(number, None)
+            reply = Failed(str(error))
         self._replies.append((number, reply))
 
-    def _returned(self, episode: Episode, value: Any) -> dict[str, float | None]:
+    def _next(self, episode: Episode, turns: Turns, turn: Turn | None) -> Reply:
+        """What a function replies. Raises InputError for what means nothing."""
         try:
-            return returned_rewards(value)
-        except InputError as error:
-            raise InputError(f"{self.name}(episode), for the row at {episode.row.place}: {error}") from None
+            yielded: Any = next(turns) if turn is None else turns.send(turn)
+        except StopIteration as end:
+            return Ended(*given_at_end(episode, end.value))
+        if not isinstance(yielded, End):
+            return checked_turn(yielded)
+        episode.end(yielded.reason)
+        return Ended(*given_at_end(episode, None))

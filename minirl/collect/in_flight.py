@@ -11,7 +11,7 @@ from torch import Tensor
 from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
 from minirl.data.prompts import PromptStream
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, Sampled, rollout_of
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpi
     """
     branches = {}
     for branch in record.get("branches", [record]):
-        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), _sampled_of(branch))
+        sampled = Completion(*(branch[name] for name in ("tokens", "is_sampled", "logprobs", "versions")))
+        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), sampled)
     return RecordedEpisode(request, branches, [TurnEnd(*end) for end in record["turn_ends"]])
 
 
@@ -103,12 +104,6 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
 def id_of(record: Mapping[str, Any]) -> RolloutId:
     """Whose record it is. Records of before there were branches have no number of one."""
     return RolloutId(*record["id"])
-
-
-def _sampled_of(record: Mapping[str, Any]) -> tuple[Sampled, ...]:
-    """The tokens after a prompt."""
-    names = ("tokens", "logprobs", "versions", "is_sampled")
-    return tuple(map(Sampled, *(record[name].tolist() for name in names)))
 
 
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:

@@ -1,7 +1,9 @@
 """A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has a path of its own that nobody can guess.
 
-Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form; nothing waits for it
-longer than its session lasts.
+Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection outlives
+the sessions that were asked for on it: a client that many programs share uses it again for any of them. While there are
+places the server closes none that waits for a request, since the next one may be on its way; when they run short it
+says so in the answers.
 
 Standard library only. Nothing here is collective.
 """
@@ -13,14 +15,14 @@ import json
 import resource
 import secrets
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 MAX_HEAD = 1 << 15
 MAX_BODY = 1 << 22
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 512
 # For a connection's first request, for the rest of one, and for taking an answer.
 REQUEST_S = 30.0
 # For what a client still sends when it has been refused: it may read only afterwards.
@@ -57,17 +59,42 @@ class Answer:
 
 
 # Takes method, path behind the session's own, and body. Raises HttpError.
-Handler = Callable[[str, str, bytes], Awaitable[Answer]]
+Handler = Callable[[str, str, bytes], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(eq=False)
 class Session:
-    """What is served under one path. idle: connections whose last request was for it, and that have no other one."""
+    """What is served under one path."""
 
     url: str
     handler: Handler
     is_open: bool = True
-    idle: set[asyncio.StreamWriter] = field(default_factory=set)
+
+
+class _Reader(asyncio.StreamReader):
+    """has_ended: set as soon as the client sends no more, whatever of it is still unread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        super().__init__(limit=MAX_HEAD, loop=loop)
+        self.has_ended = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.has_ended.set()
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self.has_ended.set()
+
+
+@dataclass(eq=False)
+class _Connection:
+    """has_token: whether it had a request for a session. is_answering: whether it has one now."""
+
+    reader: _Reader
+    writer: asyncio.StreamWriter
+    has_token: bool = False
+    is_answering: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,21 +124,30 @@ class _Head:
         return int(size)
 
 
+def max_connections() -> int:
+    """How many connections a process serves: it needs descriptors for other things, their other ends among them."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft_limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft_limit // 4)
+
+
 class LoopbackServer:
     """Serves sessions. Use `of_this_loop`."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._port = 0
-        self._num_connections = 0
-        # User code needs descriptors too, and so does the other end of connections from this process.
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        is_limited = soft_limit != resource.RLIM_INFINITY
-        self._max_connections = min(MAX_CONNECTIONS, soft_limit // 4) if is_limited else MAX_CONNECTIONS
+        # Those that wait for a request are in the order in which they began to.
+        self._connections: dict[_Connection, None] = {}
+        self._max_connections = max_connections()
 
     async def start(self) -> "LoopbackServer":
         """Listen at a port that is free."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_HEAD)
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.StreamReaderProtocol:
+            return asyncio.StreamReaderProtocol(_Reader(loop), self._serve, loop)
+
+        server = await loop.create_server(protocol, "127.0.0.1", 0, backlog=self._max_connections)
         self._port = server.sockets[0].getsockname()[1]
         return self
 
@@ -123,50 +159,64 @@ class LoopbackServer:
         return session
 
     def close(self, session: Session) -> None:
-        """End a session and its connections. Those that have a request end behind its answer."""
+        """End a session: whoever asks for it from now on is told so. Its connections stay."""
         session.is_open = False
         self._sessions = {token: other for token, other in self._sessions.items() if other is not session}
-        for writer in session.idle:
-            writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of a connection."""
-        self._num_connections += 1
+        assert isinstance(reader, _Reader)
+        connection = _Connection(reader, writer)
+        # `drain` then waits until the client has taken the answer, except for what the system keeps of it.
+        writer.transport.set_write_buffer_limits(0)
         try:
-            # Such an error is the client's, who has gone.
+            # Such an error is the client's, who has gone, or does not read.
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                await self._serve_all(reader, writer)
+                await self._serve_all(connection)
         finally:
-            self._num_connections -= 1
-            writer.close()
+            self._connections.pop(connection, None)
+            # `close` would wait for a client that does not read.
+            writer.transport.abort()
 
-    async def _serve_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_all(self, connection: _Connection) -> None:
+        reader, writer = connection.reader, connection.writer
         limit_s: float | None = REQUEST_S
-        idle: set[asyncio.StreamWriter] = set()
         try:
-            if self._num_connections > self._max_connections:
-                message = f"more than {self._max_connections} connections are open"
-                raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, message)
+            self._take_place(connection)
             keeps_alive = True
             while keeps_alive:
+                self._connections[connection] = self._connections.pop(connection)
                 head = await _read_head(reader, limit_s)
-                idle.discard(writer)
                 session, path = self._find(head.path)
+                connection.has_token = connection.is_answering = True
                 body = await _read_body(reader, writer, head)
-                answer = await _answer(session, head.method, path, body)
-                keeps_alive = head.keeps_alive and session.is_open
-                await _write(writer, answer, keeps_alive=keeps_alive)
-                if not session.is_open:
-                    # It ended while the answer was written.
+                if reader.has_ended.is_set() or writer.is_closing():
                     return
-                # From here on the connection is closed with the session.
+                answer = await _answer(session.handler(head.method, path, body), reader)
+                # A client uses no connection again of which it is told so, whereas it may just be using one that is
+                # closed without a word.
+                keeps_alive = head.keeps_alive and 2 * len(self._connections) <= self._max_connections
+                await _write(writer, answer, keeps_alive=keeps_alive)
+                connection.is_answering = False
                 limit_s = None
-                idle = session.idle
-                idle.add(writer)
         except HttpError as error:
             await _refuse(reader, writer, error)
-        finally:
-            idle.discard(writer)
+
+    def _take_place(self, connection: _Connection) -> None:
+        """Count a new connection. If there are too many, drop one that waits: without a token, or else the oldest.
+
+        Raises HttpError if all have requests.
+        """
+        waiting = [other for other in self._connections if not other.is_answering]
+        self._connections[connection] = None
+        if len(self._connections) <= self._max_connections:
+            return
+        if not waiting:
+            message = f"more than {self._max_connections} connections are open"
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, message)
+        dropped = min(waiting, key=lambda other: other.has_token)
+        del self._connections[dropped]
+        dropped.writer.transport.abort()
 
     def _find(self, path: str) -> tuple[Session, str]:
         """The session of a path, and what is behind its own part of it. Raises HttpError."""
@@ -190,11 +240,20 @@ async def of_this_loop() -> LoopbackServer:
     return await asyncio.shield(_servers[loop])
 
 
-async def _answer(session: Session, method: str, path: str, body: bytes) -> Answer:
+async def _answer(handling: Coroutine[Any, Any, Answer], reader: _Reader) -> Answer:
+    """The answer that a handler makes. Raises ConnectionError if the client hangs up before: nobody waits for it."""
+    answering = asyncio.ensure_future(handling)
+    ended = asyncio.ensure_future(reader.has_ended.wait())
     try:
-        return await session.handler(method, path, body)
+        await asyncio.wait((answering, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ConnectionError
+        return answering.result()
     except HttpError as error:
         return error.answer()
+    finally:
+        answering.cancel()
+        ended.cancel()
 
 
 async def _read_head(reader: asyncio.StreamReader, limit_s: float | None) -> _Head:

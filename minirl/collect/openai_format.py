@@ -5,16 +5,17 @@ What would be sampled otherwise than the run samples is refused: sampling is the
 Standard library only.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from math import isfinite
 from typing import Any
 
 from minirl.collect.episode import Episode, Turn
 from minirl.collect.loopback import Answer, HttpError
+from minirl.data.tools import tool_schemas
 from minirl.errors import InputError
 
 MODEL = "policy"
@@ -32,7 +33,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
@@ -61,26 +62,30 @@ _DROPPED_KEYS = {
 class Asked:
     """A request. prompt: messages, text or token ids, from the beginning on. stop, max_tokens: as in `Generate`.
 
-    write: makes the answer of a turn.
+    write: makes the answer of a turn. tools: those that a prompt of messages tells of. reads_calls: whether calls of
+    tools are looked for in the answer; otherwise they are part of its text.
     """
 
     prompt: list[Any] | str
     stop: tuple[str, ...]
     max_tokens: int | None
     write: Callable[["Sampled"], Answer]
+    tools: list[dict[str, Any]] | None = None
+    reads_calls: bool = True
 
 
 @dataclass(frozen=True)
 class Sampled:
     """The answer to a request. number: of the turn in its episode. num_prompt_tokens: all before the turn.
 
-    stop: the strings that may have ended it. Programs do not get them, and neither what follows in the last token.
+    asked: the request. Of what ends with one of its stop strings a program gets neither the string nor what follows in
+    the last token.
     """
 
     turn: Turn
     number: int
     num_prompt_tokens: int
-    stop: tuple[str, ...]
+    asked: Asked
 
     @functools.cached_property
     def text(self) -> str:
@@ -90,11 +95,11 @@ class Sampled:
     @functools.cached_property
     def message(self) -> dict[str, Any]:
         """What a program gets as a message, with texts of JSON as arguments of calls."""
-        try:
-            said = self.turn.message
-        except InputError:
-            # It is not known how the model writes calls.
-            said = {"content": self.turn.text}
+        said: dict[str, Any] = {"content": self.turn.text}
+        if self.asked.reads_calls:
+            # Without tools it need not be known how the model writes calls.
+            with contextlib.suppress(InputError):
+                said = self.turn.message
         message: dict[str, Any] = {"role": "assistant", "content": self._cut(said["content"] or "")}
         for key in ("reasoning_content", "parse_error"):
             if key in said:
@@ -105,7 +110,7 @@ class Sampled:
         return message
 
     def _cut(self, text: str) -> str:
-        ends = [text.find(string) for string in self.stop if string in text]
+        ends = [text.find(string) for string in self.asked.stop if string in text]
         return text[: min(ends, default=len(text))]
 
 
@@ -123,6 +128,8 @@ def read_request(path: str, body: bytes, episode: Episode) -> Asked:
     except (ValueError, RecursionError) as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"the request is no JSON: {error}") from None
     _refuse(not isinstance(fields, dict), "the request is no JSON object")
+    for key, value in fields.items():
+        _check_characters(value, ascii(key)[1:-1])
     return readers[path]({key: value for key, value in fields.items() if value is not None}, episode)
 
 
@@ -184,12 +191,10 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     sampling = _read_sampling(fields, episode, "messages", "tools", "stream", "stream_options")
     what = "messages: the run's prompts are text, to which no template is applied; see --chat, or use completions"
     _refuse(not episode.is_chat, what)
-    tools = fields.get("tools", [])
-    _refuse(
-        tools not in ([], episode.tools),
-        f"tools: they are not the run's {[tool['function']['name'] for tool in episode.tools]}; the prompts tell of "
-        "tools before there are episodes: give them to the run",
-    )
+    try:
+        tools = tool_schemas(fields.get("tools", [])) or episode.tools
+    except InputError as error:
+        raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
     messages = fields.get("messages")
     _refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
     assert isinstance(messages, list)
@@ -199,7 +204,8 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
         options = fields.get("stream_options", {})
         has_usage = isinstance(options, dict) and options.get("include_usage") is True
         write = _streamed(write, has_usage=has_usage)
-    return Asked([_read_message(message, i) for i, message in enumerate(messages)], *sampling, write)
+    prompt = [_read_message(message, i) for i, message in enumerate(messages)]
+    return Asked(prompt, *sampling, write, tools, reads_calls=fields.get("tool_choice") != "none")
 
 
 def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
@@ -208,7 +214,6 @@ def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         _refuse(episode.is_chat, "prompt: the run's prompts are messages; send messages, or token ids")
-        _check_text(prompt, "prompt")
         _refuse(not prompt, "prompt: expected text, or token ids")
     else:
         _check_ids(prompt, "prompt")
@@ -241,9 +246,10 @@ def _read_sampling(
         _refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
     temperature = fields.get("temperature", episode.temperature)
     # Evaluations may be greedy. Programs do not know of it.
-    is_greedy = episode.temperature == 0
+    is_greedy = episode.temperature == 0 and type(temperature) in (int, float) and temperature >= 0
+    is_same = type(temperature) in (int, float) and temperature == episode.temperature
     _refuse(
-        not _is_number(temperature) or (temperature != episode.temperature and not is_greedy),
+        not is_same and not is_greedy,
         f"temperature: this run samples with {episode.temperature:g}; leave it out",
     )
     stop = fields.get("stop", [])
@@ -252,7 +258,6 @@ def _read_sampling(
     _refuse(not is_list, "stop: expected text or a list of texts")
     for string in strings:
         _refuse(not string or "\ufffd" in string, "stop: '' and U+FFFD end no text")
-        _check_text(string, "stop")
     limits = [fields[key] for key in ("max_completion_tokens", "max_tokens") if key in fields]
     for limit in limits:
         _refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
@@ -276,12 +281,15 @@ def _read_message(message: Any, i: int) -> dict[str, Any]:
         content = "".join(_part_text(part, place) for part in content)
     message["content"] = content
     for key in message.keys() - {"tool_calls"}:
-        _check_text(message[key], f"{place}: {key}")
+        _refuse(not isinstance(message[key], str), f"{place}: {key}: expected text")
     _refuse("role" not in message, f"{place}: has no role")
     calls = message.pop("tool_calls", [])
     _refuse(
         not isinstance(calls, list) or not all(map(_is_call, calls)), f"{place}: tool_calls: expected calls"
     )
+    for call in calls:
+        # Half a surrogate pair may be spelt out in it once more.
+        _check_characters(_json_value(call["function"]["arguments"]), f"{place}: tool_calls")
     if calls:
         message["tool_calls"] = calls
     return message
@@ -301,21 +309,19 @@ def _is_call(call: Any) -> bool:
     )
 
 
-def _check_text(text: Any, place: str) -> None:
-    _refuse(not isinstance(text, str), f"{place}: expected text")
+def _check_characters(value: Any, place: str) -> None:
+    r"""Refuse half a surrogate pair ("\ud800") anywhere in a JSON value: it cannot be tokenized."""
     try:
-        text.encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is no text") from None
+    except RecursionError:
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
 
 
 def _check_ids(ids: Any, place: str) -> None:
     is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
     _refuse(not is_ids, f"{place}: expected token ids")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
 
 
 def _refuse(is_wrong: bool, message: str) -> None:

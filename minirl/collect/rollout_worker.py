@@ -7,13 +7,15 @@ a piece is what a function does from a turn to the next `yield`.
 
 Protocol: as of `minirl.rewards.worker`, with these messages.
 
-- The first request is {"id", "path"}; the answer is {"is_async"} or {"error"}. With a fourth argument the answer has
-  "tools" too, the JSON schemas, and is the only one.
+- The first request is {"id", "path"}; the answer is {"is_async", "max_episodes"} or {"error"}: how many episodes of the
+  function a process takes at a time, if it says so. With a fourth argument the answer has "tools" in place of the
+  latter, the JSON schemas, and "gives_reward", and is the only one.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", the "seconds" that it took, "rewards", what was given since the last turn, and
-  {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
+- Every answer has "episode", its "environment", the "seconds" that it took, "rewards", what was given since the last
+  turn, "unseen", the branches whose last turn nobody saw, and {"asked": the fields of `Generate`},
+  {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -30,7 +32,7 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Generate, Turn, TurnReader, returned_rewards
+from minirl.collect.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.collect.tool_loop import Loaded, load
 from minirl.data.tools import tool_schemas
 from minirl.errors import InputError, refuse
@@ -63,7 +65,8 @@ def main() -> None:
         trainer.send(describe(loaded))
         trainer.requests.readline()  # until the trainer ends this process
         return
-    trainer.send({"is_async": loaded.is_async})
+    max_episodes = getattr(loaded.function, "max_episodes", None)
+    trainer.send({"is_async": loaded.is_async, "max_episodes": max_episodes})
     server = Server(trainer, loaded.function)
     if not loaded.is_async:
         for line in trainer.requests:
@@ -78,7 +81,11 @@ def main() -> None:
 def describe(loaded: Loaded) -> dict[str, Any]:
     """The answer that has the schemas of the tools. It needs transformers, which other workers do not import."""
     try:
-        return {"is_async": loaded.is_async, "tools": tool_schemas(loaded.tools)}
+        return {
+            "is_async": loaded.is_async,
+            "tools": tool_schemas(loaded.tools),
+            "gives_reward": loaded.gives_reward,
+        }
     except InputError as error:
         return {"error": str(error)}
 
@@ -169,16 +176,20 @@ class Hosted:
         self._function = function
         self._turns: Any = None
 
-    @property
-    def given(self) -> dict[str, float]:
-        """The rewards that were given since the last turn."""
-        return self._episode.rewards[-1]
+    def since_last_turn(self) -> dict[str, Any]:
+        """The rewards that were given since the last turn, the branches whose last turn nobody saw, the environment."""
+        unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
+        return {
+            "rewards": self._episode.rewards[-1],
+            "unseen": unseen,
+            "environment": self._episode.environment,
+        }
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a request; returns the answer. Raises what the user's code raises."""
         if "close" in request:
             await self._close()
-            return self._ended(None)
+            return {"ended": True, "returned": {}, "reason": None}
         answer = None
         if self._turns is None:
             self._turns = self._function(self._episode)
@@ -227,38 +238,39 @@ class Hosted:
 
     async def _advance(self, turn: Turn | None) -> dict[str, Any]:
         """Let the function go on to its next `yield`, or to its end; returns the answer."""
+        has_ended, value = True, None
         try:
             is_async = inspect.isasyncgen(self._turns)
-            asked = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
+            value = self._turns.send(turn) if not is_async else await self._turns.asend(turn)
+            has_ended = False
         except StopAsyncIteration:
-            return self._ended(None)
+            pass
         except StopIteration as end:
-            return self._ended(end.value)
-        if isinstance(asked, End):
-            await self._close()
-            return self._ended(None)
-        return _asked(asked)
-
-    def _ended(self, returned: Any) -> dict[str, Any]:
-        """The answer of a function that has ended."""
+            value = end.value
         try:
-            rewards = returned_rewards(returned)
+            if not has_ended and isinstance(value, End):
+                self._episode.end(value.reason)
+                await self._close()
+                has_ended, value = True, None
+            return self._ended(value) if has_ended else _asked(value)
         except InputError as error:
             return {"error": str(error)}
-        return {"ended": True, "returned": rewards, "reason": self._episode.end_reason}
+
+    def _ended(self, returned: Any) -> dict[str, Any]:
+        """The answer of a function that has ended. Raises InputError."""
+        rewards, reason = given_at_end(self._episode, returned)
+        return {"ended": True, "returned": rewards, "reason": reason}
 
 
-def _asked(asked: Any) -> dict[str, Any]:
-    """The answer for what a function has yielded, as it will be read from JSON."""
-    if not isinstance(asked, Generate):
-        return {"error": f"yields {asked!r:.80}; expected `yield episode.generate()`"}
+def _asked(yielded: Any) -> dict[str, Any]:
+    """The answer for what a function has yielded, as it will be read from JSON. Raises InputError."""
+    asked = checked_turn(yielded)
     after = asked.after if isinstance(asked.after, str) else list(asked.after)
     try:
         text = dumps({**vars(asked), "after": after})
     except (TypeError, ValueError, RecursionError):
-        return {"error": f"yields {asked!r:.80}; expected text, numbers and lists of them"}
-    if len(text) > MAX_ASKED:
-        return {"error": f"asks for a turn with {len(text)} characters; at most {MAX_ASKED}"}
+        raise InputError(f"yields {asked!r:.80}; expected text, numbers and lists of them") from None
+    refuse(len(text) > MAX_ASKED, f"asks for a turn with {len(text)} characters; at most {MAX_ASKED}")
     return {"asked": loads(text)}
 
 
@@ -285,7 +297,7 @@ class Server:
         seconds = time.monotonic() - began
         if "asked" not in answer:
             del self._hosted[number]
-        self._trainer.send({"episode": number, "seconds": seconds, **answer, "rewards": hosted.given})
+        self._trainer.send({"episode": number, "seconds": seconds, **answer, **hosted.since_last_turn()})
 
     async def serve(self) -> None:
         """Answer requests, each as soon as it can be."""

@@ -74,21 +74,23 @@ class RolloutWorkers:
         """
         self.name = name
         self.kind = kind
-        self.on_error: str | None = on_error
-        # JSON schemas of the tools that the function calls.
+        self.on_error = on_error
+        # JSON schemas of the tools that the function calls; whether it is of an environment with `get_reward`.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
         self._numbers = itertools.count()
         self._of_episode: dict[int, _Worker] = {}
         # The kinds of notes that were printed: each is printed once.
         self._printed_notes: set[str] = set()
         self.workers: list[_Worker] = []
-        arguments = [kind, source, name]
+        self._arguments = [kind, source, name]
+        self._timeout_s = timeout_s
         try:
             # All load the file at the same time.
             for _ in range(num_workers):
-                self.workers.append(_Worker(arguments, timeout_s=timeout_s))
+                self.workers.append(_Worker(self._arguments, timeout_s=timeout_s))
             if kind != "rollout":
-                self.workers.append(_Worker([*arguments, "describe"], timeout_s=timeout_s))
+                self.workers.append(_Worker([*self._arguments, "describe"], timeout_s=timeout_s))
             while not all(worker.is_ready for worker in self.workers):
                 self._wait(1.0)
                 for worker in self.workers:
@@ -101,16 +103,25 @@ class RolloutWorkers:
             describer = self.workers.pop()
             describer.kill()
             self.tools = describer.tools
+            self.gives_reward = describer.gives_reward
+        # That a process takes at a time.
+        self._max_episodes = self.workers[0].max_episodes
 
     def begin(self, episode: Episode) -> int:
-        """As `Host`. Raises InputError for a row that cannot be sent as JSON."""
+        """As `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
         number = next(self._numbers)
-        worker = self.workers[number % len(self.workers)]
         try:
+            worker = min(self.workers, key=lambda worker: worker.num_episodes)
+            if worker.num_episodes >= self._max_episodes:
+                # An episode that waited for another to end might wait for ever: those of a group begin together.
+                worker = _Worker(self._arguments, timeout_s=self._timeout_s)
+                self.workers.append(worker)
             worker.begin(number, episode)
         except (TypeError, ValueError, RecursionError) as error:
             message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
             raise InputError(message) from None
+        except RolloutError as error:
+            raise RolloutError(f"rollout {self.name}: {error}") from None
         self._of_episode[number] = worker
         return number
 
@@ -189,8 +200,10 @@ class _Worker:
     def __init__(self, arguments: Sequence[str], *, timeout_s: float):
         """arguments: of the program. Raises RolloutError if the system starts no process."""
         self._arguments = arguments
-        # What the first answer says of them.
+        # What the first answer says.
         self.tools: list[dict[str, Any]] = []
+        self.gives_reward = False
+        self.max_episodes = sys.maxsize
         self._timeout_s = timeout_s
         self._hosted: dict[int, _Hosted] = {}
         # Episodes to be sent; those to be sent before them, one at a time.
@@ -213,6 +226,11 @@ class _Worker:
         """Whether the process has to send something."""
         return not self.is_ready or bool(self._awaited)
 
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes have begun and not ended."""
+        return len(self._hosted)
+
     def begin(self, number: int, episode: Episode) -> None:
         """Call the function for a new episode. Raises what `json.dumps` raises of its row."""
         row = episode.row
@@ -225,6 +243,7 @@ class _Worker:
             "prompt_ids": episode.prompt_ids,
             "is_chat": episode.is_chat,
             "temperature": episode.temperature,
+            "environment": episode.environment,
         }
         json.dumps(begin)
         self._hosted[number] = _Hosted(episode, begin)
@@ -310,6 +329,8 @@ class _Worker:
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
+        self.gives_reward = answer.get("gives_reward") is True
+        self.max_episodes = answer.get("max_episodes") or sys.maxsize
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
         """Start another process in place of one that is no good; returns the reply of the episode that has failed.
@@ -420,6 +441,9 @@ class _Worker:
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
         hosted.episode.rewards[-1] = answer["rewards"]
+        hosted.episode.environment = answer["environment"]
+        for unseen in answer["unseen"]:
+            hosted.episode.branches[unseen].drops_last = True
         asked = answer.get("asked")
         if isinstance(asked, dict):
             hosted.asked.append(asked)
@@ -434,9 +458,11 @@ class _Worker:
 
 
 def _has_rewards(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has rewards as the worker's own code sends them."""
+    """Whether an answer has rewards, and an environment, as the worker's own code sends them."""
     given, returned = answer.get("rewards"), answer.get("returned", {})
     if not isinstance(given, dict) or not isinstance(returned, dict) or None in given.values():
+        return False
+    if not isinstance(answer.get("environment"), dict | None):
         return False
     try:
         returned_rewards(given)

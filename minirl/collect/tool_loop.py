@@ -1,34 +1,42 @@
 """The rollouts of --tools and --environment: while a turn calls tools, call them and go on with their results.
 
 The conventions are those of TRL's GRPOTrainer (`tools`, `environment_factory`): functions with type hints and
-docstrings, and classes with `reset(**row) -> str | None`, `get_reward()` and public methods, which are the tools.
+docstrings, and classes with `reset(**row) -> str | None` and public methods, which are the tools. An object's reward
+comes from its `get_reward()`, or from a reward function that sees its attributes (`environments`).
 
 Standard library only: it runs in the workers of `rollout_workers`.
 """
 
+import contextlib
 import inspect
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minirl.collect.episode import Branch, Episode, Generate, Turn
 from minirl.data.task import Messages, as_messages
+from minirl.errors import refuse
 from minirl.rewards.worker import find_function, find_functions
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
+# Characters of an environment's attributes as JSON.
+MAX_SHOWN = 1 << 20
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What a worker runs: a rollout function, and the tools that it calls.
 
-    is_async: whether it ever waits. If not, an `async def` runs in a process without an event loop.
+    is_async: whether it ever waits. If not, an `async def` runs in a process without an event loop. gives_reward:
+    whether it is of an environment with `get_reward`.
     """
 
     function: Callable[[Episode], Any]
     is_async: bool
     tools: Sequence[Callable[..., Any]] = ()
+    gives_reward: bool = False
 
 
 def load(kind: str, source: str, name: str) -> Loaded | str:
@@ -59,15 +67,17 @@ def of_environment(factory: Callable[[], Any], name: str) -> Loaded | str:
     A first object is made to see its methods.
     """
     probe = EnvironmentSession(factory())
-    own_methods = [getattr(probe.environment, method, None) for method in OWN_METHODS]
-    if own_methods[0] is None:
+    reset, get_reward, close = (getattr(probe.environment, method, None) for method in OWN_METHODS)
+    if reset is None:
         return f"{name} has no method reset(**row)"
-    probe.is_async = any(map(inspect.iscoroutinefunction, [*probe.tools.values(), *own_methods]))
+    methods = [*probe.tools.values(), reset, get_reward, close]
+    probe.is_async = any(map(inspect.iscoroutinefunction, methods))
 
     def start() -> Session:
         return EnvironmentSession(factory(), is_async=probe.is_async)
 
-    return Loaded(_rollout(start), probe.is_async, list(probe.tools.values()))
+    tools = list(probe.tools.values())
+    return Loaded(_rollout(start), probe.is_async, tools, gives_reward=get_reward is not None)
 
 
 def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
@@ -80,10 +90,10 @@ def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerat
             turn = yield branch.generate()
             # Without tools it need not be known how the model writes calls.
             while session.tools and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
-                results = await session.results(turn.message)
+                messages, contents = await session.results(turn.message)
                 # Now: where there is no room for them, or no further turn is allowed, the episode has ended.
                 await session.give_reward(episode)
-                turn = yield branch.generate(after=results)
+                turn = yield replace(branch.generate(after=messages), contents=contents)
             if len(branch.turns) == 1:
                 await session.give_reward(episode)
         finally:
@@ -103,8 +113,11 @@ class Session:
         """The branch that the episode is: the one behind the row's prompt, or behind another one."""
         return episode
 
-    async def results(self, message: Mapping[str, Any]) -> Messages:
-        """What the calls of a turn return, one message for each, in their order; a call that cannot be read is last."""
+    async def results(self, message: Mapping[str, Any]) -> tuple[Messages, list[list[Any] | None]]:
+        """What the calls of a turn return, in their order; a call that cannot be read is last.
+
+        One message for each, and what reward functions get as its content if that is not its text.
+        """
         calls = [self._result(call["function"]) for call in message.get("tool_calls", ())]
         if self.is_async:
             # Imported late: it takes longer than all other imports of this file together.
@@ -115,7 +128,7 @@ class Session:
             results = [await call for call in calls]
         if "parse_error" in message:
             results.append(_message("unknown", {"error": message["parse_error"]}))
-        return results
+        return [message for message, _ in results], [content for _, content in results]
 
     async def give_reward(self, episode: Episode) -> None:
         """Give the reward that the episode has so far; what was given before is part of it."""
@@ -123,8 +136,8 @@ class Session:
     async def close(self) -> None:
         """The episode has ended, in whatever way."""
 
-    async def _result(self, call: Mapping[str, Any]) -> dict[str, str]:
-        """The message of a call's result; what a tool raises is the result too."""
+    async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
+        """The message of a call's result, as `_message`; what a tool raises is the result too."""
         name = str(call.get("name"))
         try:
             if name not in self.tools:
@@ -149,6 +162,7 @@ class EnvironmentSession(Session):
         """As of `Session`: what `reset` returns is written behind the prompt's last message."""
         messages = as_messages(episode.row.prompt)
         observation = await _value(self.environment.reset, **{**episode.row.columns, "prompt": messages})
+        self._show(episode)
         if observation is None:
             return episode
         if not isinstance(observation, str):
@@ -158,6 +172,7 @@ class EnvironmentSession(Session):
 
     async def give_reward(self, episode: Episode) -> None:
         """As of `Session`: what `get_reward` returns last is the reward; None adds nothing."""
+        self._show(episode)
         if not hasattr(self.environment, "get_reward"):
             return
         reward = await _value(self.environment.get_reward)
@@ -165,19 +180,57 @@ class EnvironmentSession(Session):
             episode.reward(float(reward) - self._given)
             self._given = float(reward)
 
+    def _show(self, episode: Episode) -> None:
+        """Give the episode the object's attributes as they are now, if a reward function asks for them."""
+        if episode.environment is None:
+            return
+        shown = episode.environment = {}
+        for name, value in getattr(self.environment, "__dict__", {}).items():
+            with contextlib.suppress(TypeError, RecursionError):
+                shown[name] = _same_in_json(value)
+        size = len(json.dumps(shown))
+        what = "the attributes of the environment, for reward functions that ask for `environments`"
+        refuse(
+            size > MAX_SHOWN,
+            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep what is large elsewhere",
+        )
+
     async def close(self) -> None:
         """As of `Session`: close what has a `close`."""
         if hasattr(self.environment, "close"):
             await _value(self.environment.close)
 
 
-async def _value(function: Callable[..., Any], **arguments: Any) -> Any:
-    """What a function returns, `async` or not."""
+async def _value(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """What a function returns, `async` or not. Its arguments may have any name."""
     value = function(**arguments)
     return await value if inspect.iscoroutinefunction(function) else value
 
 
-def _message(name: str, result: Any) -> dict[str, str]:
-    """The message of a tool's result, as TRL writes it. What is no character (half a surrogate pair) becomes "?"."""
+def _same_in_json(value: Any) -> Any:
+    """A value that JSON gives back as it is; numbers of NumPy and PyTorch are numbers. Raises TypeError for others."""
+    if isinstance(value, list):
+        return [_same_in_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _same_in_json(item) for key, item in value.items()}
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{type(value).__name__}: JSON has no such value")
+    return value
+
+
+def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:
+    """The message of a tool's result; and a list as it is, for reward functions: TRL does not make text of lists.
+
+    What is no character (half a surrogate pair) becomes "?". What JSON does not have becomes text, in the list too.
+    """
     content = str(result).encode("utf-8", "replace").decode()
-    return {"role": "tool", "name": name, "content": content}
+    message = {"role": "tool", "name": name, "content": content}
+    if not isinstance(result, list):
+        return message, None
+    try:
+        as_json = json.dumps(result, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # keys of another type, or a list that is in itself
+        return message, None
+    return message, json.loads(as_json.encode("utf-8", "replace"))

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from minirl.data.answers import check_readable
 from minirl.data.chat_turns import After, following_ids, is_message, is_messages
 from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tokenizer import Tokenizer
@@ -158,7 +159,10 @@ class PromptStream:
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
     def answers(self, rollout: Rollout) -> Messages:
-        """Return `messages` behind the row's prompt, as far as they begin with it."""
+        """Return `messages` behind the row's prompt, as far as they begin with it.
+
+        A prompt's last message may go on: with what an environment's `reset` returned, or with the answer.
+        """
         row = self.row(rollout.rollout_id.prompt_ordinal)
         messages = self.messages(rollout)
         for asked in as_messages(row.prompt):
@@ -166,9 +170,11 @@ class PromptStream:
             if said == asked:
                 del messages[0]
                 continue
-            # An answer that continues the prompt's last message is one with it.
-            if asked["role"] == said["role"] == "assistant" and said["content"].startswith(asked["content"]):
+            goes_on = said["role"] == asked["role"] and said["content"].startswith(asked["content"])
+            if goes_on and said["role"] == "assistant":
                 said["content"] = said["content"].removeprefix(asked["content"])
+            elif goes_on:
+                del messages[0]
             break
         return messages
 
@@ -187,16 +193,23 @@ class PromptStream:
             prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
         return prompts
 
-    def appended_ids(self, after: After, place: str, *, end_id: int | None = None) -> list[int]:
+    def appended_ids(
+        self,
+        after: After,
+        place: str,
+        *,
+        end_id: int | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """Return the ids of what is appended between two turns: text is tokenized by itself.
 
-        end_id: for messages, as in `chat_turns.following_ids`. Raises InputError naming `place` for messages that
-        cannot be rendered, and for ids that the model does not have.
+        end_id: for messages, as in `chat_turns.following_ids`. tools: that the prompt tells of. Raises InputError
+        naming `place` for messages that cannot be rendered, and for ids that the model does not have.
         """
         if isinstance(after, str):
             ids = self.tokenizer.encode_text(after, place)
         elif is_messages(after):
-            ids = following_ids(self.tokenizer, after, place, end_id=end_id)
+            ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
         else:
             ids = list(cast(Sequence[int], after))
         if any(type(i) is not int or i < 0 for i in ids):
@@ -206,10 +219,14 @@ class PromptStream:
             raise InputError(f"{place}: generate(after=...): {what}")
         return ids
 
-    def branch_ids(self, prompt: Any, place: str) -> tuple[int, ...]:
+    def branch_ids(
+        self, prompt: Any, place: str, *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
 
-        Raises InputError naming `place` for one that cannot be used. It may be too long.
+        tools: that it tells of, if it is messages; None: the tokenizer's. Raises InputError naming `place` for what
+        cannot be used: the prompt, other tools than the tokenizer's that the chat template does not show, or whose
+        calls cannot be read. The prompt may be too long.
         """
         what = f"{place}: branch({prompt!r:.80})"
         is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
@@ -220,7 +237,13 @@ class PromptStream:
             f"{what}: expected text or messages with role and content, both text, or token ids",
         )
         row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
-        ids = list(prompt) if is_ids else self.tokenizer.encode(row)
+        try:
+            tokenizer = self.tokenizer.with_tools(tools)
+            if tools and tokenizer is not self.tokenizer:
+                check_readable(tokenizer)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
+        ids = list(prompt) if is_ids else tokenizer.encode(row)
         _check_ids(row, ids, self.vocab_size)
         return tuple(ids)
 

@@ -13,9 +13,9 @@ RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 # What those reward functions get too that name them.
-EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes")
-# Each has "role" and "content".
-Messages = list[dict[str, str]]
+EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
+# Each has "role" and "content", a text; in what reward functions get also what TRL has, as `tool_calls`.
+Messages = list[dict[str, Any]]
 
 
 def as_messages(prompt: str | Messages) -> Messages:
@@ -25,14 +25,16 @@ def as_messages(prompt: str | Messages) -> Messages:
     return prompt
 
 
-def conversation(before: Messages, turns: Iterable[tuple[Messages, Callable[[], str]]]) -> Messages:
+def conversation(
+    before: Messages, turns: Iterable[tuple[Messages, Callable[[], str | dict[str, Any]]]]
+) -> Messages:
     """Return the messages of an episode behind those `before` it; an answer that continues the last one is one with it.
 
-    turns: the messages that were appended before each turn, and the text of the answer that the turn belongs to, up to
-    its end. An answer goes up to the next messages.
+    turns: the messages that were appended before each turn, and the answer that the turn belongs to, up to its end, as
+    text or as a message. An answer goes up to the next messages.
     """
     messages = [dict(message) for message in before]
-    last: Callable[[], str] | None = None
+    last: Callable[[], str | dict[str, Any]] | None = None
     for inserted, answer in turns:
         if inserted:
             _add_answer(messages, last)
@@ -42,14 +44,17 @@ def conversation(before: Messages, turns: Iterable[tuple[Messages, Callable[[], 
     return messages
 
 
-def _add_answer(messages: Messages, answer: Callable[[], str] | None) -> None:
+def _add_answer(messages: Messages, answer: Callable[[], str | dict[str, Any]] | None) -> None:
     """Add an answer to a conversation. Only the message before the episode can be the assistant's too."""
     if answer is None:
         return
+    said = answer()
+    if isinstance(said, str):
+        said = {"role": "assistant", "content": said}
     if messages and messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += answer()
-    else:
-        messages.append({"role": "assistant", "content": answer()})
+        before = messages.pop()
+        said = {**before, **said, "content": before["content"] + said["content"]}
+    messages.append(said)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
+import copy
+import functools
 import itertools
 import signal
 import threading
@@ -11,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.stop_ids import find_stop_ids
-from minirl.data.task import Messages, Row, as_messages
+from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 
@@ -20,6 +22,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # What a chat template may take for one prompt, and add to the messages.
 _TEMPLATE_SECONDS = 20.0
 _TEMPLATE_CHARACTERS = 1_000_000
+# Lists of tools that were checked and are remembered.
+_MAX_TOOL_LISTS = 64
 
 
 class Tokenizer:
@@ -53,8 +57,25 @@ class Tokenizer:
         # What `backend.decode` calls, after it has looked at each id for longer than this takes.
         self._fast_decode = self.backend.backend_tokenizer.decode if self.backend.is_fast else None
         self.tools = tool_schemas(tools)
+        # By their tools.
+        self._with_tools: dict[str, Tokenizer] = {}
         if self.tools:
             self._check_tools()
+
+    def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
+        """Return a tokenizer whose prompts tell of these tools; None: this one. Raises InputError as `__init__`."""
+        if tools is None or tools == self.tools:
+            return self
+        key = repr(tools)
+        if key not in self._with_tools:
+            other = copy.copy(self)
+            other.tools = tool_schemas(tools)
+            if other.tools:
+                other._check_tools()
+            if len(self._with_tools) == _MAX_TOOL_LISTS:
+                self._with_tools.clear()
+            self._with_tools[key] = other
+        return self._with_tools[key]
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
@@ -89,27 +110,32 @@ class Tokenizer:
             return row.prompt, True
         return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
-    def encode_answered(self, prompt: str | Messages, completion: str) -> list[int]:
+    def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
 
         Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
-        chat template.
+        chat template. Raises InputError if that does not show calls of tools.
         """
         place = "the reward model"
         if isinstance(prompt, str) and not self.chat:
+            assert isinstance(completion, str)
             ids = self._encode_text(prompt + completion, place)
             eos_id = self.backend.eos_token_id
             has_eos = ids[-1:] == [eos_id]
             if eos_id is not None and not has_eos:
                 ids.append(eos_id)
             return ids
-        messages = as_messages(prompt)
-        if messages[-1]["role"] == "assistant":
-            # The completion continues the last message.
-            completion = messages[-1]["content"] + completion
-            messages = messages[:-1]
-        answer = {"role": "assistant", "content": completion}
-        text = self.apply_template([*messages, answer], place, is_prompt=False)
+        first, others = (completion, []) if isinstance(completion, str) else (completion[0], completion[1:])
+        messages = conversation(as_messages(prompt), [([], lambda: first)]) + others
+        has_calls = any("tool_calls" in message for message in messages[-1 - len(others) :])
+        refuse(
+            has_calls and not self._shows_calls,
+            f"{place}: the chat template of {self.folder} does not show calls of tools; take prompts that are text",
+        )
+        for i, message in enumerate(messages):
+            if isinstance(message["content"], list):  # the result of a tool
+                messages[i] = {**message, "content": str(message["content"])}
+        text = self.apply_template(messages, place, is_prompt=False)
         return self._encode_text(text, place, add_special_tokens=False)
 
     def apply_template(
@@ -166,6 +192,14 @@ class Tokenizer:
             bool(hidden),
             f"tools: the chat template of {self.folder} does not show {', '.join(hidden)}; describe tools in a message",
         )
+
+    @functools.cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the chat template writes the calls of an answer."""
+        call = {"type": "function", "function": {"name": "minirlcall", "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages: Messages = [{"role": "user", "content": "a"}, answer]
+        return "minirlcall" in self.apply_template(messages, "calls of tools", is_prompt=False)
 
     def encode_text(self, text: str, place: str) -> list[int]:
         """Return the token ids of a text by itself. Special tokens are only those that are spelt in it.

@@ -12,6 +12,7 @@ Tool = dict[str, Any] | Callable[..., Any]
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The JSON schemas of tools. Raises InputError naming the tool that has none, or a name that two have."""
+    refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked(tool) for tool in tools]
     names = [tool_name(schema) for schema in schemas]
     for name in names:

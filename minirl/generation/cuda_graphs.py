@@ -1,8 +1,8 @@
 """Replay decode steps as CUDA graphs: one launch from the host instead of some hundreds.
 
-A graph is captured with fixed addresses and a fixed batch size. So the engine pads each decode step to one of
-a few batch sizes (`padding.graph_batch_size`), and the step's inputs are copied into buffers that belong to
-the graph. The buffers of block tables have the largest width a table can have; neither CUDA decode kernel
+A graph is captured with fixed addresses and a fixed batch size. So the engine pads each decode step to one of some
+batch sizes (`padding.graph_batch_size`; 22 up to 1,024 requests), and the step's inputs are copied into buffers that
+belong to the graph. The buffers of block tables have the largest width a table can have; neither CUDA decode kernel
 reads beyond a request's keys.
 
 A graph also holds the addresses of the weights, which never change, and of the key/value cache, so it lives as long as

@@ -2,8 +2,9 @@
 
 `submit` queues requests and `step` advances all running ones by one token. A waiting request is admitted as
 soon as there is a free place in the batch and there are enough free cache blocks. Requests that share a
-prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. When
-the cache is full, the youngest running request is preempted: it gives its blocks back and is recomputed later.
+prompt prefill it once and fork it; it stays in the cache, as their stem, until all of them are admitted. A request
+between two turns keeps its blocks, but no place in the batch. When the cache is full, such requests give their blocks
+back first, then the youngest running one, which is preempted; they are recomputed later.
 
 The engine handles token ids only, never text: a turn that ends by its text has a `StopTest`. Nothing in the engine is
 collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
@@ -38,7 +39,7 @@ from minirl.model.attention import FLASH_BLOCK, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended
+from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
 
 
 @dataclass(eq=False)
@@ -53,9 +54,9 @@ class _Stem:
     hidden: Tensor | None = None
 
     @property
-    def tokens(self) -> list[int]:
-        """The prompt, and what the request had sampled before it was preempted or aborted."""
-        return [*self.first.prompt_ids, *(sampled.token for sampled in self.first.sampled)]
+    def tokens(self) -> Tensor:
+        """The prompt, and what the request had sampled before it was preempted or aborted; int64, on the host."""
+        return torch.cat([token_tensor(self.first.prompt_ids), self.first.sampled.tokens])
 
 
 @dataclass
@@ -327,8 +328,8 @@ class Engine:
         return self._cache
 
     def _no_requests(self) -> RunningRequests:
-        """Of the rows, as many as run may wait for a further turn; and one is for a stem, one for padding."""
-        return RunningRequests(2 * self.max_running_requests + 2)
+        """One more row is for a stem, one for padding; there are more once requests wait for a further turn."""
+        return RunningRequests(self.max_running_requests + 2)
 
     def _allocate(self) -> None:
         """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
@@ -405,10 +406,8 @@ class Engine:
             while num_spare < 0:
                 # Nothing is running: what takes the room of the first is a stem of requests further behind, or those
                 # that wait for a further turn.
-                if self._stem is not None:
-                    self._drop_stem()
-                else:
-                    self._drop_held()
+                has_freed = self._free_one()
+                assert has_freed, "a request was submitted that exceeds the cache"
                 num_spare = cache.spare_blocks(length)
             if stem is None:
                 row = cache.add(length)
@@ -437,26 +436,51 @@ class Engine:
             group.append(self._waiting.popleft())
         return group
 
+    def _free_one(self) -> bool:
+        """Free the blocks of the stem, or of a request between two turns. Returns False if there is neither."""
+        if self._stem is not None:
+            self._drop_stem()
+        elif self._held:
+            self._drop_held()
+            self.stats.drops += 1
+        else:
+            return False
+        return True
+
     def _drop_stem(self) -> None:
         """Free the blocks of the stem. It is prefilled again for what is left of its group."""
-        assert self._stem is not None, "a request was submitted that exceeds the cache"
+        assert self._stem is not None, "there is no stem"
         self._live_cache.free(self._stem.row)
         self._stem = None
 
     def _drop_held(self) -> None:
-        """Free the blocks of the request that waits longest for a further turn. It will be prefilled again."""
-        rollout_id, row = next(iter(self._held.items()))
-        del self._held[rollout_id]
+        """Free the blocks of the request that has waited least for a further turn. It will be prefilled again.
+
+        Replies that take equally long come soonest for those that have waited longest.
+        """
+        rollout_id, row = self._held.popitem()
         self._dropped[rollout_id] = self._running.unfinished(row)
         self._running.remove([row])
         self._live_cache.free(row)
 
     def _blocks_soon(self) -> int:
-        """How many blocks the running requests may need within `room_tokens` tokens each."""
-        lengths = self._live_cache.lengths[self._running.rows]
-        num_left = self._running.last_lengths - lengths
-        num_blocks = self._live_cache.num_new_blocks(lengths, num_left.clamp(max=self.room_tokens))
-        return int(num_blocks.sum())
+        """How many blocks the requests that were admitted may need for `room_tokens` more tokens each.
+
+        Those between two turns are counted too, and those of them that were dropped in whole, so that none has to give
+        way to a request that is new.
+        """
+        cache, running = self._live_cache, self._running
+        in_turn = torch.tensor([*running.rows.tolist(), *self._resumed], dtype=torch.int64)
+        rows = torch.cat([in_turn, torch.tensor(list(self._held.values()), dtype=torch.int64)])
+        ends = running.counts[rows] + self.room_tokens
+        ends[: len(in_turn)].clamp_(max=running.limits[in_turn])
+        # The newest of these tokens need not be in the cache.
+        num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
+        num_blocks = int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
+        for request in self._dropped.values():
+            length = len(request.prompt_ids) + len(request.sampled)
+            num_blocks += ceil_div(length + self.room_tokens, cache.block_size)
+        return num_blocks
 
     def _prefill(self, groups: list[_AdmittedGroup]) -> None:
         """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
@@ -465,8 +489,7 @@ class Engine:
         new_stems = [group.stem for group in groups if group.stem.hidden is None]
         if new_stems:
             layout = self._live_cache.prefill_layout([stem.row for stem in new_stems])
-            packed_tokens = [token for stem in new_stems for token in stem.tokens]
-            tokens = upload(torch.tensor(packed_tokens), self.device)
+            tokens = upload(torch.cat([stem.tokens for stem in new_stems]), self.device)
             hidden = self.model(tokens, layout.positions, layout)
             self.stats.prefill_tokens += len(tokens)
             ends = torch.tensor(layout.lengths).cumsum(0)
@@ -491,31 +514,28 @@ class Engine:
     def _compute_appended(self) -> None:
         """Compute tokens that were appended to resumed requests, of each as many as end in one block of the cache.
 
-        They are decoded like the newest tokens of as many sequences with one block table. A request whose tokens are
-        all computed samples the next one and runs; one for whose tokens there is no block is preempted.
+        They are decoded like the newest tokens of as many sequences with one block table; of all requests together
+        `max_prefill_tokens`, the others in later steps. A request whose tokens are all computed samples the next one
+        and runs.
         """
         cache = self._live_cache
         num_places = self.max_running_requests - len(self._running)
-        rows = [self._resumed.popleft() for _ in range(min(num_places, len(self._resumed)))]
+        num_tokens = self.max_prefill_tokens
         computed: list[int] = []
-        counts: list[int] = []
         tokens: list[Tensor] = []
-        lengths: list[Tensor] = []
-        for row in rows:
-            length = int(cache.lengths[row])
-            left = self._running.tokens_after(row, length)
-            count = cache.extend_by(row, len(left))
-            if count == 0:
-                self._preempt(row)
-                continue
-            computed.append(row)
-            counts.append(count)
-            tokens.append(left[:count])
-            lengths.append(torch.arange(length + 1, length + count + 1))
+        while self._resumed and len(computed) < num_places and num_tokens > 0:
+            row = self._resumed.popleft()
+            part = self._reserve_appended(row, num_tokens)
+            if len(part):
+                computed.append(row)
+                tokens.append(part)
+                num_tokens -= len(part)
         if not computed:
             return
-        repeated = torch.tensor(computed).repeat_interleave(torch.tensor(counts))
-        each_length = torch.cat(lengths)
+        counts = torch.tensor(list(map(len, tokens)))
+        repeated = torch.tensor(computed).repeat_interleave(counts)
+        ends = cache.lengths[computed] + 1
+        each_length = torch.cat(list(map(torch.arange, ends - counts, ends)))
         inputs = [torch.cat(tokens), *cache.decode_inputs(repeated, each_length)]
         uploaded, *layout_inputs = upload_together(inputs, self.device)
         layout = cache.decode_layout(repeated, layout_inputs, each_length)
@@ -524,8 +544,7 @@ class Engine:
         ready: list[int] = []
         states: list[Tensor] = []
         unready: list[int] = []
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        for row, end in zip(computed, ends, strict=True):
+        for row, end in zip(computed, counts.cumsum(0).tolist(), strict=True):
             if len(self._running.tokens_after(row, int(cache.lengths[row]))):
                 unready.append(row)
             else:
@@ -534,6 +553,19 @@ class Engine:
         self._resumed.extendleft(reversed(unready))
         if ready:
             self._join(ready, states)
+
+    def _reserve_appended(self, row: int, max_tokens: int) -> Tensor:
+        """Reserve space for appended tokens of a request that are not computed, up to so many that end in one block.
+
+        Returns these tokens, int64. There are none if there is no block for them: the request is then preempted.
+        """
+        cache = self._live_cache
+        tokens = self._running.tokens_after(row, int(cache.lengths[row]))[:max_tokens]
+        while not (count := cache.extend_by(row, len(tokens))):
+            if not self._free_one():
+                self._preempt(row)
+                break
+        return tokens[:count]
 
     def _join(self, admitted: Sequence[int], states: Sequence[Tensor]) -> None:
         """Let the requests in these rows run: sample the next token of each from its state [D]."""
@@ -575,11 +607,7 @@ class Engine:
         for i in (~only_counts).nonzero()[:, 0].tolist():
             # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
             while i < num_left and not cache.extend(int(rows[i])):
-                if self._stem is not None:
-                    self._drop_stem()
-                    continue
-                if self._held:
-                    self._drop_held()
+                if self._free_one():
                     continue
                 # `step` has read all tokens, as `can_extend` was false.
                 assert not self._pending, "a request is preempted whose tokens were not read"
@@ -660,8 +688,6 @@ class Engine:
         for row in ended:
             self._live_cache.free(row)
             self._has_gaps = True
-        while len(self._held) > self.max_running_requests:
-            self._drop_held()
         return rollouts
 
     def _count_discarded(self, rows: Tensor) -> None:

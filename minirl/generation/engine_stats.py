@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions` and `most_running`.
+    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions`, `drops`, `most_running`.
 
     `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
     `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
     `discarded_tokens`, computed in an asynchronous decode step that was launched before the host knew that
-    the request had ended, or whose phase was aborted before they were read. `most_running`: requests in the largest
-    decode step.
+    the request had ended, or whose phase was aborted before they were read. Requests that gave up their blocks to
+    others, and were prefilled again if they went on: `preemptions` amid a turn, `drops` between two turns.
+    `most_running`: requests in the largest decode step.
     """
 
     prefill_tokens: int = 0
@@ -20,6 +21,7 @@ class EngineStats:
     discarded_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
+    drops: int = 0
     most_running: int = 0
 
     @property

@@ -1,7 +1,6 @@
 """The requests that are being decoded, and sampled tokens while they are on their way to the host."""
 
 import itertools
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.rollouts import Request, Rollout, Sampled, StopTest
+from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of
 
 
 class RunningRequests:
@@ -23,11 +22,11 @@ class RunningRequests:
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
     launched, that is, its computation has been queued on the device.
-    Requests that wait for a further turn keep their row, too, but are not among `rows`.
+    Requests that wait for a further turn keep their row, too, but are not among `rows`. The arrays grow with the rows.
     """
 
     def __init__(self, num_rows: int):
-        """num_rows: those that sequences of the cache can have."""
+        """num_rows: to begin with."""
         self.rows = torch.arange(0)
         self.requests: dict[int, Request] = {}
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
@@ -59,7 +58,7 @@ class RunningRequests:
 
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
-        self._make_columns(request.max_new_tokens)
+        self._make_room(row, request.max_new_tokens)
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
@@ -68,11 +67,10 @@ class RunningRequests:
         count = len(request.sampled)
         self.counts[row] = count
         if count:
-            tokens, logprobs, weight_versions, is_sampled = zip(*request.sampled, strict=True)
-            self._tokens[row, :count] = torch.tensor(tokens)
-            self._logprobs[row, :count] = torch.tensor(logprobs)
-            self._weight_versions[row, :count] = torch.tensor(weight_versions, dtype=torch.int32)
-            self._is_sampled[row, :count] = torch.tensor(is_sampled)
+            self._tokens[row, :count] = request.sampled.tokens
+            self._logprobs[row, :count] = request.sampled.logprobs
+            self._weight_versions[row, :count] = request.sampled.weight_versions
+            self._is_sampled[row, :count] = request.sampled.is_sampled
         self._stop_ids |= request.stop_ids
         self._set_stop_test(row, request.stop_test)
 
@@ -87,7 +85,7 @@ class RunningRequests:
             self.requests[row], max_new_tokens=end + max_new_tokens, stop_test=stop_test, turn_start=end
         )
         self._set_stop_test(row, stop_test)
-        self._make_columns(end + max_new_tokens)
+        self._make_room(row, end + max_new_tokens)
         self._tokens[row, count:end] = torch.tensor(tokens, dtype=torch.int64)
         self._logprobs[row, count:end] = 0
         self._weight_versions[row, count:end] = 0
@@ -112,7 +110,7 @@ class RunningRequests:
 
     def tokens_after(self, row: int, length: int) -> Tensor:
         """The tokens of a request behind the first `length`, at least the prompt's; int64."""
-        return self._of_row(self._tokens, row)[length - int(self.prompt_lengths[row]) :]
+        return self._tokens[row, length - int(self.prompt_lengths[row]) : self.counts[row]]
 
     def launch(self, rows: Tensor, sampled: Tensor, *, weight_version: int) -> "PendingTokens":
         """Start copying one token for each of these rows int64 [B] to the host: sampled int32 [2, B] as in `decode`."""
@@ -144,26 +142,11 @@ class RunningRequests:
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens sampled so far, to be submitted again."""
-        columns = (self._tokens, self._logprobs, self._weight_versions, self._is_sampled)
-        sampled = map(Sampled, *(self._of_row(column, row).tolist() for column in columns))
-        return replace(self.requests[row], sampled=tuple(sampled))
+        return replace(self.requests[row], sampled=Completion(*(x.clone() for x in self._streams(row))))
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
-        request = self.requests[row]
-        # Through an array: ten times as fast as torch.tensor of a long tuple.
-        prompt = torch.frombuffer(array("q", request.prompt_ids), dtype=torch.int64)
-        num_prompt_tokens = len(prompt)
-        before = (num_prompt_tokens, 0)  # zeros in place of the prompt
-        return Rollout(
-            tokens=torch.cat([prompt, self._of_row(self._tokens, row)]),
-            loss_mask=F.pad(self._of_row(self._is_sampled, row), before),
-            sample_logprobs=F.pad(self._of_row(self._logprobs, row), before),
-            weight_version=F.pad(self._of_row(self._weight_versions, row), before),
-            num_prompt_tokens=num_prompt_tokens,
-            rollout_id=request.rollout_id,
-            finish_reason=finish_reason,
-        )
+        return rollout_of(replace(self.requests[row], sampled=Completion(*self._streams(row))), finish_reason)
 
     def _stopped(self, rows: Tensor) -> set[int]:
         """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""
@@ -198,23 +181,34 @@ class RunningRequests:
         self._is_tested[row] = stop_test is not None
         self._has_stop_tests |= stop_test is not None
 
-    def _of_row(self, column: Tensor, row: int) -> Tensor:
-        return column[row, : self.counts[row]]
+    def _streams(self, row: int) -> tuple[Tensor, ...]:
+        """The tokens read so far, in the order of `Completion`; they share this object's memory."""
+        columns = (self._tokens, self._is_sampled, self._logprobs, self._weight_versions)
+        return tuple(column[row, : self.counts[row]] for column in columns)
 
-    def _make_columns(self, num_columns: int) -> None:
-        """Widen the matrices if they have fewer columns."""
-        if num_columns > self._tokens.shape[1]:
-            self._tokens = _widened(self._tokens, num_columns)
-            self._logprobs = _widened(self._logprobs, num_columns)
-            self._weight_versions = _widened(self._weight_versions, num_columns)
-            self._is_sampled = _widened(self._is_sampled, num_columns)
+    def _make_room(self, row: int, num_columns: int) -> None:
+        """Grow the arrays if they lack this row, and the matrices if they have fewer columns."""
+        num_rows, num_old_columns = self._tokens.shape
+        if row < num_rows and num_columns <= num_old_columns:
+            return
+        if row >= num_rows:
+            num_rows = max(row + 1, 2 * num_rows)
+        num_columns = max(num_columns, num_old_columns)
+        num_used = int(self.counts.max())
+        for name, array in vars(self).items():
+            if isinstance(array, Tensor) and name != "rows":
+                shape = (num_rows, num_columns)[: array.ndim]
+                setattr(self, name, _grown(array, shape, num_used))
 
 
-def _widened(matrix: Tensor, num_columns: int) -> Tensor:
-    """The matrix with more columns, which are not written: memory that nothing is written to is not taken."""
-    wide = matrix.new_empty(len(matrix), num_columns)
-    wide[:, : matrix.shape[1]] = matrix
-    return wide
+def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
+    """A larger array with these rows, of a matrix their first `num_used` columns."""
+    if array.ndim == 1:
+        return F.pad(array, (0, shape[0] - len(array)))
+    # Not zeros: memory that nothing is written to is not taken.
+    grown = array.new_empty(shape)
+    grown[: len(array), :num_used] = array[:, :num_used]
+    return grown
 
 
 class PendingTokens:

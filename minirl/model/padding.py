@@ -9,6 +9,8 @@ from torch import Tensor
 
 # With fewer rows MKL and oneDNN use other kernels (seen at 1 to 3 rows on AMD, 1 to 15 on Intel).
 MIN_ROWS = 16
+# Batch sizes of CUDA graphs above this are its multiples.
+GRAPH_STEP = 64
 
 
 def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
@@ -32,8 +34,14 @@ def num_padded(num_rows: int, device: torch.device) -> int:
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
-    """Return the batch size of the CUDA graph for `num_requests`: a power of two, or `max_requests`."""
-    return min(next_power_of_two(num_requests), max_requests)
+    """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
+
+    A power of two up to GRAPH_STEP, else a multiple of it: of powers of two nearly half of the rows may be padding.
+    """
+    size = next_power_of_two(num_requests)
+    if size > GRAPH_STEP:
+        size = num_requests + -num_requests % GRAPH_STEP
+    return min(size, max_requests)
 
 
 def next_power_of_two(size: int) -> int:

@@ -205,11 +205,18 @@ def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
-    """Add how many tokens this rank sampled in a step, the share computed to no effect, and how full batches were."""
+    """Add how many tokens this rank sampled in a step, the share computed to no effect, and how full batches were.
+
+    And how many requests the cache gave up, if any.
+    """
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
     num_decoded = stats.decode_tokens + stats.discarded_tokens
     metrics.add("perf/decode_occupancy", num_decoded, stats.decode_steps * stats.most_running)
+    if stats.preemptions:
+        metrics.add_total("count/preempted", stats.preemptions)
+    if stats.drops:
+        metrics.add_total("count/dropped", stats.drops)
 
 
 def add_staleness(

@@ -8,9 +8,9 @@ Text prompts come with text completions, chat prompts with the messages behind t
 `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (a field
-of the data with this name comes instead); `rewards_given`, what the episode has given, by name; `episodes`, objects
-with all of that (`episode_facts`). With `episodes` it gets all rollouts of a prompt together, whichever ranks made
-them.
+of the data with this name comes instead); `rewards_given`, what the episode has given, by name; `environments`, objects
+with the attributes that those of --environment had at the end; `episodes`, objects with all else (`episode_facts`).
+With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
 (`reward_model`).
@@ -32,7 +32,7 @@ from minirl.rewards.worker_process import RewardProcess
 from minirl.rollouts import Rollout
 
 # Of TRL's arguments, those that only its trainer can give.
-OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
@@ -90,11 +90,15 @@ def required_arguments(function: RewardFunction) -> set[str]:
     return names
 
 
-def check_columns(functions: Mapping[str, RewardFunction], rows: Iterable[Row]) -> None:
-    """Raise InputError, naming row, field and function, if a row lacks a column that a function requires."""
-    required = {}
-    for name, function in functions.items():
-        required[name] = required_arguments(function).difference(STANDARD_ARGUMENTS, EPISODE_ARGUMENTS)
+def check_columns(
+    functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool = False
+) -> None:
+    """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
+
+    has_environment: whether the run has --environment.
+    """
+    given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
+    required = {name: required_arguments(function) - given for name, function in functions.items()}
     asked = asked_of_episodes(functions.values())
     if not any(required.values()) and not asked:
         return  # each row would be read from its file for nothing
@@ -132,6 +136,8 @@ def _check_not_taken(asked: Collection[str], columns: Collection[str]) -> None:
 
 def _instead_of(name: str) -> str:
     """What to do about an argument of TRL's reward functions that there is not here; "" for other names."""
+    if name == "environments":
+        return "these are the objects of --environment FILE.py:CLASS, which the run does not have"
     if name not in OF_TRL:
         return ""
     return f"TRL's trainer gives it, minirl does not: give it a default, {name}=None, or ask for `episodes`"
@@ -173,6 +179,8 @@ def episode_arguments(
         arguments["messages"] = [prompts.messages(rollout) for rollout in rollouts]
     if "rewards_given" in asked:
         arguments["rewards_given"] = [dict(rollout.episode.rewards) for rollout in rollouts]
+    if "environments" in asked and rollouts[0].episode.environment is not None:
+        arguments["environments"] = [rollout.episode.environment for rollout in rollouts]
     if "episodes" in asked:
         arguments["episodes"] = [
             episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from minirl.data.task import Messages, RewardFunction, as_messages, conversation
+from minirl.data.task import Messages, RewardFunction
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.model.attention import PackedLayout
@@ -37,10 +37,7 @@ def load_reward_model(
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            if isinstance(completion, str):
-                ids = tokenizer.encode_answered(prompt, completion)
-            else:
-                ids = tokenizer.encode_answered(*_parted(as_messages(prompt), completion))
+            ids = tokenizer.encode_answered(prompt, completion)
             sequences.append(_without_trailing(ids, ignored_id))
         lengths = [len(ids) for ids in sequences]
         longest = max(lengths)
@@ -67,12 +64,6 @@ def load_reward_model(
         return scores.tolist()
 
     return reward_model
-
-
-def _parted(prompt: Messages, completion: Messages) -> tuple[Messages, str]:
-    """Return the messages before the last answer, and that answer. One that continues the prompt is one with it."""
-    messages = conversation(prompt, [([], lambda: completion[0]["content"])]) + completion[1:]
-    return messages[:-1], messages[-1]["content"]
 
 
 def _without_trailing(ids: list[int], ignored_id: int | None) -> list[int]:

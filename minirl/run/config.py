@@ -59,11 +59,13 @@ class Generate:
     """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
     environment: str | None = None
     """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
-    rollout_workers: int = 1  # processes of --rollout, --tools or --environment on a rank
+    rollout_workers: int = (
+        1  # processes of --rollout, --tools or --environment on a rank; agents get more if need be
+    )
     reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
     on_rollout_error: Literal["stop", "end"] = "stop"
     """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
-    max_turns: int = 0  # turns of a completion; 0: as many as the rollout function asks for
+    max_turns: int = 0  # turns of a completion; 0: as many as the rollout asks for, up to 1,000
     max_sampled_tokens: int = 0
     """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
     max_episode_seconds: float = 0.0

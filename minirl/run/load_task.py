@@ -31,13 +31,14 @@ def load_task(
     on_reward_error: str = "stop",
     reward_workers: int = 1,
     reward_model: str | None = None,
+    has_environment: bool = False,
 ) -> Task:
     """Load a task, with its reward functions. Not collective.
 
     name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
     reward: "file.py:function" each, or "episode", "episode:NAME" (`EpisodeReward`); a file's function runs in
     `reward_workers` processes (`minirl.rewards.worker_process`).
-    reward_model: only says whether there is one; the caller adds it.
+    reward_model: only says whether there is one; the caller adds it. has_environment: whether there is --environment.
 
     With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are
     checked whole, also for the fields that the rewards ask for. Raises InputError naming file, line, field or
@@ -77,7 +78,7 @@ def load_task(
             )
         task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
-    check_columns({**task.rewards, **task.extra_scores}, rows)
+    check_columns({**task.rewards, **task.extra_scores}, rows, has_environment=has_environment)
     return task
 
 

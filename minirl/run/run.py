@@ -67,7 +67,7 @@ from minirl.run.checkpoint import Checkpoints, Remembered
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
-from minirl.run.load_task import load_task
+from minirl.run.load_task import EPISODE, load_task
 from minirl.run.memory import (
     can_keep_cache,
     can_score_beside_cache,
@@ -639,6 +639,7 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
         on_reward_error=config.on_reward_error,
         reward_workers=config.reward_workers,
         reward_model=config.reward_model,
+        has_environment=bool(config.environment),
     )
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)
 
@@ -652,13 +653,21 @@ def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    return load_rollout(
+    workers = load_rollout(
         spec,
         kind=kind,
         timeout_s=config.reply_timeout,
         on_error=config.on_rollout_error,
         num_workers=config.rollout_workers,
     )
+    given = {EPISODE} if workers.gives_reward else set()
+    for reward in config.reward:
+        refuse(
+            kind != "rollout" and reward.partition(":")[0] == EPISODE and reward not in given,
+            f"--reward {reward}: --{kind} {spec} gives no such reward; an --environment gives --reward {EPISODE} if it "
+            "has `get_reward(self)`. Or write a function of completions or `environments`: --reward FILE.py:FUNCTION",
+        )
+    return workers
 
 
 def load_tokenizer(
