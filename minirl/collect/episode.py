@@ -410,7 +410,6 @@ def checked_turn(yielded: Any) -> Generate:
         "prompt": (True, ""),
         "tools": (True, ""),
         "contents": (is_each, "expected one for each message of `after`"),
-        "tools": (yielded.tools is None or isinstance(yielded.tools, list), "expected a list of JSON schemas"),
     }
     for name, value in vars(yielded).items():
         is_right, what = expected.get(name, (False, "there is no such field"))
