@@ -176,8 +176,8 @@ def field_comments(cls: type) -> dict[str, str]:
     for line in _token_lines(source):
         if len(line) > 1 and line[0].type == tokenize.NAME and line[1].string == ":":
             field = line[0].string
-        elif line[0].type != tokenize.STRING:
-            field = ""  # the next string is of something else
+        elif line[0].string in ("@", "def"):
+            field = ""  # the next string is a method's
         if field and line[-1].type == tokenize.COMMENT:
             found[field] = line[-1].string.lstrip("# ")
         elif field and line[0].type == tokenize.STRING:
