@@ -352,5 +352,7 @@ def test_a_stop_test_is_asked_once_a_step_for_all_turns_that_have_it(late):
         engine.submit([replace(request, stop_test=test)])
     sampled = [rollout.completion for rollout in finish(engine, len(tests))]
     assert shared.num_calls == with_other.num_calls == 8
-    tails = {tuple(tokens[: count + 1][-5:]) for i in (0, 2, 4) for count in range(8) for tokens in [sampled[i]]}
+    tails = {
+        tuple(tokens[: count + 1][-5:]) for i in (0, 2, 4) for count in range(8) for tokens in [sampled[i]]
+    }
     assert set(shared.asked) == tails

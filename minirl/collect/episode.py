@@ -390,7 +390,10 @@ def checked_turn(yielded: Any) -> Generate:
         "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
         "prompt": (True, ""),  # checked where it is tokenized
         "contents": (is_each, "expected one for each message of `after`"),
-        "tools": (yielded.tools is None or isinstance(yielded.tools, list), "expected a list of JSON schemas"),
+        "tools": (
+            yielded.tools is None or isinstance(yielded.tools, list),
+            "expected a list of JSON schemas",
+        ),
     }
     for name, value in vars(yielded).items():
         is_right, what = expected.get(name, (False, "there is no such field"))
