@@ -36,7 +36,8 @@ SILU_WIDTH = 32
 @functools.cache
 def has_bf16_instructions() -> bool:
     """Whether torch's matrix library multiplies bf16 by instructions of this CPU."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    if not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     # On a CPU that has AVX-512 without them, oneDNN emulates them.
     return torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
