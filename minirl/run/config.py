@@ -65,9 +65,8 @@ class Generate:
     """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
     environment: str | None = None
     """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
-    rollout_workers: int = (
-        1  # processes of --rollout, --tools or --environment on a rank; agents get more if need be
-    )
+    rollout_workers: int = 1
+    """processes of --rollout, --tools or --environment on a rank; agents get more if need be"""
     reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
     on_rollout_error: Literal["stop", "end"] = "stop"
     """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
