@@ -128,12 +128,12 @@ def rollout(episode: Episode) -> Turns:
     yield episode.generate()
 
 
-def rollout_advantages(
+def branch_advantages(
     config: Config, scores: Tensor, rewards: Tensor, greedy_rewards: Tensor, reward_weights: Tensor
 ) -> Tensor:
-    """Advantages fp64 [P, G] of whole rollouts.
+    """Advantages fp64 [P, G, B] of the branches of all rollouts.
 
-    scores [P, G]: the weighted sums of rewards, less a KL term per completion. The others are those of
+    scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The others are those of
     `token_advantages`.
     """
     if config.separate_rewards:
@@ -153,12 +153,12 @@ def token_advantages(
 ) -> Tensor:
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
-    rewards [P, G, K], greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64, are the same on every
-    rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the P x G rollouts
-    each of its sequences is a branch of. A KL term per token counts up to the end of its branch. All ranks call it
-    (collective).
+    rewards [P, G, B, K] of branch b of each rollout, greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64,
+    are the same on every rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the
+    P x G rollouts each of its sequences is a branch of, table.branch[batch.table_index] which branch. A KL term per
+    token counts up to the end of its branch. All ranks call it (collective).
     """
-    episode = table.episode[batch.table_index]
+    episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
     scores = weighted_scores(rewards, reward_weights)
     token_kl = None
     if config.kl_reward_coef:
@@ -166,18 +166,18 @@ def token_advantages(
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
     if token_kl is not None and config.kl_reward_level == "sequence":
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
-        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view_as(scores)
+        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
-    advantages = rollout_advantages(config, scores, rewards, greedy_rewards, reward_weights)
-    stream = batch.spread(advantages.flatten()[episode])
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
     if token_kl is not None and config.kl_reward_level == "token":
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.whiten:
-        has_score = ~scores.isnan().flatten()
-        mask = batch.spread(has_score[episode])
+        has_score = ~scores.isnan().flatten(0, 1)
+        mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
     return stream
 
@@ -185,7 +185,7 @@ def token_advantages(
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
     """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
 
-    scores [N], of their rollouts: NaN for a rollout to which no reward applies; it is left out of the loss.
+    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -216,8 +216,8 @@ def is_trained(
     if config.kl_coef or config.entropy_coef:
         return weights != 0
     scores = weighted_scores(rewards, reward_weights)
-    advantages = rollout_advantages(config, scores, rewards, greedy_rewards, reward_weights)
-    return (weights != 0) & (advantages.flatten()[table.episode] != 0)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    return (weights != 0) & (advantages.flatten(0, 1)[table.episode, table.branch] != 0)
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,13 +285,13 @@ def main(config: Config) -> int:
         metrics.begin("score")
         table = groups.table
         scores = weighted_scores(groups.rewards, run.reward_weights)
-        branch_scores = scores.flatten()[table.episode]
+        branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
         weights = [
             rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
             for i in run.minibatches(table)
         ]
         branch_weights = torch.cat(weights)
-        rewards = (groups.rewards, groups.greedy_rewards, run.reward_weights)
+        rewards = (groups.branch_rewards, groups.greedy_rewards, run.reward_weights)
         has_gradient = is_trained(config, *rewards, table, branch_weights)
         # In the first step all are computed, to find a gradient where there should be none.
         is_computed = has_gradient | (step == 1)
@@ -348,7 +348,7 @@ def main(config: Config) -> int:
                 sampled_version = None
 
         metrics.begin("report")
-        run.finish_step(step, metrics, groups.rewarded, scores)
+        run.finish_step(step, metrics, groups, scores)
 
     return run.close()
 
@@ -358,8 +358,17 @@ def check(config: Config) -> None:
     refuse(
         config.algorithm not in ALGORITHMS, f"--algorithm {config.algorithm}: one of {', '.join(ALGORITHMS)}"
     )
-    check_shared(config)
-    check_needed(config, needs={"kl_estimator": "kl_coef", "max_refills": "dynamic_sampling"})
+    check_shared(config, rollout)
+    check_needed(
+        config,
+        needs={
+            "kl_estimator": "kl_coef",
+            "kl_reward_level": "kl_reward_coef",
+            "max_refills": "dynamic_sampling",
+            "advantage_eps": "advantage_norm",
+        },
+        preset=ALGORITHMS[config.algorithm],
+    )
     size = f"--group-size {config.group_size}"
     is_grouped = config.baseline in ("mean", "leave_one_out")
     refuse(is_grouped and config.group_size < 2, f"{size}: --baseline {config.baseline} needs at least 2")

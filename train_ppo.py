@@ -14,8 +14,8 @@ value model, update both models on sums over tokens of
 
 A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
 token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token, what an episode was
-given at a turn at that turn's; where a rollout has several branches, at the last token of each. Policy and value model
-share no weights.
+given at a turn at that turn's. Where a rollout has several branches, each has its own turns' rewards and, at its last
+token, what was given at no turn (docs/episodes.md). Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -126,12 +126,12 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 (NaN where no reward applies) and is_truncated bool are of the branches of all ranks' rollouts, both
-    the rollout's; batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token;
-    end_values [N]: values of the states after the last tokens. All ranks call it (collective).
+    scores fp64 (NaN where no reward applies) and is_truncated bool are of the branches of all ranks' rollouts;
+    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token; end_values [N]:
+    values of the states after the last tokens. All ranks call it (collective).
 
-    Each branch of a rollout gets the rollout's reward at its end, and estimates of its own: a reward at the end of the
-    last one only would teach the others nothing.
+    A branch's score is what was given at its turns, paid there, and at no turn, paid at its end. Estimates go from each
+    sampled token to the next one of its branch: over what was appended between two turns, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
@@ -161,7 +161,7 @@ def advantages_and_returns(
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
     """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
 
-    scores [N], of their rollouts: NaN for a rollout to which no reward applies; it is left out of the loss.
+    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -233,7 +233,7 @@ def main(config: Config) -> int:
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
         rewarded, table = groups.rewarded, groups.table
         scores = weighted_scores(groups.rewards, run.reward_weights)
-        branch_scores = scores.flatten()[table.episode]
+        branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
         add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
 
         metrics.begin("score")
@@ -258,7 +258,9 @@ def main(config: Config) -> int:
             kl_coef=progress.extra["kl_coef"],
         )
         old_values = batch.values[batch.loss_mask].double()
-        metrics.add("value/explained_var", explained_variance(old_values, returns))
+        has_score = ~branch_scores.isnan()[batch.table_index].repeat_interleave(batch.num_loss_tokens)
+        explained = explained_variance(old_values[has_score], returns[has_score])
+        metrics.add("value/explained_var", explained)
         trains_policy = step > config.value_warmup_steps
         if reference is not None:
             branch_kl = gather_to_table(batch, sequence_sums(kl, batch.lengths), len(branch_scores))
@@ -317,7 +319,7 @@ def main(config: Config) -> int:
             progress.update += 1
 
         metrics.begin("report")
-        run.finish_step(step, metrics, rewarded, scores)
+        run.finish_step(step, metrics, groups, scores)
 
     return run.close()
 
@@ -350,7 +352,7 @@ def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: i
 
 def check(config: Config) -> None:
     """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
-    check_shared(config)
+    check_shared(config, rollout)
     check_numbers(config, positive=("value_lr", "kl_horizon"))
     check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})
     refuse(config.gamma > 1, f"--gamma {config.gamma}: must be at most 1")

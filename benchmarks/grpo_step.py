@@ -98,9 +98,9 @@ class GrpoLoop:
         )
         (microbatches,) = plan.of_rank(rank())
         batch = exchange(rollouts, table, plan.rank_of)
-        groups = table.rewards.view(args.prompts, args.samples, 1)
+        groups = table.rewards.view(args.prompts, args.samples, 1, 1)
         reward_weights = torch.ones(1, dtype=torch.float64)
-        no_greedy = groups[:, :0]
+        no_greedy = groups[:, :0, 0]
         advantages = train_grpo.token_advantages(self.config, groups, no_greedy, reward_weights, table, batch)
         weights = train_grpo.rollout_weights(self.config, table, table.rewards[:, 0], args.max_new)
         batch = batch.replace(

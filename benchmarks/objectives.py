@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minirl.ranks import process_group
-from minirl.rewards.functions import overlong_penalty
+from minirl.rewards.functions import OverlongPenalty
 from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import Batch, RolloutTable
 
@@ -150,6 +150,7 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
         num_loss_tokens=num_loss_tokens,
         is_truncated=torch.tensor([ids[-1] != EOS for ids in x.ids]),
         rewards=rewards,
+        branch_rewards=rewards,
     )
 
 
@@ -158,10 +159,10 @@ def minirl_loss(config: Config, x: Example) -> Tensor:
     batch, new = make_batch(x)
     rewards = x.rewards.clone()
     if config.overlong_buffer:
-        penalty = overlong_penalty(limit=LIMIT, buffer=config.overlong_buffer * LIMIT)
+        penalty = OverlongPenalty(limit=LIMIT, buffer=config.overlong_buffer * LIMIT)
         rewards[:, 1] = torch.tensor(penalty(completion_ids=x.ids))
-    groups = rewards.view(NUM_GROUPS, GROUP_SIZE, 2)
-    no_greedy = groups[:, :0]
+    groups = rewards.view(NUM_GROUPS, GROUP_SIZE, 1, 2)
+    no_greedy = groups[:, :0, 0]
     reward_weights = torch.ones(2, dtype=torch.float64)
     table = make_table(x, rewards)
     advantages = train_grpo.token_advantages(config, groups, no_greedy, reward_weights, table, batch)

@@ -114,7 +114,7 @@ class TurnRecord:
     """A turn of an episode that has ended: `num_tokens` sampled tokens, from `start` among those after the prompt.
 
     finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if
-    that was asked. rewards: by name, what was given behind it, before the next.
+    that was asked. rewards: by name, what was given to it.
     """
 
     start: int
@@ -188,12 +188,14 @@ class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
     A completion of several turns has appended tokens between them, which are no part of the loss mask.
-    finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also one of `CUT_OFF`, one that its
-    function gives (`collect.episode.END_REASONS`), or "error".
+    finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also "turn_length" (the last turn
+    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`collect.episode.END_REASONS`), or
+    "error".
 
     Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it
-    has several branches: each a prompt with a completion and a sample of its own in training, with the reward and the
-    weight of the episode together. The rollout is then the last branch, with the others in `earlier`.
+    has several branches: each a prompt with a completion, and a sample in training with an end and a reward of its own.
+    They share the weight of the episode. The rollout is then the last branch, with the others in `earlier`.
+    branch_end: why the last branch ended; "" for `finish_reason`. Of those in `earlier` that is their `finish_reason`.
     """
 
     tokens: Tensor  # int64 [L]
@@ -203,6 +205,7 @@ class Rollout:
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str
+    branch_end: str = ""
     episode: EpisodeRecord = field(default_factory=EpisodeRecord)
     earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
 
@@ -218,8 +221,13 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut it off, so that it might have gone on."""
+        """Whether a limit cut the rollout off, so that it might have gone on."""
         return self.finish_reason in CUT_OFF
+
+    @property
+    def own_end(self) -> str:
+        """Why this branch ended."""
+        return self.branch_end or self.finish_reason
 
     @property
     def completion(self) -> list[int]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import NOT_MADE, Batch, RolloutTable, exchange, gather_table, gather_to_table
 from support.rollouts import in_two_branches
@@ -228,7 +228,9 @@ def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ran
         assert table.is_truncated.tolist() == [s == 2 for _, s in IDS]
         assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s in IDS]
         dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
-        assert (dtypes.pop("rewards"), dtypes.pop("is_truncated")) == (torch.float64, torch.bool)
+        assert torch.equal(table.branch_rewards, table.rewards)
+        assert {dtypes.pop("rewards"), dtypes.pop("branch_rewards")} == {torch.float64}
+        assert dtypes.pop("is_truncated") == torch.bool
         assert set(dtypes.values()) == {torch.int64}
 
 
@@ -257,20 +259,24 @@ BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
 def exchange_branches(rank, rank_of):
     rollouts = own_branches(rank)
     rewards = [[float(r.rollout_id.prompt_ordinal)] for r in rollouts]
-    table = gather_table(rollouts, torch.tensor(rewards).view(-1, 1))
+    own_rewards = [[10.0 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] for r in all_branches(rollouts)]
+    table = gather_table(rollouts, *(torch.tensor(column).view(-1, 1) for column in (rewards, own_rewards)))
     batch = exchange(rollouts, table, rank_of)
     lasts = gather_to_table(batch, torch.tensor([part[-1] for part in sequences_of(batch, "tokens")]), 12)
     return table, batch.table_index.tolist(), batch.prefixes, table.sum_branches(lasts)
 
 
-def test_branches_are_rows_of_their_own_with_reward_and_end_of_their_rollout(two_ranks):
+def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks):
     """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts."""
     rank_of = [i % 2 for i in range(12)]
     for rank, (table, table_index, prefixes, sums) in enumerate(two_ranks.run(exchange_branches, rank_of)):
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
-        assert table.is_truncated.tolist() == [s == 2 for _, s, _ in BRANCH_IDS]
+        assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
         assert table.rewards[:, 0].tolist() == [p for p, _, _ in BRANCH_IDS]
+        assert table.branch_rewards[:, 0].tolist() == [10 * p + b for p, _, b in BRANCH_IDS]
+        by_branch = [[10 * p, 10 * p + (s == 2)] for p, s in IDS]  # where there is none, the only one's
+        assert table.rewards_by_branch()[..., 0].tolist() == by_branch
         assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
         assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
         assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]

@@ -10,9 +10,14 @@ import torch
 
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
-from minirl.data.task import Row
+from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
+from minirl.model.families import config_from_dict
+from minirl.run.config import RunConfig
+from minirl.run.run import load_tokenizer, prompt_streams
+from minirl.run.run_folder import FREE_FLAGS
+from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
 
 ANSWER = "hello there"
@@ -358,3 +363,70 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
         InputError, match=f"{tokenizer.folder}: the response template .* cannot be used: .*fields"
     ):
         message_of(tokenizer, "hi")
+
+
+# As Qwen3's: an answer without thinking begins with an empty thought; and what changes other parts of a prompt.
+THINKING = (
+    "{% if style is defined %}{{ style }}\n{% endif %}{% if tools %}{{ form or 'json' }}\n{% endif %}"
+    + CHATML
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% endif %}"
+)
+NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make):
+    tokenizer = make(THINKING, template_arguments={"enable_thinking": False, "style": "brief"})
+    prompt = tokenizer.backend.decode(tokenizer.encode(Row("q", {}, "f:1")))
+    assert prompt == f"brief\n<|im_start|>user\nq<|im_end|>\n{NO_THOUGHT}"
+    new = [{"role": "user", "content": "next"}]
+    following = following_ids(tokenizer, new, "f:1", end_id=None)
+    assert following == written_behind(tokenizer, *new)
+    assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
+    answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
+    assert answered == "brief\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"enable_thinking": False}, None),
+        ({"enable_thinking": True, "style": "x"}, None),  # what it does anyway, by a name that it knows
+        ({"style": "x"}, None),
+        ({"enable_thinkin": False}, "'enable_thinkin' changes nothing in a prompt"),
+        ({"style": "x", "form": "xml"}, "'form' changes nothing in a prompt"),  # without tools
+        ({"add_generation_prompt": False}, "'add_generation_prompt' is not to be given"),
+        ({"messages": []}, "'messages' is not to be given"),
+    ],
+)
+def test_a_template_argument_that_changes_no_prompt_is_refused(make, arguments, error):
+    tokenizer = make(THINKING, template_arguments=arguments)
+    if error is None:
+        tokenizer.check_arguments("--chat-template-kwargs")
+        return
+    with pytest.raises(InputError, match=f"--chat-template-kwargs: {error}"):
+        tokenizer.check_arguments("--chat-template-kwargs")
+    with_tools = make(THINKING, template_arguments={"form": "xml"})
+    with_tools.tools = [LOOKUP]
+    with_tools.check_arguments("--chat-template-kwargs")
+
+
+def test_the_flag_of_template_arguments_reaches_the_prompts_or_is_refused(tmp_path):
+    """Also on prompts that no template writes. A resume compares it, as it changes the samples."""
+    save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
+    model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+
+    def prompt_of(text, **flags):
+        config = RunConfig(chat_template_kwargs=text, **flags)
+        tokenizer = load_tokenizer(config, tmp_path, (), None)
+        task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
+        prompts, _ = prompt_streams(config, task, tokenizer, model_config, 32)
+        return tokenizer.backend.decode(prompts.prompt_ids(0))
+
+    assert prompt_of('{"enable_thinking": false}', chat=True).endswith(NO_THOUGHT)
+    assert prompt_of(None, chat=True).endswith("<|im_start|>assistant\n")
+    with pytest.raises(InputError, match="--chat-template-kwargs: 'thinking' changes nothing"):
+        prompt_of('{"thinking": false}', chat=True)
+    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
+        prompt_of('{"enable_thinking": false}')
+    assert "chat_template_kwargs" not in FREE_FLAGS

@@ -580,6 +580,39 @@ def test_row_52_saves_go_on_beside_what_is_no_checkpoint(tmp_path, source):
 
 
 @pytest.mark.usefixtures("one_process")
+def test_row_52_a_users_folder_with_a_number_for_a_name_is_left_alone(tmp_path, source, capsys):
+    """At a resume, though its number is the greatest, and at a save that would have its name, which fails instead."""
+    checkpoints = save_steps(tmp_path, source, [1, 2]) / "checkpoints"
+    mine = [checkpoints / name / "mine.txt" for name in ("000003", "20261122", "7", "٠٠٠٠٠٩")]
+    for file in mine:
+        file.parent.mkdir()
+        file.write_text("mine")
+    assert newest_step(tmp_path) == 2
+    assert "damaged" not in capsys.readouterr().out
+    with pytest.raises(SaveError, match="000003"):
+        save_steps(tmp_path, source, [3])
+    save_steps(tmp_path, source, [4], keep=1)
+    assert newest_step(tmp_path) == 4
+    assert all(file.is_file() for file in mine)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_row_48_what_a_resume_needs_is_readable_by_its_owner_only(tmp_path, source):
+    """The run's folder, whoever may enter its parent, and resume/ of a checkpoint, also where that is copied to."""
+    umask = os.umask(0)
+    try:
+        folder = save_steps(tmp_path / "runs", source, [1])
+        (tmp_path / "copies").mkdir()
+        subprocess.run(["cp", "-r", folder / "checkpoints" / "000001", tmp_path / "copies"], check=True)
+    finally:
+        os.umask(umask)
+    copied = tmp_path / "copies" / "000001"
+    assert (copied / "resume" / "policy-0-of-1.safetensors").is_file()
+    modes = {path: path.stat().st_mode & 0o777 for path in (folder, copied / "resume", copied)}
+    assert list(modes.values()) == [0o700, 0o700, 0o777], modes
+
+
+@pytest.mark.usefixtures("one_process")
 def test_row_51_a_save_does_not_need_the_folder_that_the_run_began_with(tmp_path, source):
     """Config and tokenizer were read at the start: that folder may be a checkpoint that another run prunes."""
     run, model = open_at(tmp_path), TinyModel()

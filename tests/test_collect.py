@@ -252,6 +252,7 @@ def test_an_episode_whose_further_branch_has_no_room_ends_with_length():
 
     (rollout, *_) = make_collector(Prompts(), rollout=long).collect(1).rewarded.rollouts
     assert (rollout.finish_reason, len(rollout.branches)) == ("length", 1)
+    assert rollout.own_end in ("stop", "turn_length")
 
 
 def test_an_answer_that_the_prompt_begins_is_one_message_with_it():

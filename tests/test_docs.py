@@ -146,6 +146,23 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_map_has_every_folder_and_module_of_the_library():
+    """Of those that stand in the package itself."""
+    (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
+    library = DOCS.parent / "minirl"
+    folders = {f"minirl/{path.parent.name}/" for path in library.glob("*/__init__.py")}
+    modules = {f"minirl/{path.name}" for path in library.glob("[a-z]*.py")}
+    assert set(re.findall(r"minirl/\w+(?:/|\.py)", shown)) == folders | modules
+
+
+def test_the_phases_that_a_page_names_are_those_of_the_scripts():
+    """In the report of a hang."""
+    phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
+    named = re.findall(r"step \d+, phase (\w+)", (DOCS / "operation.md").read_text())
+    assert named
+    assert set(named) <= phases
+
+
 def python_blocks(name):
     """The Python of a page."""
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
@@ -164,6 +181,31 @@ def rollouts_of(rollout, rewards):
     engine = make_engine(cached_model("mixed", torch.float32))
     collector = Collector(engine, chat_prompts(200), rewards or {"sums": sums}, rollout=rollout, group_size=3)
     return collector.collect(4).rewarded.rollouts
+
+
+class Game:
+    """A game of a few moves, white's first."""
+
+    def __init__(self, row):
+        self.moves = []
+
+    @property
+    def is_over(self):
+        return len(self.moves) == 5
+
+    @property
+    def white_is_next(self):
+        return len(self.moves) % 2 == 0
+
+    @property
+    def score(self):
+        return float(len(self.moves[-1]))
+
+    def news(self):
+        return self.moves[-1] if self.moves else "begin"
+
+    def play(self, move):
+        self.moves.append(move)
 
 
 ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in block]
@@ -186,9 +228,12 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
         "run_tool": lambda name, arguments: f"{name} found {arguments['query']}",
         "reply_to": str.upper,
         "is_right": bool,
+        "Game": Game,
     }
     exec(re.sub("</?query>", "e", source), names)
     rewards = {name: EpisodeReward(name) for name in ("answer", "format") if "return {" in source}
+    if "Game" in source:
+        rewards = {"reward": EpisodeReward()}
     rollouts = rollouts_of(names["rollout"], rewards)
     assert len(rollouts) == 4 * 3
     assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = yield" in source)
@@ -241,7 +286,7 @@ def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path,
     before = f"import os\nos.environ['PATH'] = {str(tmp_path)!r} + os.pathsep + os.environ['PATH']\n"
     rollouts = rollouts_of(load(line, name, before), {"reward": EpisodeReward()})
     assert {len(rollout.episode.turns) for rollout in rollouts} == {1}
-    assert {turn.rewards["reward"] for rollout in rollouts for turn in rollout.episode.turns} <= {0.0, 1.0}
+    assert {rollout.episode.rewards["reward"] for rollout in rollouts} <= {0.0, 1.0}
 
 
 def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(load, tmp_path):

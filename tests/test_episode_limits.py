@@ -15,7 +15,7 @@ from minirl.collect.in_flight import FinishedRollout, finished_of, finished_reco
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig, check_limits, check_shared
 from support.collecting import (
     CHAT,
     Prompts,
@@ -166,8 +166,52 @@ def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else
         assert len(rollout.completion) > 10
         assert rollout.finish_reason == "max_tokens"
     for rollout in rollouts_of(leaves_it_at_two, limits=EpisodeLimits(max_sampled_tokens=15)):
-        assert (num_sampled(rollout), rollout.finish_reason) == (14, "length")
+        assert (num_sampled(rollout), rollout.finish_reason) == (14, "turn_length")
+        assert not rollout.is_truncated
     assert {r.finish_reason for r in rollouts_of(endless, limits=EpisodeLimits(2, 100))} == {"max_turns"}
+
+
+def in_turn(episode: Episode):
+    """Turns of two branches in turn; for the third the first one is asked again."""
+    other = episode.branch("two")
+    for branch in (episode, other, episode):
+        yield branch.generate(max_tokens=7)
+
+
+def full_before(episode: Episode):
+    """The second branch uses up its room, then the first one goes on."""
+    other = episode.branch("two")
+    for branch in (episode, other, episode):
+        yield branch.generate(max_tokens=7 if branch is episode else None)
+
+
+def full_and_done(episode: Episode):
+    yield from full_before(episode)
+    episode.end("env_done")
+
+
+@pytest.mark.parametrize(
+    ("function", "limits", "reason", "ends"),
+    [
+        (in_turn, {}, "turn_length", ["turn_length", "turn_length"]),
+        (in_turn, {"max_turns": 2}, "max_turns", ["max_turns", "turn_length"]),
+        (in_turn, {"max_turns": 1}, "max_turns", ["turn_length"]),  # the second never began
+        (in_turn, {"max_sampled_tokens": 11}, "max_tokens", ["max_tokens", "max_tokens"]),
+        (full_before, {}, "turn_length", ["turn_length", "length"]),
+        (full_and_done, {}, "env_done", ["env_done", "length"]),
+    ],
+)
+def test_a_branch_is_cut_off_where_a_limit_ended_it_and_not_where_its_episode_was(
+    function, limits, reason, ends
+):
+    """The episode's end is that of the branch which had the last turn or may not go on; the others end as they did."""
+    groups = make_collector(
+        rollout=function, prompts=Prompts(lambda _: 60), limits=EpisodeLimits(**limits)
+    ).collect(2)
+    for rollout in groups.rewarded.rollouts:
+        assert rollout.finish_reason == reason
+        assert [branch.own_end for branch in rollout.branches] == ends
+    assert groups.table.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6
 
 
 def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
@@ -417,5 +461,9 @@ def test_a_limit_that_has_no_effect_is_refused():
     with pytest.raises(InputError, match=r"--max-episode-seconds 3\.0: has no effect without --rollout"):
         check_shared(RunConfig(max_episode_seconds=3.0))
     with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
-        check_shared(RunConfig(max_sampled_tokens=9, max_new_tokens=9))
-    check_shared(RunConfig(max_sampled_tokens=8, max_new_tokens=9))
+        check_limits(RunConfig(max_sampled_tokens=9), 9)
+    with pytest.raises(InputError, match="--decode-budget 10: has no effect, --max-new-tokens is not gr"):
+        check_limits(RunConfig(decode_budget=10), 9)
+    check_limits(RunConfig(max_sampled_tokens=8, decode_budget=8), 9)
+    # Its branches may have more together.
+    check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

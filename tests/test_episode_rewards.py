@@ -1,5 +1,7 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
+import copy
+import functools
 import inspect
 import itertools
 import math
@@ -8,18 +10,20 @@ import re
 import pytest
 import torch
 
+import train_grpo
 import train_ppo
 from minirl.collect.collector import Collector
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError, RolloutError
-from minirl.objective.advantages import token_rewards
-from minirl.rewards.functions import EpisodeReward, check_columns
+from minirl.objective.advantages import are_equal, token_rewards
+from minirl.objective.losses import sequence_sums
+from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
 from minirl.rewards.rewarded import turn_rewards
 from minirl.rewards.worker_process import load_reward
 from minirl.run.load_task import load_task
-from minirl.training.batch import pack
+from minirl.training.batch import exchange, pack
 from support.collecting import Prompts, chat_prompts, collected
 from support.engines import cached_model, make_engine
 from support.scripts import read_metrics, run_in_pool, untimed
@@ -50,6 +54,21 @@ async def giving_async(episode):
     episode.reward(float(sum(episode.turns[-1].ids)), "total")
 
 
+def playing(episode):
+    """Two players, each in a branch: rewards of a turn, of each player, which add up to 0, and of both."""
+    other = episode.branch("the other ")
+    turn = yield episode.generate(max_tokens=4, stop="e")
+    episode.reward(len(turn.ids), "early")
+    yield other.generate(max_tokens=5, stop="e")
+    turn = yield episode.generate(after="x", max_tokens=3)
+    won = turn.ids[-1] / 10
+    episode.reward(-won, "total", branch=other)
+    yield other.generate(after="x", max_tokens=3)
+    episode.reward(won, "total", branch=episode)
+    episode.reward(100.0, "early", branch="all")
+    return {"early": 1000.0}
+
+
 def of_last_turn(episodes):
     """A reward of groups: how the sum of the last turn's ids compares to the others of the prompt."""
     sums = [sum(e.tokens[-e.turns[-1].num_tokens :]) for e in episodes]
@@ -72,7 +91,7 @@ def by_hand(rollout):
 @pytest.fixture
 def load(tmp_path):
     """`load(name)`: a rollout or reward function of a file, in its workers, which are killed at the end."""
-    functions = (giving, giving_async, of_last_turn)
+    functions = (giving, giving_async, playing, of_last_turn)
     source = "import os\n\n" + "\n\n".join(map(inspect.getsource, functions))
     loaded = []
 
@@ -315,6 +334,149 @@ def test_turn_rewards_add_up_to_the_column_times_its_weight():
     is_last = torch.zeros(len(kl), dtype=torch.bool)
     is_last[lengths.cumsum(0) - 1] = True
     assert torch.equal(rewards[~is_last], of_turns[~is_last])
+
+
+def by_player(rollout):
+    """The rewards of each branch of `playing` from the tokens: "total", "early"."""
+    won = float(rollout.earlier[0].tokens[-1]) / 10
+    first = rollout.episode.turns[0]
+    return [[won, first.num_tokens + 1100.0], [-won, 1100.0]]
+
+
+@pytest.mark.parametrize("where", ["here", "playing", "dies_once"])
+def test_each_branch_has_the_rewards_of_its_own_turns_and_shares_the_others(load, where):
+    """In the table and for the groups; the rollout has all of them. Also where its process dies between two turns."""
+    dies_once = """
+def dies_once(episode):
+    playing_on = playing(episode)
+    asked = next(playing_on)
+    while True:
+        turn = yield asked
+        if len(episode.all_turns) == 4:
+            try:
+                open(__file__ + ".died", "x").close()
+            except FileExistsError:
+                pass
+            else:
+                os._exit(3)
+        try:
+            asked = playing_on.send(turn)
+        except StopIteration as end:
+            return end.value
+"""
+    collector = collector_of(OF_EPISODE, playing if where == "here" else load(where, dies_once))
+    groups = collector.collect(4)
+    expected = torch.tensor([by_player(rollout) for rollout in groups.rewarded.rollouts]).double()
+    assert len(expected[:, 0, 0].unique()) > 3
+    torch.testing.assert_close(groups.table.branch_rewards.view(12, 2, 2), expected, rtol=0, atol=1e-6)
+    assert torch.equal(groups.branch_rewards.view(12, 2, 2), groups.table.branch_rewards.view(12, 2, 2))
+    assert groups.rewards[..., 0].abs().max() == 0
+    torch.testing.assert_close(groups.rewards[..., 1].flatten(), expected[:, 0, 1], rtol=0, atol=1e-6)
+
+
+def test_what_is_no_branch_with_a_turn_is_given_no_reward():
+    def mine(episode, branch):
+        yield episode.generate(max_tokens=3)
+        episode.reward(1.0, branch=branch(episode))
+
+    hostile = {
+        "branch 1 has had no turn that could be given one": lambda episode: episode.branch("b"),
+        "branch=3; expected a branch of the episode, or 'all'": lambda episode: 3,
+        "expected a branch of the episode": lambda episode: copy.copy(episode),
+    }
+    for message, branch in hostile.items():
+        with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
+            collector_of({}, functools.partial(mine, branch=branch)).collect(1)
+
+
+def advantages_of_players(rank):
+    """The advantages of GRPO for `playing`, by branch, and the rollouts' own rewards."""
+    groups = collector_of({"total": EpisodeReward("total")}, playing).collect(4)
+    table = groups.table
+    batch = exchange(groups.rewarded.rollouts, table, [0] * len(table.branch))
+    weights = torch.ones(1, dtype=torch.float64)
+    config = train_grpo.Config()
+    advantages = train_grpo.token_advantages(
+        config, groups.branch_rewards, groups.greedy_rewards, weights, table, batch
+    )
+    means = sequence_sums(advantages, batch.lengths) / batch.num_loss_tokens
+    return means, [by_player(rollout) for rollout in groups.rewarded.rollouts], groups
+
+
+def test_the_advantages_of_self_play_are_those_of_each_player_though_all_sums_are_equal(one_rank):
+    """A player is compared with the same one in the group's other rollouts, and such groups have a signal."""
+    ((advantages, rewards, groups),) = one_rank.run(advantages_of_players)
+    own = torch.tensor(rewards, dtype=torch.float64)[..., 0].view(4, 3, 2)
+    expected = (own - own.mean(1, keepdim=True)) / (own.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(advantages, expected.flatten(), rtol=0, atol=1e-6)
+    assert advantages.abs().max() > 0.5
+    assert are_equal(groups.rewards[..., 0]).all()
+    assert not are_equal(groups.branch_rewards[..., 0]).any()
+
+
+def long_in_one_branch(episode):
+    yield episode.generate(max_tokens=3)
+    yield episode.branch("abc").generate()
+
+
+def test_the_overlong_penalty_is_of_each_branch():
+    """Its limit is that of a branch; end to end both would be over it."""
+    overlong = {"overlong": OverlongPenalty(limit=40, buffer=20)}
+    groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
+    assert groups.branch_rewards.tolist() == [[[[0.0], [-0.75]]] * 3] * 2
+    assert groups.rewards.tolist() == [[[-0.75]] * 3] * 2
+    assert overlong["overlong"]([[7] * 38]) == [-0.9]
+
+
+def cut_off_in_one_branch(episode):
+    """What docs/episodes.md works out: one branch ends by itself, the other is cut off."""
+    other = episode.branch("abc")
+    yield episode.generate(max_tokens=2)
+    episode.reward(1.0)
+    yield other.generate(max_tokens=2)
+    episode.reward(0.5)
+    yield other.generate(after="de")
+    return 0.25
+
+
+def returns_of_branches(rank, gamma, gae_lambda):
+    """Returns of PPO with a value of 0 before each token, and of 7 behind each branch."""
+    prompts = Prompts(lambda rollout_id: 5)
+    groups = collector_of({"reward": EpisodeReward()}, cut_off_in_one_branch, prompts=prompts).collect(1)
+    table, rollouts = groups.table, groups.rewarded.rollouts
+    streams = {"turn_rewards": turn_rewards(rollouts, {"reward": 1.0})}
+    batch = exchange(rollouts, table, [0] * 6, streams)
+    batch = batch.replace(values=torch.zeros(len(batch.tokens)))
+    config = train_ppo.Config(gamma=gamma, gae_lambda=gae_lambda, bootstrap_truncated=True)
+    _, returns = train_ppo.advantages_and_returns(
+        config,
+        table.branch_rewards[:, 0],
+        table.is_truncated,
+        torch.zeros(len(batch.tokens)),
+        torch.full((6,), 7.0),
+        batch,
+        kl_coef=0.0,
+    )
+    return returns.split(batch.num_loss_tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda", "expected"),
+    [
+        (1.0, 1.0, [[1.25, 1.25], [7.75, 7.75, 7.25]]),
+        (0.5, 0.5, [[0.3125, 1.25], [0.359375, 1.4375, 3.75]]),
+    ],
+)
+def test_a_branch_returns_its_own_turns_and_the_rest_and_is_bootstrapped_if_it_was_cut_off(
+    one_rank, gamma, gae_lambda, expected
+):
+    """The worked numbers of docs/episodes.md, and by the recursion with another discount: V is 0 but for the end.
+
+    A_t = r_t + gamma V_end + gamma lambda A_(t+1), over the sampled tokens alone: 0.25 + 0.5 * 7 = 3.75,
+    0.5 + 0.25 * 3.75 = 1.4375, 0.25 * 1.4375 = 0.359375; and 1.25, 0.25 * 1.25 = 0.3125.
+    """
+    (returns,) = one_rank.run(returns_of_branches, gamma, gae_lambda)
+    assert [part.tolist() for part in returns] == expected * 3
 
 
 def ppo_returns(rank):

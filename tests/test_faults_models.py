@@ -294,6 +294,11 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
         ("https://me:pa55word@host/data", "https://***@host/data"),
         ("sk-proj-0123456789abcdefXYZ", "***"),
         ("key=very-secret-value!", "key=***"),
+        ("github_pat_11ABCDEFG0123456789_x glpat-abcdefghijklmnop_1234", "*** ***"),
+        ("xoxb-123456789012-abcdefABCDEF AIzaSyA0123456789abcdefABCDEF_-012345", "*** ***"),
+        ("Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP-mB92K27", "Bearer ***"),
+        ("hunter2, pa55 and Zugang!1, login-basic.", "***, *** and ***, ***."),
+        ("hunter22, pa555, a passing pattern, the author's path: /usr/bin/true, false, 4096, basic", None),
         (
             "a flag like any other: hf_x, sk-1, /data/train.jsonl",
             "a flag like any other: hf_x, sk-1, /data/train.jsonl",
@@ -301,8 +306,26 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
     ],
 )
 def test_row_48_secrets_are_taken_out_of_what_is_written(one_process, monkeypatch, tmp_path, text, expected):
-    """Tokens by their form or from the environment, passwords in addresses; also deep in args.json and in wandb."""
-    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
+    """Tokens by their form or from the environment, passwords in addresses; also deep in args.json and in wandb.
+
+    None: a text without a secret, though with values of variables whose names are much like a secret's.
+    """
+    expected = text if expected is None else expected
+    secrets = {"MY_API_KEY": "very-secret-value!", "DB_PASS": "hunter2", "PG_PASSWORD_2": "pa55"}
+    secrets |= {"CI_PAT": "Zugang!1", "COMPOSER_AUTH": "login-basic"}
+    others = {
+        "PATTERN": "a passing pattern",
+        "GIT_AUTHOR_NAME": "the author's path",
+        "MY_PATH": "/usr/bin/true",
+    }
+    others |= {
+        "TOKENIZERS_PARALLELISM": "false",
+        "MAX_TOKENS": "4096",
+        "AUTH_TYPE": "basic",
+        "USE_KEY": "true",
+    }
+    for name, value in (secrets | others).items():
+        monkeypatch.setenv(name, value)
     assert redaction.redacted(text) == expected
     started = []
     monkeypatch.setitem(

@@ -168,12 +168,28 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
 
 
 def test_row_01_a_rank_that_dies_before_it_joins_is_not_waited_for_for_ever(tmp_path):
-    """Without torchrun, which would end the others at once: after JOIN_S one line says which rank it was."""
-    body = "process_group.JOIN_S = 3.0\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\njoined()"
+    """Without torchrun, which would end the others at once: after GONE_S one line says which rank it was."""
+    body = "process_group.GONE_S = 3.0\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\njoined()"
     with started(tmp_path, [python(tmp_path, body)] * 2) as job:
         assert job.codes(within=15) == [1, -signal.SIGKILL]
         assert "rank 1 is gone, killed or crashed (last seen: before the first step)" in job.output(0)
         assert "Traceback" not in job.output(0)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_ever(tmp_path, killed):
+    """Without torchrun, and whether it would have kept the store or not: the other says in a minute what is missing."""
+    assert process_group.GONE_S < watchdog.START_S < 60
+    script = tmp_path / "killed.py"
+    die = f"if rank == {killed}:\n    os.kill(os.getpid(), 9)\n"
+    script.write_text(f"{PRELUDE}\nwatchdog.START_S = 2.0\n{die}watchdog.run(joined)\n")
+    with started(tmp_path, [[sys.executable, str(script)]] * 2) as job:
+        codes = job.codes(within=15)
+        assert codes[killed] == -signal.SIGKILL
+        assert codes[1 - killed] == 1
+        said = rf"^rank {1 - killed}: after 2 s not all 2 ranks have come to 127.0.0.1:\d+: one was killed, or was not"
+        assert re.search(said, job.output(1 - killed), re.MULTILINE)
+        assert "Traceback" not in job.output(1 - killed)
 
 
 @pytest.mark.slow

@@ -1,6 +1,11 @@
 """The command line of a config, whoever wrote it: groups, comments as help, presets, refusals."""
 
+import contextlib
+import dataclasses
+import functools
+import os
 import re
+import sys
 import typing
 from dataclasses import dataclass
 
@@ -10,7 +15,15 @@ import train_grpo
 import train_ppo
 from minirl.errors import InputError
 from minirl.run.config import RunConfig, check_shared
-from minirl.run.flags import check_needed, check_numbers, chosen_preset, field_comments, parse
+from minirl.run.flags import (
+    OTHER_NAMES,
+    check_needed,
+    check_numbers,
+    chosen_preset,
+    field_comments,
+    flag_of,
+    parse,
+)
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 
@@ -24,6 +37,12 @@ class ForkConfig(train_grpo.Config):
     penalty: float = 0.0
     """a comment
     on two lines"""
+    rest: float = 0.0  # the last of them
+
+    @property
+    def twice(self):
+        """No help."""
+        return 2 * self.rest
 
 
 def parsed(*arguments, preset=None):
@@ -83,8 +102,36 @@ def test_the_comment_of_each_line_is_its_help_and_no_other():
     comments = field_comments(ForkConfig)
     assert comments["bonus"] == "what this fork adds"
     assert comments["penalty"].split() == ["a", "comment", "on", "two", "lines"]
+    assert comments["rest"] == "the last of them"
+    assert "No help." not in comments.values()
     inherited = [field_comments(base) for base in RunConfig.__mro__]
     assert {name for found in inherited for name in found} >= set(RunConfig.__dataclass_fields__)
+
+
+def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
+    """However it is spelt, unless a fork has it; each leads to a flag that there is."""
+    own = {flag_of(name) for name in train_grpo.Config.__dataclass_fields__}
+    for name, hint in OTHER_NAMES.items():
+        assert set(re.findall(r"--[a-z-]+", hint)) <= own
+        assert f"--{name}" not in own
+        for arguments in ([f"--{name}", "1"], [f"--{name.replace('-', '_')}=1"]):
+            with pytest.raises(InputError, match=re.escape(f"--{name}: no such flag; it is {hint}")):
+                parsed(*arguments)
+    beta = dataclasses.make_dataclass("Beta", [("beta", float, 1.0)], bases=(ForkConfig,), frozen=True)
+    assert parse(beta, description="", preset={}, arguments=["--beta", "2"]).beta == 2.0
+
+
+def test_the_reader_of_help_may_go(monkeypatch):
+    """As `head` does: no traceback."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stdout = os.fdopen(write_end, "w", buffering=1)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as left:
+        parsed("--help")
+    assert left.value.code == 0
+    with contextlib.suppress(BrokenPipeError):
+        stdout.close()
 
 
 def test_a_preset_is_chosen_by_name_and_by_default_the_first():
@@ -145,6 +192,7 @@ def test_the_fields_with_numbers_are_found():
             lambda: check_shared(RunConfig(gpus="16x80", dry_run=True, shard_over="node")),
             "--gpus 16x80: does not say how many are in a node",
         ),
+        (lambda: check_shared(RunConfig(reward_weights=(0.0,))), "--reward-weights: all are 0"),
         (lambda: check_shared(RunConfig(reward_workers=0)), "--reward-workers 0: must be greater than 0"),
         (lambda: check_shared(RunConfig(reward_weights=(1.0, 2.0))), "--reward-weights: there are 1 rewards"),
         (
@@ -159,3 +207,95 @@ def test_a_refusal_names_the_flag(check, message):
     check_needed(ForkConfig(), needs={"bonus": "penalty"})
     with pytest.raises(InputError, match=re.escape(message)):
         check()
+
+
+@pytest.mark.parametrize("text", ["enable_thinking", "[1]", "{}", '{"a": 1, "a": 2}', "[" * 100_000])
+def test_template_arguments_are_a_json_object(text):
+    with pytest.raises(InputError, match=re.escape(f"--chat-template-kwargs {text[:80]}: ")):
+        check_shared(RunConfig(chat_template_kwargs=text))
+    assert RunConfig(chat_template_kwargs='{"a": false}').template_arguments == {"a": False}
+
+
+ROLLOUT = "--rollout, --tools or --environment"
+FILE = "a --reward FILE.py:FUNCTION"
+JSONL = "--data of --task jsonl"
+
+
+@pytest.mark.parametrize(
+    ("options", "needed", "cure"),
+    [
+        ({"reward_timeout": 9.0}, FILE, {"reward": ("mine.py:f",)}),
+        ({"reward_workers": 2, "reward": ("episode:a",)}, FILE, {"reward": ("module:f",)}),
+        ({"on_reward_error": "zero", "reward": ("episode",)}, FILE, {"reward": ("episode", "mine.py:f")}),
+        ({"tool_format": "hermes"}, ROLLOUT, {"tools": "mine.py:f"}),
+        ({"max_turns": 2}, ROLLOUT, {"rollout": "mine.py:f"}),
+        ({"on_rollout_error": "end"}, ROLLOUT, {"environment": "mine.py:A"}),
+        ({"prompt_field": "text"}, JSONL, {"data": "a.jsonl"}),
+        ({"prompt_field": "text", "data": "a.jsonl", "task": "gsm8k"}, JSONL, {"task": "jsonl"}),
+        ({"shard_over": "node"}, "a second rank", {}),
+        ({"kl_reward_level": "token"}, "--kl-reward-coef", {"kl_reward_coef": 0.1}),
+        (
+            {"advantage_eps": 0.1, "advantage_norm": "none"},
+            "--advantage-norm",
+            {"advantage_norm": "batch_std"},
+        ),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_refused(monkeypatch, options, needed, cure):
+    """With what it needs it is taken: on two ranks, for --shard-over."""
+    flag = flag_of(next(iter(options)))
+    with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
+        train_grpo.check(train_grpo.Config(**options))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train_grpo.check(train_grpo.Config(**options | cure))
+
+
+def test_what_a_preset_sets_is_refused_for_nobody_who_turns_its_condition_off():
+    config = train_grpo.Config(**{**train_grpo.ALGORITHMS["reinforce++"], "kl_reward_coef": 0.0})
+    train_grpo.check(dataclasses.replace(config, algorithm="reinforce++"))
+
+
+def test_a_script_whose_rollout_goes_on_or_reads_an_answer_may_limit_its_turns():
+    def goes_on(episode):
+        turn = yield episode.generate()
+        yield episode.generate(after=turn.text)
+
+    def reads(episode):
+        turn = yield episode.generate()
+        assert turn.message
+
+    config = RunConfig(max_turns=2, tool_format="hermes")
+    for rollout in (goes_on, reads, functools.partial(goes_on), None):
+        check_shared(config, rollout)
+    for script in (train_grpo, train_ppo):
+        with pytest.raises(InputError, match="--tool-format hermes: has no effect"):
+            check_shared(config, script.rollout)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kind in typing.get_type_hints(train_ppo.Config).items() if "str" in str(kind)]
+)
+def test_an_empty_text_is_refused_and_never_taken_for_a_flag_that_was_left_out(name):
+    for value in ("", " "):
+        is_tuple = isinstance(getattr(train_ppo.Config(), name), tuple)
+        with pytest.raises(InputError, match=rf"--{name.replace('_', '-')}: is empty"):
+            train_ppo.check(train_ppo.Config(**{name: ("a", value) if is_tuple else value}))
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompts_per_step": 10**12},
+        {"group_size": 10**9},
+        {"threads": 4000},
+        {"reward_workers": 9999, "reward": ("mine.py:f",)},
+        {"rollout_workers": 9999, "rollout": "mine.py:f"},
+        {"num_epochs": 10**9},
+        {"max_running_requests": 10**12},
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_before_work_and_by_a_dry_run(options, is_dry):
+    name, value = next(iter(options.items()))
+    with pytest.raises(InputError, match=f"{flag_of(name)} {value}.*at most"):
+        train_grpo.main(train_grpo.Config(**options, dry_run=is_dry))

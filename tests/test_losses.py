@@ -698,15 +698,15 @@ def table_of_pairs() -> RolloutTable:
     ids = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 1, 0], [2, 0, 0], [2, 1, 0]])
     counts = torch.full([len(ids)], 4)
     is_truncated = torch.zeros(len(ids), dtype=torch.bool)
-    return RolloutTable(*ids.T, counts, counts, counts, is_truncated, torch.zeros(len(ids), 1))
+    return RolloutTable(*ids.T, counts, counts, counts, is_truncated, *torch.zeros(2, len(ids), 1))
 
 
 def trained(config: train_grpo.Config, greedy: list[float] | None = None) -> list[bool]:
     """Of a group of different rewards, one of equal rewards, and one of which only a rollout has a reward."""
-    rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])[:, :, None]
+    rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])[:, :, None, None].repeat(1, 1, 2, 1)
     greedy_rewards = double([[] if greedy is None else [x] for x in greedy or [0.0] * 3])[:, :, None]
     table = table_of_pairs()
-    scores = rewards[..., 0].flatten()[table.episode]
+    scores = rewards[..., 0].flatten(0, 1)[table.episode, table.branch]
     weights = train_grpo.rollout_weights(config, table, scores, 8)
     return train_grpo.is_trained(config, rewards, greedy_rewards, double([1.0]), table, weights).tolist()
 

@@ -546,7 +546,7 @@ def test_what_is_kept_beside_the_cache_fits_to_the_byte():
     assert memory.peak_bytes(work, sizes, keeps_cache=True) == pytest.approx(
         always + generate["cache"] + generate["graphs"] + sum(phases["update"].values())
     )
-    assert not memory.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)
+    assert memory.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)  # on the CPU too
 
 
 def test_the_cache_is_kept_before_microbatches_grow_beyond_what_is_enough():

@@ -580,7 +580,6 @@ TROUBLES = {
     "is exploding": {"policy/kl_old_k3": 0.3},
     "KL divergence": {"policy/kl_ref_k3": 2.1},
     "differ by over 0.05": {"policy/logp_gap_mean": 0.06},
-    "--decode-budget": {"stale/frac": 0.5, "policy/clip_frac_high": 0.02},
     "Watch the reward": {"policy/loss": 1e-8, "policy/ratio_max": 1.0},
 }
 
@@ -593,6 +592,15 @@ def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
     (sentence,) = troubles(troubled, ORDINARY)
     assert words in sentence
     assert list(troubles(troubled, troubled)) == ([] if words == "entropy is collapsing" else [sentence])
+
+
+def test_a_clip_that_bounds_several_steps_is_told_only_where_nothing_corrects_for_their_age():
+    """Where importance weights correct for it, as by default, the ratio is not to sampled logprobs."""
+    clipped = {**ORDINARY, "stale/frac": 0.5, "policy/clip_frac_high": 0.02}
+    (sentence,) = troubles(clipped, ORDINARY, old_logprobs="sampled")
+    assert "leave --correction and --old-logprobs at auto" in sentence
+    for source in ("auto", "scored"):
+        assert list(troubles(clipped, ORDINARY, old_logprobs=source)) == []
 
 
 def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():

@@ -116,8 +116,8 @@ def shared_out(
 
 def rewards_of(table: RolloutTable) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards, those of greedy rollouts and the weight of the only reward, as the script's functions take them."""
-    rewards = table.first_branches().rewards.view(-1, 3, 1)
-    return rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64)
+    rewards = table.rewards_by_branch().view(7, 3, -1, 1)
+    return rewards, rewards[:, :0, 0], torch.ones(1, dtype=torch.float64)
 
 
 def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -227,21 +227,36 @@ def test_gradient_is_the_same_without_the_rollouts_that_have_none(
             assert_close_gradients(got, expected, tolerance)
 
 
-def plain_gradients(rank: int, folder: Path, config: train_grpo.Config) -> dict[str, Tensor]:
+def trained_tokens(config: train_grpo.Config, has_branches: bool) -> list[tuple[Rollout, Tensor]]:
+    """The rollouts that are trained on, each with the mask of its tokens that are: those of branches that are kept."""
+    kept = []
+    for i, rollout in enumerate(make_rollouts(7, 3)):
+        mask = rollout.loss_mask.clone()
+        if config.drop_truncated and rollout.finish_reason == "length":
+            branches = in_two_branches(rollout) if has_branches and i % 3 else rollout
+            mask[sum(len(branch.tokens) for branch in branches.earlier) :] = False
+        if mask.any():
+            kept.append((rollout, mask))
+    return kept
+
+
+def plain_gradients(
+    rank: int, folder: Path, config: train_grpo.Config, has_branches: bool = False
+) -> dict[str, Tensor]:
     """Gradients of the plain double-precision model, one sequence at a time, by autograd through full logits."""
     model = load_replica(folder, dtype=torch.float64).requires_grad_()
-    kept = [r for r in make_rollouts(7, 3) if not (config.drop_truncated and r.finish_reason == "length")]
-    num_tokens = sum(len(r.completion) for r in kept)
-    for r in kept:
+    kept = trained_tokens(config, has_branches)
+    num_tokens = sum(int(mask.sum()) for _, mask in kept)
+    for r, mask in kept:
         layout = batching.PackedLayout((len(r.tokens),), CPU)
         logits = model(r.tokens, layout.positions, layout) @ model.lm_head.weight.T
-        new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][r.loss_mask[1:]]
+        new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][mask[1:]]
         advantage = float(r.rollout_id.sample == 0) - 1 / 3
-        moved = since_old(r.sample_logprobs, r.loss_mask, config.ratio_level)[r.loss_mask]
+        moved = since_old(r.sample_logprobs, r.loss_mask, config.ratio_level)[mask]
         x = new - new.detach() + moved
         ratio = {"token": x, "sequence_mean": x.mean(), "sequence_sum": x.sum()}[config.ratio_level].exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
-        d = new - r.sample_logprobs[r.loss_mask]
+        d = new - r.sample_logprobs[mask]
         loss = (loss + 0.04 * (torch.exp(-d) + d - 1)).sum()
         divisors = {
             "token_mean": num_tokens,
@@ -264,9 +279,9 @@ def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks
 def test_gradient_of_rollouts_in_two_branches_is_that_of_the_whole_ones(one_rank, two_ranks, folder, name):
     """The second branch goes on where the first one ends, so every token has the context, advantage and weight it had.
 
-    Two thirds of the rollouts have two branches; a rollout is cut off where its last branch is.
+    Two thirds of the rollouts have two branches, of which the first is never cut off.
     """
-    (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name])
+    (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name], True)
     options = (folder, torch.float64, OBJECTIVES[name], 0, False, False, None, True)
     for pool, max_tokens in ((one_rank, 10_000), (two_ranks, 300)):
         for gradients in pool.run(grpo_gradients, max_tokens, *options):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.rewards import reward_model
-from minirl.rewards.functions import compute_rewards, functions_and_weights, overlong_penalty
+from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
@@ -303,7 +303,8 @@ def reward_folder(request, tmp_path_factory):
     Where config.json has a pad token, transformers reads the score at the last token that is another.
     """
     folder = tmp_path_factory.mktemp("reward_model")
-    save_tokenizer(folder, TEMPLATE, tokens=REWARD_TOKENS)
+    template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
+    save_tokenizer(folder, template, tokens=REWARD_TOKENS)
     pad = request.param and REWARD_TOKENS.index(request.param)
     oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1, pad_token_id=pad)
 
@@ -314,10 +315,9 @@ def reward_folder(request, tmp_path_factory):
     return folder, score
 
 
-def load(folder, *, chat=False, max_tokens=1000, park=False, device=CPU):
-    return load_reward_model(
-        folder, dtype=torch.float32, device=device, chat=chat, max_tokens=max_tokens, park=park
-    )
+def load(folder, *, max_tokens=1000, park=False, device=CPU, chat=False, **options):
+    options |= {"chat": chat, "max_tokens": max_tokens, "park": park}
+    return load_reward_model(folder, dtype=torch.float32, device=device, **options)
 
 
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -340,6 +340,14 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, c
     got = rewards_of(load(folder, chat=chat), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
     assert got == pytest.approx([oracle(expected.format(text)) for text in completions], rel=1e-5, abs=1e-5)
     assert max(got) - min(got) > 0.1
+
+
+def test_a_reward_models_template_gets_the_arguments_of_the_policys(reward_folder):
+    """Those of --chat-template-kwargs."""
+    folder, oracle = reward_folder
+    got = load(folder, template_arguments={"style": "brief"})([CHAT], ["a"])
+    expected = oracle("<bos>brief<turn>system:be kind<turn>user:hello<turn>assistant:a")
+    assert got == pytest.approx([expected], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("begun", ["", "i"])
@@ -437,9 +445,9 @@ def test_what_is_no_reward_model_is_refused(tmp_path, auto_class, keys, said):
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
-    penalties = overlong_penalty(limit=20, buffer=8)([[7] * length for length in lengths])
+    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
-    assert rewards_of(overlong_penalty(limit=1, buffer=0.5)) == [
+    assert rewards_of(OverlongPenalty(limit=1, buffer=0.5)) == [
         -1.0,
         -1.0,
     ]  # of the ids, the stop token included

@@ -544,10 +544,21 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, spec
         load_rollout(spec)
 
 
-def test_a_file_that_has_gone_when_a_worker_is_replaced_is_an_error(load, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"raised\n(.|\n)*FileNotFoundError"),
+        ("import os\nos._exit(5)", "ended its process, exit code 5"),
+    ],
+    ids=["gone", "dies"],
+)
+def test_a_worker_that_cannot_be_replaced_is_an_error_with_the_row_that_it_was_for(
+    load, tmp_path, content, said
+):
     workers = load("dies")
-    (tmp_path / "mine.py").unlink()
-    with pytest.raises(RolloutError, match=r"rollout dies: raised\n(.|\n)*FileNotFoundError"):
+    file = tmp_path / "mine.py"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(RolloutError, match=rf"rollout dies: {said}(.|\n)* for the row at f:\d+$"):
         rollouts_of(workers, num_groups=40, group_size=1)
 
 

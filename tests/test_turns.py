@@ -307,9 +307,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
+        self.num_calls = 0
 
     def __call__(self, turns: list[list[int]]) -> list[bool]:
         self.asked += map(tuple, turns)
+        self.num_calls += 1
         return [False] * len(turns)
 
 
@@ -336,3 +338,21 @@ def test_a_stop_test_sees_the_last_tokens_of_its_turn_alone(is_aborted, late):
     for number, turn in enumerate(turns):
         sampled = rollout.completion[11 * number : 11 * number + 8]
         assert turn.asked == [tuple(sampled[: count + 1][-5:]) for count in range(8)]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_a_stop_test_is_asked_once_a_step_for_all_turns_that_have_it(late):
+    """Whatever else is decoded, and where turns begin at other tokens."""
+    engine = make_engine(cached_model("mixed", torch.float32), async_decoding=late)
+    with_other, with_none = Recorder(), None
+    shared = Recorder()
+    tests = [shared, with_none, shared, with_other, shared]
+    for number, test in enumerate(tests):
+        request = make_request(make_prompt(5 + number), number=number, max_new_tokens=8, stop_ids=frozenset())
+        engine.submit([replace(request, stop_test=test)])
+    sampled = [rollout.completion for rollout in finish(engine, len(tests))]
+    assert shared.num_calls == with_other.num_calls == 8
+    tails = {
+        tuple(tokens[: count + 1][-5:]) for i in (0, 2, 4) for count in range(8) for tokens in [sampled[i]]
+    }
+    assert set(shared.asked) == tails

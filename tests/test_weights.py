@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -662,6 +663,17 @@ def test_an_index_that_promises_a_tensor_its_file_lacks_is_refused(tmp_path):
     index = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
     shard_with_index(tmp_path, {k: v for k, v in tensors.items() if k != "model.norm.weight"}, index)
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load_weights(random_model(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "../model.safetensors", "..", 7])
+def test_an_index_that_names_what_is_no_file_of_the_folder_is_refused(tmp_path, name):
+    """Half a surrogate pair too, which JSON can hold and no file's name."""
+    tensors = {key: param.detach() for key, param in named_parameters(random_model()).items()}
+    shard_with_index(tmp_path, tensors, dict.fromkeys(tensors, name))
+    with pytest.raises(
+        InputError, match=re.escape(f"weight_map names {name!r}; expected a file in the same")
+    ):
         load_weights(random_model(), tmp_path)
 
 

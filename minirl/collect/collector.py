@@ -43,7 +43,7 @@ from minirl.data.task import RewardFunction
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import EpisodeReward, asked_of_episodes, judges_groups
+from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards, judges_groups
 from minirl.rewards.group_rewards import GroupRewards
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
@@ -143,11 +143,13 @@ class Collector:
             self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
             self._wait_for_ranks()
             self._rewarded = self._group_rewards.add(self._rewarded)
+            rewarded = self._rewarded
             selection = select_step(
-                self._rewarded,
+                rewarded,
                 num_groups,
                 self._group_size,
                 self._num_greedy,
+                branch_rewards=branch_rewards(self._functions, rewarded.rollouts, rewarded.rewards),
                 replaces_equal=self._max_refills is not None,
             )
             num_missing = selection.num_missing

@@ -58,7 +58,7 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
         rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
         for name, value in rewards.items():
             if value is not None:
-                episode.reward(value, name)
+                episode.reward(value, name, branch="all")
 
     # Each has two connections at least, and both ends of one are here.
     vars(rollout)["max_episodes"] = min(MAX_EPISODES, loopback.max_connections() // 2)

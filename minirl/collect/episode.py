@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.errors import InputError, refuse
@@ -273,8 +273,9 @@ class Episode(Branch):
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given before
-    the first turn, and behind each. is_closed: whether the function has ended, or is being ended.
+    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given to all
+    branches, and to each turn. rewarded: at which of these places the function has given some since the last turn.
+    is_closed: whether the function has ended, or is being ended.
     environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
     function asks for them.
     """
@@ -301,6 +302,7 @@ class Episode(Branch):
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.rewards: list[dict[str, float]] = [{}]
+        self.rewarded: set[int] = set()
         self.is_closed = False
 
     @property
@@ -321,6 +323,7 @@ class Episode(Branch):
         self.branches[turn.branch].add(turn)
         self.all_turns.append(turn)
         self.rewards.append({})
+        self.rewarded.clear()
 
     def drop_unseen(self) -> None:
         """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
@@ -339,8 +342,9 @@ class Episode(Branch):
     ) -> Branch:
         """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
 
-        It is a sample of its own in training, and shares the episode's reward and its weight in the loss. tools: JSON
-        schemas of those that the prompt tells of, if it is messages; None: the run's.
+        It is a sample of its own in training, with the rewards of its own turns; what is given to no turn, and the
+        weight in the loss, it shares with the others. tools: JSON schemas of those that the prompt tells of, if it is
+        messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
@@ -349,15 +353,29 @@ class Episode(Branch):
         self._further[number] = branch
         return branch
 
-    def reward(self, value: float, name: str = REWARD) -> None:
-        """Add to a reward of the episode, for the turns so far: it belongs to the last token of the last one.
+    def reward(
+        self, value: float, name: str = REWARD, *, branch: Branch | Literal["all"] | None = None
+    ) -> None:
+        """Add to a reward of the episode. It belongs to the last token of the last turn, and so to that turn's branch.
 
-        Raises InputError for what is no finite number, and once the episode has ended.
+        branch: to the last turn of this one instead (the episode is the first of them); "all": to no turn, but to each
+        branch, as what the function returns. Before the first turn that is so without it.
+        Raises InputError for what is no finite number, a branch without a turn, and once the episode has ended.
         """
         place = f"episode.reward, for the row at {self.row.place}:"
         refuse(self.is_closed, f"{place} the episode has ended; give rewards before a `yield`")
         _check_name(name, place)
-        given = self.rewards[-1]
+        index = len(self.all_turns)
+        if branch == "all":
+            index = 0
+        elif branch is not None:
+            numbers = [number for number, own in self.branches.items() if own is branch]
+            refuse(not numbers, f"{place} branch={branch!r:.80}; expected a branch of the episode, or 'all'")
+            indices = [i for i, turn in enumerate(self.all_turns, 1) if turn.branch in numbers]
+            refuse(not indices, f"{place} branch {numbers[0]} has had no turn that could be given one")
+            index = indices[-1]
+        self.rewarded.add(index)
+        given = self.rewards[index]
         checked = _checked_reward(value, f"{place} {name!r} is")
         given[name] = _checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
@@ -388,9 +406,10 @@ def checked_turn(yielded: Any) -> Generate:
         "stop": (is_stop, "expected a tuple of texts"),
         "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
         "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
-        "prompt": (True, ""),  # checked where it is tokenized
+        # Checked where the prompt is tokenized.
+        "prompt": (True, ""),
+        "tools": (True, ""),
         "contents": (is_each, "expected one for each message of `after`"),
-        "tools": (yielded.tools is None or isinstance(yielded.tools, list), "expected a list of JSON schemas"),
     }
     for name, value in vars(yielded).items():
         is_right, what = expected.get(name, (False, "there is no such field"))

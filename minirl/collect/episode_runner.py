@@ -100,7 +100,6 @@ class RunningBranch:
             loss_mask=self.rollout.loss_mask[:length],
             sample_logprobs=self.rollout.sample_logprobs[:length],
             weight_version=self.rollout.weight_version[:length],
-            finish_reason=self.branch.turns[-1].finish_reason,
         )
 
 
@@ -109,7 +108,8 @@ class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
     request: of the row's prompt, as it was given. number: that its function's replies have.
-    branches: those that have begun, by number. present: that of the present turn; None before the first one.
+    branches: those that have begun, by number. present: that of the present turn; None before the first one, and where
+    a new branch has no room for its prompt.
     turn_ends: of the turns that have ended, in their order.
     budget: how many tokens the episode may sample in this phase from the beginning of the present turn's part on.
     """
@@ -126,11 +126,17 @@ class RunningEpisode:
         """How many tokens there are when this phase's part of the branch's turn ends, at the latest."""
         return min(branch.turn_limit, branch.part_start + self.budget)
 
-    def rollout(self, finish_reason: str, record: EpisodeRecord) -> Rollout:
-        """What was sampled up to the end of the last turn, of which there is one."""
-        begun = [self.branches[number].seen for number in sorted(self.branches)]
-        *earlier, last = [rollout for rollout in begun if rollout is not None]
-        return replace(last, finish_reason=finish_reason, episode=record, earlier=tuple(earlier))
+    def rollout(self, finish_reason: str, ends: Mapping[int, str], record: EpisodeRecord) -> Rollout:
+        """What was sampled up to the end of the last turn, of which there is one. ends: of the branches, by number."""
+        begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
+        *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
+        return replace(
+            last,
+            finish_reason=finish_reason,
+            branch_end=own_end,
+            episode=record,
+            earlier=tuple(replace(branch, finish_reason=end) for branch, end in earlier),
+        )
 
 
 @dataclass(frozen=True)
@@ -478,10 +484,15 @@ class EpisodeRunner:
             return sys.maxsize
         return limit - sum(turn.num_tokens for turn in running.episode.all_turns)
 
-    def _reason_of_last_turn(self, running: RunningEpisode) -> str:
-        """The finish reason of an episode that ends because its function does."""
-        reason = running.episode.all_turns[-1].finish_reason
-        return "max_tokens" if reason == "length" and self._room_to_sample(running) < 1 else reason
+    def _ends(self, running: RunningEpisode) -> dict[int, str]:
+        """The finish reasons of the branches, by number, if they end with their last turns."""
+        ends = {}
+        for turn in running.episode.all_turns:
+            is_own_limit = turn.finish_reason == "length" and turn.end < turn.limit
+            ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
+        if turn.finish_reason == "length" and self._room_to_sample(running) < 1:
+            ends[turn.branch] = "max_tokens"
+        return ends
 
     def _cut_off(self, running: RunningEpisode, limit: str) -> None:
         """End an episode whose function goes on."""
@@ -504,8 +515,13 @@ class EpisodeRunner:
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(running.episode, returned or {})
         record = record_of(running.episode, rewards, self._prompts.tokenizer)
-        reason = finish_reason or self._reason_of_last_turn(running)
-        self._ended.append(running.rollout(reason, record))
+        # An episode's end is that of the branch which had its last turn, or asked for a further one.
+        ends = self._ends(running)
+        if finish_reason is None:
+            finish_reason = ends[running.episode.all_turns[-1].branch]
+        elif running.present is not None:
+            ends[running.present.branch.number] = finish_reason
+        self._ended.append(running.rollout(finish_reason, ends, record))
         for branch in running.branches.values():
             if branch.is_held:
                 self._over.append(branch.request.rollout_id)
@@ -576,7 +592,7 @@ class EpisodeRunner:
             self._check_rewards(running.episode, asked.returned)
             return None
         assert isinstance(asked, Generate)
-        present = self._branch(running, asked)
+        running.present = present = self._branch(running, asked)
         if present is None:
             return None
         new_ids = self._appended_ids(running.episode, present.branch, asked.after)
@@ -588,7 +604,6 @@ class EpisodeRunner:
                 f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        running.present = present
         messages = asked.after if is_messages(asked.after) else []
         for message in messages:
             if message["role"] == "tool":

@@ -98,6 +98,7 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
         "versions": rollout.weight_version[start:].clone(),
         "is_sampled": rollout.loss_mask[start:].clone(),
         "finish_reason": rollout.finish_reason,
+        "branch_end": rollout.branch_end,
     }
 
 
@@ -130,5 +131,6 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
+        branch_end=record.get("branch_end", ""),  # likewise
         episode=EpisodeRecord() if episode is None else EpisodeRecord.from_json(episode),
     )

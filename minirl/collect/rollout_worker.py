@@ -13,9 +13,9 @@ Protocol: as of `minirl.rewards.worker`, with these messages.
 - Every later request is {"episode": number, "turns": [...]}. The first one of an episode has "begin" too, the arguments
   of `Episode`. If it has turns, the episode was run before, in a process that has ended: then "asked" is what it asked
   for before each of these turns, and has to ask for again. {"episode", "close"} ends one.
-- Every answer has "episode", its "environment", the "seconds" that it took, "rewards", what was given since the last
-  turn, "unseen", the branches whose last turn nobody saw, and {"asked": the fields of `Generate`},
-  {"ended", "returned", "reason"} or {"error"}.
+- Every answer has "episode", its "environment", the "seconds" that it took, "rewards", those of `Episode.rewards` that
+  were given something since the last turn, each as [place, rewards], "unseen", the branches whose last turn nobody saw,
+  and {"asked": the fields of `Generate`}, {"ended", "returned", "reason"} or {"error"}.
 
 Standard library only, so that the process starts quickly.
 """
@@ -178,11 +178,11 @@ class Hosted:
 
     def since_last_turn(self) -> dict[str, Any]:
         """The rewards that were given since the last turn, the branches whose last turn nobody saw, the environment."""
-        unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
+        episode = self._episode
         return {
-            "rewards": self._episode.rewards[-1],
-            "unseen": unseen,
-            "environment": self._episode.environment,
+            "rewards": [(index, episode.rewards[index]) for index in sorted(episode.rewarded)],
+            "unseen": [number for number, branch in episode.branches.items() if branch.drops_last],
+            "environment": episode.environment,
         }
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -325,7 +325,7 @@ class _Worker:
     def _begin_serving(self, answer: Mapping[str, Any]) -> None:
         """Take the first answer of a process. Raises RolloutError."""
         if "error" in answer:
-            raise RolloutError(escaped(str(answer["error"])))
+            raise RolloutError(escaped(f"{answer['error']}{self._started_for()}"))
         self.is_ready = True
         self._is_async = answer.get("is_async") is True
         self.tools = answer.get("tools", [])
@@ -340,7 +340,7 @@ class _Worker:
         """
         self.kill()
         if not self.is_ready:
-            raise RolloutError(why)
+            raise RolloutError(escaped(f"{why}{self._started_for()}"))
         culprit = None
         if self._suspects:
             culprit = self._suspects.popleft()
@@ -360,6 +360,14 @@ class _Worker:
             return []
         del self._hosted[culprit]
         return [(culprit, Failed(why))]
+
+    def _started_for(self) -> str:
+        """For an error of a process that is being started in place of another: the row that it is for."""
+        numbers = [*self._suspects, *self._hosted]
+        if not numbers:
+            return ""
+        place = self._hosted[numbers[0]].episode.row.place
+        return f"\nThe process was started in place of one that had ended, for the row at {place}"
 
     def _feed(self) -> None:
         """Send what may be sent."""
@@ -427,7 +435,10 @@ class _Worker:
         answer = checked_answer(line, self._key)
         if answer is None:
             return None
-        if self.is_ready and (answer.get("episode") not in self._awaited or not _has_rewards(answer)):
+        if not self.is_ready:
+            return answer
+        number = answer.get("episode")
+        if number not in self._awaited or not _has_rewards(answer, len(self._hosted[number].episode.rewards)):
             return None
         return answer
 
@@ -440,7 +451,8 @@ class _Worker:
             self._suspects.popleft()
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
-        hosted.episode.rewards[-1] = answer["rewards"]
+        for index, given in answer["rewards"]:
+            hosted.episode.rewards[index] = given
         hosted.episode.environment = answer["environment"]
         for unseen in answer["unseen"]:
             hosted.episode.branches[unseen].drops_last = True
@@ -457,19 +469,23 @@ class _Worker:
         return [(number, Failed(error) if error else Ended(answer["returned"], answer["reason"]))]
 
 
-def _has_rewards(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has rewards, and an environment, as the worker's own code sends them."""
-    given, returned = answer.get("rewards"), answer.get("returned", {})
-    if not isinstance(given, dict) or not isinstance(returned, dict) or None in given.values():
-        return False
+def _has_rewards(answer: Mapping[str, Any], num_places: int) -> bool:
+    """Whether an answer has rewards, and an environment, as the worker's own code sends them.
+
+    num_places: of the episode's rewards.
+    """
     if not isinstance(answer.get("environment"), dict | None):
         return False
     try:
-        returned_rewards(given)
+        for index, given in answer["rewards"]:
+            if type(index) is not int or not 0 <= index < num_places or None in given.values():
+                return False
+            returned_rewards(given)
+        returned = answer.get("returned", {})
         returned_rewards(returned)
-    except InputError:
+    except (InputError, AttributeError, KeyError, TypeError, ValueError):
         return False
-    return True
+    return isinstance(returned, dict)
 
 
 def _fields(turn: Turn) -> dict[str, Any]:

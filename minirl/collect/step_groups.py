@@ -20,6 +20,8 @@ class Groups:
     table: RolloutTable
     # fp64 [P, G, K]
     rewards: Tensor
+    # fp64 [P, G, B, K]: of branch b of each rollout, see `RolloutTable.rewards_by_branch`
+    branch_rewards: Tensor
     # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
     greedy_rewards: Tensor
 
@@ -48,15 +50,17 @@ def select_step(
     group_size: int,
     num_greedy: int = 0,
     *,
+    branch_rewards: Tensor | None = None,
     replaces_equal: bool = False,
 ) -> Selection:
     """Select `num_groups` of all ranks' complete groups, the first in order of their prompts (collective).
 
     rewarded: what this rank has. Each prompt has `group_size` rollouts, followed by `num_greedy` greedy ones.
+    branch_rewards: as of `gather_table`.
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
     are given up if they are not selected.
     """
-    table = gather_table(rewarded.rollouts, rewarded.rewards)
+    table = gather_table(rewarded.rollouts, rewarded.rewards, branch_rewards)
     episodes = table.first_branches()
     # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
     rollouts_per_prompt = group_size + num_greedy
@@ -66,10 +70,11 @@ def select_step(
     ordinals = ordinals[is_complete]
     rows = starts[:, None] + torch.arange(rollouts_per_prompt)
     rewards = episodes.rewards[rows]
+    by_branch = table.rewards_by_branch()[rows[:, :group_size]]
 
     given_up = torch.arange(0)
     if replaces_equal:
-        first_rewards = rewards[:, :group_size, 0]
+        first_rewards = by_branch[..., 0]
         selected, num_equal = select_groups(first_rewards, num_groups)
         given_up = are_equal(first_rewards).nonzero()[:, 0]
     else:
@@ -89,6 +94,7 @@ def select_step(
         rewarded=rewarded.select(own),
         table=table.select(is_chosen.nonzero()[:, 0].tolist()),
         rewards=rewards[selected][:, :group_size],
+        branch_rewards=by_branch[selected],
         greedy_rewards=rewards[selected][:, group_size:],
     )
     return Selection(

@@ -2,10 +2,11 @@
 
 import copy
 import functools
+import inspect
 import itertools
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # What a chat template may take for one prompt, and add to the messages.
 _TEMPLATE_SECONDS = 20.0
 _TEMPLATE_CHARACTERS = 1_000_000
+# A value that no template has as a default.
+_PROBE = "minirlprobe"
 # Lists of tools that were checked and are remembered.
 _MAX_TOOL_LISTS = 64
 
@@ -30,11 +33,18 @@ class Tokenizer:
     """The tokenizer of a model folder, and the ids that end a completion."""
 
     def __init__(
-        self, folder: Path, *, chat: bool = False, tools: Sequence[Tool] = (), tool_format: str | None = None
+        self,
+        folder: Path,
+        *,
+        chat: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+        tool_format: str | None = None,
     ):
         """Load the tokenizer; `chat` wraps text prompts as one user message in the chat template.
 
-        tools: what prompts tell the model that it can call. tool_format: how it writes calls, see `answers`.
+        template_arguments: what the template gets beside messages and tools, see `check_arguments`. tools: what
+        prompts tell the model that it can call. tool_format: how it writes calls, see `answers`.
 
         Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
         show the tools.
@@ -51,6 +61,7 @@ class Tokenizer:
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
         self.folder = folder
         self.chat = chat
+        self.template_arguments = dict(template_arguments or {})
         self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
@@ -145,8 +156,9 @@ class Tokenizer:
         *,
         is_prompt: bool,
         tools: Sequence[dict[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text that the chat template makes of messages and of the tools (None: the tokenizer's own).
+        """Return the text that the chat template makes of messages, tools and arguments (None: the tokenizer's own).
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
         answer continues that message, as in TRL. Raises InputError naming `place` and the folder for what the template
@@ -165,6 +177,7 @@ class Tokenizer:
                     tokenize=False,
                     add_generation_prompt=is_prompt and not continues,
                     continue_final_message=continues,
+                    **(self.template_arguments if arguments is None else arguments),
                 )
         except Exception as error:
             # A template is a program of the model's folder: it may raise anything.
@@ -176,6 +189,36 @@ class Tokenizer:
             f"{what} adds {num_added} characters to the messages ({_TEMPLATE_CHARACTERS} at most)",
         )
         return text
+
+    def check_arguments(self, flag: str) -> None:
+        """Raise InputError, naming the flag, for a template argument that changes no prompt: a template ignores it.
+
+        One that has the template's own default as its value is none: the name changes a prompt with another value.
+        """
+        taken = {"messages", *inspect.signature(self.backend.apply_chat_template).parameters}
+        for name, value in self.template_arguments.items():
+            refuse(name in taken, f"{flag}: {name!r} is not to be given; it is what the run itself sets")
+            others = {key: other for key, other in self.template_arguments.items() if key != name}
+            without = self._probes(others)
+            refuse(
+                all(
+                    self._probes({**others, name: tried}) == without for tried in (value, True, False, _PROBE)
+                ),
+                f"{flag}: {name!r} changes nothing in a prompt by the chat template of {self.folder}; leave it out",
+            )
+
+    def _probes(self, arguments: Mapping[str, Any]) -> list[str]:
+        """What the template makes of some conversations with these arguments; what it says where it refuses one."""
+        user = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+        found = []
+        for messages in ([user], [{"role": "system", "content": "d"}, user], [user, answer, user]):
+            for is_prompt in (True, False):
+                try:
+                    found.append(self.apply_template(messages, "", is_prompt=is_prompt, arguments=arguments))
+                except InputError as error:
+                    found.append(str(error))
+        return found
 
     def _check_tools(self) -> None:
         """Raise InputError if the chat template does not show each tool."""

@@ -5,28 +5,47 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Environment variables whose values are secret.
-_SECRET_NAMES = re.compile("TOKEN|KEY|SECRET|PASSWORD")
-# Shorter values of such variables ("1", "none") are hardly secrets, and would be found inside other words.
-_MIN_SECRET_LENGTH = 8
-# Tokens of known services by their prefix, and "user:password" in front of the "@" of a URL.
-_SECRET_TEXTS = re.compile(r"\b(hf_|sk-|ghp_|wandb_v1_)[\w-]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+# Words of environment variables' names. Of the short ones PATH, PATTERN and AUTHOR are others.
+_WORDS = r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(?<![A-Z])(?:PASS|PAT|O?AUTH)(?![A-Z]))"
+_NAME = re.compile(_WORDS)
+# Short values are also parts of other words: their names end with the word, unlike AUTH_TYPE and MAX_TOKENS.
+_LAST_WORD = re.compile(rf"{_WORDS}(?:(?<=CREDENTIAL)S)?[_\d]*$")
+_LONG = 8
+_SHORTEST = 4
+_NO_SECRETS = {"true", "false", "none", "null", "auto", "default", "enabled", "disabled"}
+# Tokens of known services by their prefix, web tokens, and "user:password" in front of the "@" of a URL.
+_TEXTS = (
+    r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|wandb_v1_|xox[a-z]-|AIza)[\w-]{16,}",
+    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
+)
 
 
 def redacted(value: Any) -> Any:
     """Return the value (flags, or any JSON value) with "***" in place of each secret.
 
-    Secrets are the values of environment variables whose names contain TOKEN, KEY, SECRET or PASSWORD, texts
-    that look like a token of a known service, and user names with passwords in URLs.
+    Secrets are the values of environment variables whose names say so (TOKEN, KEY, SECRET, PASSWORD, PASS, PAT, AUTH,
+    CREDENTIAL), texts that look like a token of a known service, and user names with passwords in URLs. A value of 4 to
+    7 characters is one where the name ends with such a word, and is taken out where it stands as a word.
     """
+    return _masked(value, _secrets())
+
+
+def _secrets() -> re.Pattern[str]:
+    """All secrets, those of the environment as it is now."""
+    values = []
+    for name, value in os.environ.items():
+        is_switch = value.lower() in _NO_SECRETS
+        if len(value) >= _LONG and _NAME.search(name.upper()) and not is_switch:
+            values.append(re.escape(value))
+        elif len(value) >= _SHORTEST and _LAST_WORD.search(name.upper()) and not is_switch:
+            values.append(rf"(?<!\w){re.escape(value)}(?!\w)")
+    return re.compile("|".join([*sorted(values, key=len, reverse=True), *_TEXTS]))
+
+
+def _masked(value: Any, secrets: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
-        return {name: redacted(item) for name, item in value.items()}
+        return {name: _masked(item, secrets) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    for name, secret in os.environ.items():
-        is_secret = _SECRET_NAMES.search(name.upper()) is not None
-        if is_secret and len(secret) >= _MIN_SECRET_LENGTH:
-            value = value.replace(secret, "***")
-    return _SECRET_TEXTS.sub("***", value)
+        return [_masked(item, secrets) for item in value]
+    return secrets.sub("***", value) if isinstance(value, str) else value

@@ -1,6 +1,7 @@
 """Advantages from rewards, as pure functions of tensors.
 
-Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt. Rewards of tokens are streams [M]
+Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt; or [P, G, B], of their branches by number.
+A branch is compared with the branches of its number in the group's other rollouts. Rewards of tokens are streams [M]
 of the tokens that the policy sampled, one sequence after another. Most functions do not communicate;
 `mean_and_variance`, `whiten` and `explained_variance` do, because they are about the tokens of all ranks.
 """
@@ -29,16 +30,17 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 def are_equal(rewards: Tensor) -> Tensor:
     """Which groups of rewards [P, G] have no signal because all their rewards are equal, bool [P].
 
-    Rewards that are NaN are left out.
+    Of [P, G, B]: those of each branch. Rewards that are NaN are left out.
     """
     is_missing = rewards.isnan()
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
     highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    return highest <= lowest
+    is_equal = highest <= lowest
+    return is_equal if is_equal.dim() == 1 else is_equal.all(1)
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
+    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm. Of [P, G, B]: for each branch.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -53,6 +55,11 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
     exactly 0. A reward that is NaN is left out of all statistics and gets 0.
     """
+    if rewards.dim() == 3:
+        of_branches = [
+            group_advantages(own, baseline=baseline, norm=norm, eps=eps) for own in rewards.unbind(2)
+        ]
+        return torch.stack(of_branches, 2)
     if rewards.isnan().any():
         return _advantages_of_scored(rewards, baseline=baseline, norm=norm, eps=eps)
     if isinstance(baseline, Tensor):
@@ -100,7 +107,7 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
 
 
 def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of K rewards [P, G, K] that are normalised separately (GDPO, arXiv:2601.05242).
+    """Advantages [P, G, B] of K rewards [P, G, B, K] that are normalised separately (GDPO, arXiv:2601.05242).
 
     Each reward is normalised within its group. The sum of these by weight [K] is then shifted and scaled to
     mean 0 and variance 1 over the step. So rewards of different scales count by their weights alone. A

@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,9 @@ from minirl.errors import InputError, refuse
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 
+# In seconds.
 JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
+GONE_S = 20.0  # without a sign of life, after which a rank that has not joined is not waited for
 # Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
 # torch's varlen kernel runs there.
 OLDEST_CAPABILITY = (8, 0)
@@ -42,7 +45,7 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
     Raises InputError for a device that cannot be used and for ranks on unlike devices, and torch's DistStoreError if
-    another rank does not come within JOIN_S.
+    another rank dies before it comes (with a watchdog), or does not come within JOIN_S.
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
@@ -74,7 +77,12 @@ def _wait_for_all(store: Any, kind: str) -> None:
     # init_process_group would wait for a rank that has died as long as collectives do.
     store.set(f"joins/{rank()}", kind)
     names = [f"joins/{other}" for other in range(world_size())]
-    store.wait(names, timedelta(seconds=JOIN_S))
+    began = time.monotonic()
+    while not store.check(names):  # store.wait prints a warning each time that it has waited in vain
+        waited = time.monotonic() - began
+        if waited > JOIN_S or watchdog.is_a_rank_gone(GONE_S):
+            raise dist.DistStoreError(f"not all {world_size()} ranks have joined in {waited:.0f} s")
+        time.sleep(min(1.0, 0.01 + waited / 10))
     kinds = [store.get(name).decode() for name in names]
     if len(set(kinds)) > 1:
         places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in ("cpu", "cuda"))

@@ -56,6 +56,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 # Times in seconds.
+START_S = 50.0  # between the starts of two ranks
+TORCHRUN_START_S = 300.0  # the same under torchrun, which ends the others when one of them dies
 POLL_S = 0.25  # between two looks at the store
 GONE_S = 2.0  # age of a rank's status above which its process counts as dead or stopped
 BROKEN_CONNECTION_S = 3.0  # from a broken connection to its claim, see `_Watchdog.report_failure`
@@ -100,14 +102,20 @@ def heartbeat(user_function: str | None = None, *, phase: str | None = None) -> 
 def rendezvous() -> Any:
     """The key-value store shared by all ranks: torchrun's, or one that rank 0 hosts.
 
-    Waits up to 300 seconds for it. Without torchrun's environment variables the process gets its own store.
+    Without the environment variables of a rank the process gets its own store. Raises torch's DistError if it is not
+    there in time, or not all ranks come to it.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
-    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_start_s())))
     # torchrun may restart all ranks and keep its store: addresses and claims of an earlier attempt must not count.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)
+
+
+def _start_s() -> float:
+    """How long a rank waits for the others to start."""
+    return TORCHRUN_START_S if "TORCHELASTIC_RUN_ID" in os.environ else START_S
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -122,7 +130,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     torchrun the process is killed when torchrun dies.
     """
     _prepare_process()
-    watchdog = _Watchdog()
+    try:
+        watchdog = _Watchdog()
+    except dist.DistError:
+        _leave_without_all_ranks()
     watchdog.start()
     try:
         exit_code = main() or 0
@@ -131,6 +142,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except BaseException as error:
         watchdog.report_failure(error)
     leave_now(exit_code)
+
+
+def is_a_rank_gone(seconds: float) -> bool:
+    """Whether a rank that has begun `run` has given no sign of life for so many seconds. Not collective."""
+    statuses = _read_statuses(dist.PrefixStore("watchdog", rendezvous()))
+    return any(status.age_s() > seconds for status in statuses.values())
 
 
 def leave_now(exit_code: int) -> NoReturn:
@@ -173,6 +190,16 @@ def _leave_if_torchrun_is_gone() -> None:
     except OSError:
         _print_error(f"rank {_rank()}: torchrun is gone, it does not answer")
         leave_now(1)
+
+
+def _leave_without_all_ranks() -> NoReturn:
+    """End the process when some rank has not come to the rendezvous store: nobody can say which."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    _print_error(
+        f"rank {_rank()}: after {_start_s():g} s not all {os.environ['WORLD_SIZE']} ranks have come to {address}: one "
+        "was killed, or was not started; start all of them together"
+    )
+    leave_now(1)
 
 
 def _exit_code_and_message(error: BaseException) -> tuple[int, str]:
@@ -254,6 +281,16 @@ class _Status:
     def is_gone(self) -> bool:
         """Whether the process is dead or stopped: a live watchdog thread publishes every POLL_S seconds."""
         return self.age_s() > GONE_S
+
+
+def _read_statuses(store: Any) -> dict[int, _Status]:
+    """The statuses of all ranks that have published one, by rank."""
+    statuses = {}
+    for rank in range(int(os.environ.get("WORLD_SIZE", 1))):
+        key = f"status/{rank}"
+        if store.check([key]):
+            statuses[rank] = _Status(**json.loads(store.get(key)))
+    return statuses
 
 
 @dataclass(frozen=True)
@@ -360,20 +397,11 @@ class _Watchdog(threading.Thread):
         status = _Status(time.time(), silent_s, activity, line, is_in_collective)
         self._store.set(f"status/{self._rank}", json.dumps(dataclasses.asdict(status)))
 
-    def _read_statuses(self) -> dict[int, _Status]:
-        """The statuses of all ranks that have published one, by rank."""
-        statuses = {}
-        for rank in range(self._world_size):
-            key = f"status/{rank}"
-            if self._store.check([key]):
-                statuses[rank] = _Status(**json.loads(self._store.get(key)))
-        return statuses
-
     def _find_gone_ranks(self) -> list[str]:
         """One sentence for each rank whose process is dead or stopped."""
         return [
             f"rank {rank} is gone, killed or crashed (last seen: {status.activity})"
-            for rank, status in self._read_statuses().items()
+            for rank, status in _read_statuses(self._store).items()
             if status.is_gone()
         ]
 
@@ -382,11 +410,11 @@ class _Watchdog(threading.Thread):
         limit = this_process.hang_timeout
         if limit == 0 or silent_s <= limit:
             return False
-        return all(status.silent_now_s() > limit for status in self._read_statuses().values())
+        return all(status.silent_now_s() > limit for status in _read_statuses(self._store).values())
 
     def _hang_report(self) -> str:
         """A line for each rank. The suspect is the longest silent rank that is not in a collective."""
-        statuses = self._read_statuses()
+        statuses = _read_statuses(self._store)
         not_waiting = {rank: status for rank, status in statuses.items() if not status.is_in_collective}
         suspects = not_waiting or statuses
         suspect = max(suspects, key=lambda rank: suspects[rank].silent_now_s())

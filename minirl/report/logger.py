@@ -36,10 +36,12 @@ LIMIT_FLAGS = {  # by finish reason
 GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
 
 
-def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -> Iterator[str]:
+def troubles(
+    metrics: Mapping[str, float], first_metrics: Mapping[str, float], *, old_logprobs: str = "auto"
+) -> Iterator[str]:
     """Find typical trouble in a step's metrics; one sentence for each, with the flag to try.
 
-    first_metrics: the first value that each metric had in the run.
+    first_metrics: the first value that each metric had in the run. old_logprobs: where they come from.
     """
     m = defaultdict(float, metrics)
     first = defaultdict(float, first_metrics)
@@ -66,10 +68,12 @@ def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -
         )
     if m["policy/logp_gap_mean"] > 0.05:
         yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
-    if m["stale/frac"] > 0 and m["policy/clip_frac_low"] + m["policy/clip_frac_high"] > 0.01:
+    clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
+    if m["stale/frac"] > 0 and clip_frac > 0.01 and old_logprobs == "sampled":
         yield (
-            "the clip takes the gradient of over 1 % of the tokens, and with --decode-budget it bounds what several "
-            "steps change together, unless importance weights correct (--correction token_truncate); try a lower --lr"
+            "the clip takes the gradient of over 1 % of the tokens: with --decode-budget and the ratio to sampled "
+            "logprobs it bounds what several steps change together; leave --correction and --old-logprobs at auto, or "
+            "lower --lr"
         )
     if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
         yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"
@@ -105,6 +109,7 @@ class Logger:
         self._first: Mapping[str, float] = {}
         self._printed_troubles: set[str] = set()
         self._after_step = after_step
+        self._old_logprobs = args.get("old_logprobs", "auto")
         self._began = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
         # Lines that metrics.jsonl could not take yet.
@@ -126,7 +131,7 @@ class Logger:
         if rank() != 0:
             return
         self._first = {**metrics, **self._first}
-        for sentence in troubles(metrics, self._first):
+        for sentence in troubles(metrics, self._first, old_logprobs=self._old_logprobs):
             if sentence not in self._printed_troubles:
                 self._printed_troubles.add(sentence)
                 print0(f"note: {sentence}")
@@ -142,14 +147,23 @@ class Logger:
         print0(console_line(step, num_steps, metrics, elapsed_s=elapsed_s, left_s=left_s))
 
     def log_rollouts(
-        self, step: int, rewarded: RewardedRollouts, functions: Iterable[str], **columns: Tensor
+        self,
+        step: int,
+        rewarded: RewardedRollouts,
+        functions: Iterable[str],
+        *,
+        of_branches: Mapping[str, Tensor] | None = None,
+        **columns: Tensor,
     ) -> None:
         """Write all ranks' rollouts of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
 
         functions: the names of the K rewards of `rewarded`. columns: further numbers [N] of this rank's N
-        rollouts.
+        rollouts. of_branches: numbers [M] of their M branches, end to end; written of rollouts with several.
         """
         numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
+        of_next_branch = {
+            name: iter(_json_numbers(column.tolist())) for name, column in (of_branches or {}).items()
+        }
         rewards = _json_numbers(rewarded.rewards.tolist())
         # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = []
@@ -166,6 +180,13 @@ class Logger:
             line["rewards"] = dict(zip(functions, rewards[i], strict=True))
             line["num_tokens"] = rollout.num_sampled
             line["finish_reason"] = rollout.finish_reason
+            branches = []
+            for branch in rollout.branches:
+                own_numbers = {name: next(values) for name, values in of_next_branch.items()}
+                facts = {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
+                branches.append(facts | own_numbers)
+            if rollout.earlier:
+                line["branches"] = branches
             if rollout.episode.segments:
                 facts = rollout.episode.to_json()
                 # A tool's result may have a secret in it.

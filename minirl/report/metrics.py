@@ -159,9 +159,17 @@ def _numbers(tensors: Sequence[Tensor]) -> list[float]:
     return numbers
 
 
-def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_rewards: Tensor) -> None:
+def add_rollouts(
+    metrics: StepMetrics,
+    rollouts: Sequence[Rollout],
+    *,
+    grouped_rewards: Tensor,
+    branch_rewards: Tensor | None = None,
+) -> None:
     """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
 
+    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal; None: each rollout has
+    one.
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
@@ -187,7 +195,8 @@ def add_rollouts(metrics: StepMetrics, rollouts: Sequence[Rollout], *, grouped_r
         metrics.add("reward/std", scored.std())
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
-        frac_equal = are_equal(grouped_rewards).double().mean()
+        has_no_signal = are_equal(grouped_rewards if branch_rewards is None else branch_rewards)
+        frac_equal = has_no_signal.double().mean()
         metrics.add("reward/frac_equal_groups", frac_equal)
 
 

@@ -35,21 +35,27 @@ from minirl.rollouts import Rollout
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
-def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
-    """Return a reward function that penalises long completions.
+class OverlongPenalty:
+    """A reward function that penalises long completions; of a rollout of several branches, each of them.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
     there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
     """
 
-    def overlong(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    def __init__(self, *, limit: int, buffer: float):
+        self._limit = limit
+        self._buffer = buffer
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         rewards = []
         for ids in completion_ids:
-            tokens_before_penalty = limit - buffer - len(ids)
-            rewards.append(min(0.0, max(-1.0, tokens_before_penalty / buffer)))
+            tokens_before_penalty = self._limit - self._buffer - len(ids)
+            rewards.append(min(0.0, max(-1.0, tokens_before_penalty / self._buffer)))
         return rewards
 
-    return overlong
+    def of_branches(self, rollout: Rollout) -> list[float]:
+        """The penalty of each branch; the rollout's is their sum."""
+        return self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches])
 
 
 class EpisodeReward:
@@ -61,6 +67,33 @@ class EpisodeReward:
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
         return [rewards.get(self.reward_name) for rewards in rewards_given]
+
+    def of_branches(self, rollout: Rollout) -> list[float]:
+        """What was given at the turns of each branch."""
+        given = {branch.rollout_id.branch: 0.0 for branch in rollout.branches}
+        for turn in rollout.episode.turns:
+            given[turn.branch] += turn.rewards.get(self.reward_name, 0.0)
+        return list(given.values())
+
+
+def branch_rewards(
+    functions: Mapping[str, RewardFunction], rollouts: Sequence[Rollout], rewards: Tensor
+) -> Tensor:
+    """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: of the rollouts.
+
+    A branch has its rollout's rewards, less what is another branch's own: given at a turn of that one, or the penalty
+    of its length.
+    """
+    if not any(rollout.earlier for rollout in rollouts):
+        return rewards
+    rows = []
+    for rollout, row in zip(rollouts, rewards, strict=True):
+        own = torch.zeros(len(rollout.branches), len(functions), dtype=torch.float64)
+        for k, function in enumerate(functions.values()):
+            if isinstance(function, EpisodeReward | OverlongPenalty):
+                own[:, k] = torch.tensor(function.of_branches(rollout), dtype=torch.float64)
+        rows.append(row - (own.sum(0) - own))
+    return torch.cat(rows)
 
 
 def functions_and_weights(

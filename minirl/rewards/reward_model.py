@@ -1,8 +1,9 @@
 """Use a reward model as a reward function."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,16 +19,24 @@ from minirl.training.scoring import scalar_outputs
 
 
 def load_reward_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, chat: bool, max_tokens: int, park: bool
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    chat: bool,
+    template_arguments: Mapping[str, Any] | None = None,
+    max_tokens: int,
+    park: bool,
 ) -> RewardFunction:
     """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
 
     Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
-    tokens. `park` keeps the model in host memory between calls; `chat` wraps text prompts in the chat
-    template, as for the policy. Raises InputError if the model is not a sequence classifier with one label.
+    tokens. `park` keeps the model in host memory between calls; `chat` wraps text prompts in the chat template, which
+    gets `template_arguments`, as for the policy. Raises InputError if the model is not a sequence classifier with one
+    label.
     """
     model = load_replica(folder, dtype=dtype, scalar_head=True)
-    tokenizer = Tokenizer(folder, chat=chat)
+    tokenizer = Tokenizer(folder, chat=chat, template_arguments=template_arguments)
     if chat and tokenizer.backend.chat_template is None:
         raise InputError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
     max_length = min(model.config.max_position_embeddings, max_tokens)

@@ -12,6 +12,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row
 from minirl.ranks import watchdog
 from minirl.rewards.functions import (
+    OverlongPenalty,
     accepted_arguments,
     all_arguments,
     asked_of_episodes,
@@ -142,6 +143,8 @@ class RewardQueue:
 
     def _computed_here(self, function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float | None]:
         """The rewards of a function without workers: in one call, or in one for each prompt if it judges groups."""
+        if isinstance(function, OverlongPenalty):
+            return [sum(function.of_branches(rollout)) for rollout in rollouts]
         indices = range(len(rollouts))
         parts = [list(indices)]
         if judges_groups(function):

@@ -14,7 +14,7 @@ def turn_rewards(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> T
     """What episodes were given at their turns, by weight, fp32 [T] over the tokens of all rollouts end to end.
 
     weights: of the rewards by name. It is at each turn's last token. A reward that does not apply is left out, as is
-    what was given before the first turn, or returned.
+    what was given to no turn.
     """
     streams = [torch.empty(0)]
     for rollout in rollouts:

@@ -56,9 +56,12 @@ from minirl.ranks.time_account import spent_on
 from minirl.run.run_folder import (
     EXTRA_FILE,
     FORMAT,
+    PRIVATE,
     RECORDS_FOLDER,
     RunFolder,
+    checkpoint_name,
     checkpoints_in,
+    is_checkpoint,
     read_manifest,
 )
 from minirl.training.sharded_model import ShardedModel
@@ -292,7 +295,7 @@ class _Save:
         self._writers = list(writers)
         self._keep = keep
         self._rank = rank()
-        name = f"{manifest['state']['step']:06d}"
+        name = checkpoint_name(manifest["state"]["step"])
         self.folder = run.path / "checkpoints" / name
         # The temporary folders of all ranks.
         self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
@@ -333,7 +336,7 @@ class _Save:
         """Write this rank's files, then on rank 0 commit the checkpoint. Runs on the thread."""
         half_made = self._half_made[self._rank]
         try:
-            (half_made / "resume").mkdir(parents=True)
+            (half_made / "resume").mkdir(PRIVATE, parents=True)
             digests: dict[str, Digest] = {}
             while self._writers:
                 # A writer holds copies of tensors: remove it, so that they are freed once they are written.
@@ -370,7 +373,7 @@ class _Save:
         (half_made / _DIGESTS_FILE).unlink()
         manifest = self._manifest | {"files": files}
         durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
-        if self.folder.exists():
+        if is_checkpoint(self.folder):  # a folder of the user's makes `publish` fail instead
             durable.remove_folder(self.folder)
         metrics = self._run.path / "metrics.jsonl"
         if metrics.is_file():

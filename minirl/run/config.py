@@ -7,12 +7,16 @@ adds the flags of its objective; a field that it declares again has another defa
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from minirl.collect.episode import Episode, RolloutFunction, Turns
 from minirl.errors import InputError, refuse
-from minirl.run.flags import check_needed, check_numbers, flag_of
+from minirl.files.json_files import parse_json
+from minirl.ranks.process_group import world_size
+from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
+from minirl.run.load_task import EPISODE
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
@@ -34,6 +38,8 @@ class ModelAndData:
     long_prompts: Literal["skip", "error", "left"] = "skip"
     """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
+    chat_template_kwargs: str | None = None
+    """JSON object of further arguments of the chat templates, as {"enable_thinking": false}"""
     tool_format: Literal["hermes"] | None = None
     """how the model writes calls of tools: as Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
 
@@ -86,7 +92,8 @@ class Reward:
     reward_workers: int = 1  # processes of each --reward on a rank: as many prompts are judged at a time
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
-    overlong_buffer: float = 0.0  # last share of --max-new-tokens over which a penalty grows to 1; 0: none
+    overlong_buffer: float = 0.0
+    """last share of --max-new-tokens over which a penalty of each branch grows to 1; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,16 @@ POSITIVE = (
     "rollout_workers",
     "reply_timeout",
 )
+# More is a slip of the hand, which would take the host's memory or its processes before anything fails.
+MOST = {
+    "threads": 1024,
+    "reward_workers": 1024,
+    "rollout_workers": 1024,
+    "num_epochs": 1024,
+    "max_staleness": 1024,
+    "max_running_requests": 2**20,
+}
+MOST_ROLLOUTS = 2**20  # in a step
 
 
 @dataclass(frozen=True)
@@ -201,6 +218,21 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
     def warm_start_task(self) -> str:
         """The embedded task that the embedded model is warm-started on."""
         return "calculator" if self.task == "calculator" else "sorting"
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What --chat-template-kwargs says. Raises InputError if it is no JSON object."""
+        text = self.chat_template_kwargs
+        if text is None:
+            return {}
+        flag = f"--chat-template-kwargs {text[:80]}"
+        try:
+            arguments = parse_json(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{flag}: not JSON: {error}") from None
+        is_object = isinstance(arguments, dict) and arguments
+        refuse(not is_object, f'{flag}: expected an object, as {{"enable_thinking": false}}')
+        return dict(arguments)
 
     @property
     def has_reference(self) -> bool:
@@ -263,43 +295,95 @@ def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
     return [(kind, value) for kind, value in values if value]
 
 
-def check_rollout(config: RunConfig) -> None:
-    """Refuse two flags that each write rollouts, and flags of their processes without them. Raises InputError."""
+def one_turn(episode: Episode) -> Turns:
+    """The rollout of the scripts as they are, to know it by."""
+    yield episode.generate()
+
+
+def asks_for_one_turn(rollout: RolloutFunction) -> bool:
+    """Whether a script's own function is that of the scripts as they are; it then looks at no answer either."""
+    code = getattr(rollout, "__code__", None)
+    plain = one_turn.__code__
+    return code is not None and (code.co_code, code.co_names) == (plain.co_code, plain.co_names)
+
+
+def check_limits(config: RunConfig, max_new_tokens: int) -> None:
+    """Refuse limits of sampled tokens that no completion of `max_new_tokens` comes to. Raises InputError.
+
+    A function of --rollout may give a completion several branches of that length.
+    """
+    for name in ("max_sampled_tokens", "decode_budget"):
+        value = getattr(config, name) or 0
+        refuse(
+            value >= max_new_tokens and not config.rollout,
+            f"{flag_of(name)} {value}: has no effect, --max-new-tokens is not greater ({max_new_tokens})",
+        )
+
+
+def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
+    """Refuse flags that have no effect with the others, and two that each write rollouts. Raises InputError.
+
+    rollout: the script's own function; None: it may do anything.
+    """
     given = rollout_flags(config)
     refuse(
         len(given) > 1,
         f"{' and '.join(flag_of(kind) for kind, _ in given)}: each of them writes the rollouts; leave out all but one "
         "(what an --environment or a --rollout needs of the others it may call itself)",
     )
-    defaults = {
-        "rollout_workers": 1,
-        "reply_timeout": 60.0,
-        "on_rollout_error": "stop",
-        "max_episode_seconds": 0.0,
-    }
-    for name, default in defaults.items():
-        value = getattr(config, name)
-        refuse(
-            not given and value != default,
-            f"{flag_of(name)} {value}: has no effect without --rollout, --tools or --environment",
-        )
-
-
-def check_shared(config: RunConfig) -> None:
-    """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
-    check_numbers(config, positive=POSITIVE)
+    names_file = any(spec.rpartition(":")[0] not in ("", EPISODE) for spec in config.reward)
+    of_files = (names_file, "a --reward FILE.py:FUNCTION")
+    of_rollouts = (given, "--rollout, --tools or --environment")
+    of_turns = (given or rollout is None or not asks_for_one_turn(rollout), of_rollouts[1])
+    of_correction = (config.importance_correction != "none", "--correction")
+    reads_jsonl = config.task == "jsonl" or (config.task == "auto" and config.data)
     check_needed(
         config,
         needs={
             "gpus": "dry_run",
             "max_staleness": "decode_budget",
+            "prompt_field": (reads_jsonl, "--data of --task jsonl"),
+            "reward_timeout": of_files,
+            "reward_workers": of_files,
+            "on_reward_error": of_files,
+            "rollout_workers": of_rollouts,
+            "reply_timeout": of_rollouts,
+            "on_rollout_error": of_rollouts,
+            "max_episode_seconds": of_rollouts,
+            "max_turns": of_turns,
+            "tool_format": of_turns,
+            "correction_low": of_correction,
+            "correction_high": of_correction,
+            "shard_over": (world_size() > 1 or config.gpus, "a second rank"),
         },
     )
-    check_rollout(config)
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Refuse sizes that no machine has room or time for, before they are tried. Raises InputError."""
+    for name, most in MOST.items():
+        value = getattr(config, name)
+        refuse(value != "auto" and value > most, f"{flag_of(name)} {value}: must be at most {most}")
+    num_rollouts = config.prompts_per_step * config.group_size
     refuse(
-        config.max_new_tokens and config.max_sampled_tokens >= config.max_new_tokens,
-        f"--max-sampled-tokens {config.max_sampled_tokens}: has no effect, --max-new-tokens is not greater",
+        num_rollouts > MOST_ROLLOUTS,
+        f"--prompts-per-step {config.prompts_per_step} with --group-size {config.group_size}: {num_rollouts} rollouts "
+        f"in a step, and at most {MOST_ROLLOUTS} are possible",
     )
+    num_minibatches = config.minibatches_per_epoch
+    refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")
+
+
+def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> None:
+    """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag.
+
+    rollout: the script's own function, for the flags that have no effect on one of a single turn.
+    """
+    check_numbers(config, positive=POSITIVE)
+    check_texts(config)
+    check_sizes(config)
+    check_effects(config, rollout)
+    _ = config.template_arguments
     if config.gpus is not None:
         ranks_and_bytes(config.gpus)
         refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
@@ -308,12 +392,13 @@ def check_shared(config: RunConfig) -> None:
             f"--gpus {config.gpus}: does not say how many are in a node, as --shard-over node asks; leave out one of "
             "the two (a node by itself needs what --shard-over world says of its GPUs)",
         )
-    num_rollouts = config.prompts_per_step * config.group_size
-    num_minibatches = config.minibatches_per_epoch
-    refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")
     refuse(
         len(config.reward_weights) not in (0, config.num_rewards),
         f"--reward-weights: there are {config.num_rewards} rewards",
+    )
+    refuse(
+        config.reward_weights and not any(config.reward_weights),
+        "--reward-weights: all are 0, so that nothing is trained for",
     )
     for weight in config.reward_weights:
         # Of a reward of up to 1e12: the squares of gradients must fit in fp32.
@@ -327,12 +412,6 @@ def check_shared(config: RunConfig) -> None:
     )
     is_dual_clip_low = 0 < config.dual_clip <= 1
     refuse(is_dual_clip_low, f"--dual-clip {config.dual_clip}: must be greater than 1, or 0 for none")
-    for name, default in (("correction_low", 0.0), ("correction_high", 2.0)):
-        value = getattr(config, name)
-        refuse(
-            value != default and config.importance_correction == "none",
-            f"{flag_of(name)} {value}: has no effect without --correction",
-        )
     refuse(
         not config.correction_low < config.correction_high,
         "--correction-low: must be less than --correction-high",

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import io
+import sys
 import tokenize
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,24 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
+# What other libraries call a flag: what it is here.
+OTHER_NAMES = {
+    "learning-rate": "--lr",
+    "out-dir": "--run-name, a folder in ./runs or $MINIRL_RUNS",
+    "output-dir": "--run-name, a folder in ./runs or $MINIRL_RUNS",
+    "model-name-or-path": "--model",
+    "dataset": "--data",
+    "dataset-name": "--data",
+    "reward-funcs": "--reward",
+    "batch-size": "--prompts-per-step, times --group-size",
+    "num-generations": "--group-size",
+    "max-completion-length": "--max-new-tokens",
+    "max-steps": "--num-steps",
+    "num-train-epochs": "--num-steps; --num-epochs are passes over a step's rollouts",
+    "beta": "--kl-coef",
+    "epsilon": "--clip-low, and --clip-high",
+    "report-to": "--wandb",
+}
 MAX_NUMBER = 2**63 - 1  # of a flag: tensors hold no greater int, and no greater float means anything
 
 
@@ -54,8 +73,10 @@ def parse(
     """The config of the command line (or of `arguments`), with the preset's values as defaults.
 
     tyro shows one box of `--help` per dataclass, so each class that `config_class` inherits from becomes one: its
-    docstring is the title. Its fields are put into the flat config afterwards. Exits with 2 on a wrong flag.
+    docstring is the title. Its fields are put into the flat config afterwards. Exits with 2 on a wrong flag, and raises
+    InputError for one that has another name here.
     """
+    _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
     defaults = config_class(**preset)
     groups = [
         _group(owner, names, config_class, defaults)
@@ -65,17 +86,29 @@ def parse(
         "Flags",
         [(name, group, dataclasses.field(default_factory=group)) for name, group in groups],
     )
-    parsed = tyro.cli(
-        everything,
-        args=arguments,
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=rank() == 0,
-    )
+    try:
+        parsed = tyro.cli(
+            everything,
+            args=arguments,
+            description=description,
+            config=(tyro.conf.OmitArgPrefixes,),
+            console_outputs=rank() == 0,
+        )
+    except BrokenPipeError:  # the reader of --help, `head` for example, has enough
+        sys.exit(0)
     values: dict[str, Any] = {}
     for name, _ in groups:
         values |= vars(getattr(parsed, name))
     return config_class(**values)
+
+
+def _refuse_other_names(config_class: Any, arguments: Sequence[str]) -> None:
+    """Refuse a flag by the name that another library gives it. Raises InputError with the name here."""
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(config_class)}
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
+        is_flag = argument.startswith("--") and name not in own
+        refuse(is_flag and name in OTHER_NAMES, f"--{name}: no such flag; it is {OTHER_NAMES.get(name)}")
 
 
 def _fields_by_class(config_class: type) -> dict[type, list[str]]:
@@ -143,9 +176,11 @@ def field_comments(cls: type) -> dict[str, str]:
     for line in _token_lines(source):
         if len(line) > 1 and line[0].type == tokenize.NAME and line[1].string == ":":
             field = line[0].string
-        if line[-1].type == tokenize.COMMENT:
+        elif line[0].type != tokenize.STRING:
+            field = ""  # the next string is of something else
+        if field and line[-1].type == tokenize.COMMENT:
             found[field] = line[-1].string.lstrip("# ")
-        elif line[0].type == tokenize.STRING:
+        elif field and line[0].type == tokenize.STRING:
             found[field] = line[0].string.strip('"')
     return found
 
@@ -176,14 +211,32 @@ def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
             refuse(field.name in positive and value == 0, f"{flag}: must be greater than 0")
 
 
-def check_needed(config: Any, *, needs: Mapping[str, str]) -> None:
-    """Refuse flags set without the flag they depend on: needs[field] is that flag's field. Raises InputError."""
+def check_texts(config: Any) -> None:
+    """Refuse empty texts, also one of several, where the default is not empty. Raises InputError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in needs and value != field.default:
-            other = needs[field.name]
-            is_off = getattr(config, other) in (0, "none", None)
-            refuse(is_off, f"{flag_of(field.name)} {value}: has no effect without {flag_of(other)}")
+        texts = value if isinstance(value, tuple) else (value,)
+        is_empty = any(isinstance(text, str) and not text.strip() for text in texts)
+        refuse(is_empty and value != field.default, f"{flag_of(field.name)}: is empty; leave it out")
+
+
+def check_needed(
+    config: Any, *, needs: Mapping[str, str | tuple[object, str]], preset: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse flags that have no effect. Raises InputError naming the flag and what it needs.
+
+    needs[field]: the field that must be on, or whether the flag has an effect and the words for what it needs. A value
+    that is the default's, or that of the `preset`, was not given and is not refused.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in needs or value in (field.default, (preset or {}).get(field.name, field.default)):
+            continue
+        needed = needs[field.name]
+        if isinstance(needed, str):
+            needed = (getattr(config, needed) not in (0, "none", None), flag_of(needed))
+        has_effect, what = needed
+        refuse(not has_effect, f"{flag_of(field.name)} {value}: has no effect without {what}")
 
 
 def flag_of(name: str) -> str:

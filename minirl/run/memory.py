@@ -443,8 +443,8 @@ def peak_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> fl
 
 
 def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether the cache fits beside what each other phase needs, so that the engine can keep it. Never on the CPU."""
-    return work.is_cuda and peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
+    """Whether the cache fits beside what each other phase needs, so that the engine can keep it."""
+    return peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
 
 
 def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:

@@ -22,6 +22,7 @@ from minirl.collect.collector import Collector
 from minirl.collect.episode import RolloutFunction
 from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
+from minirl.collect.step_groups import Groups
 from minirl.data.answers import check_readable
 from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
@@ -59,12 +60,12 @@ from minirl.report.metrics import (
     without_nan,
 )
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import EpisodeReward, functions_and_weights, overlong_penalty
+from minirl.rewards.functions import EpisodeReward, OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, all_branches
 from minirl.run.checkpoint import Checkpoints, Remembered
-from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.config import RunConfig, check_limits, rollout_flags
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests, keep_script
 from minirl.run.load_task import EPISODE, load_task
@@ -458,23 +459,33 @@ class Run:
         sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
         mean_advantages = table.sum_branches(sums) / table.sum_branches(table.num_loss_tokens)
         own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
+        own_branches = table.indices_of(all_branches(rewarded.rollouts))
+        branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
         self._logger.log_rollouts(
             step,
             rewarded,
             self._reward_functions,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[own_episodes],
+            of_branches={
+                "reward": branch_scores[own_branches],
+                "advantage": (sums / table.num_loss_tokens)[own_branches],
+            },
         )
 
-    def finish_step(
-        self, step: int, metrics: StepMetrics, rewarded: RewardedRollouts, scores: Tensor
-    ) -> None:
-        """Add up and log the step's metrics, evaluate and save where they are due (collective).
+    def finish_step(self, step: int, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
+        """Add up and log the metrics of the step with these groups, evaluate and save where due (collective).
 
         scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN without one.
         """
         is_last = step == self.config.num_steps
-        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=scores)
+        rewarded = groups.rewarded
+        add_rollouts(
+            metrics,
+            rewarded.rollouts,
+            grouped_rewards=scores,
+            branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
+        )
         updates_per_step = self.config.updates_per_step
         sampled_version = self.progress.update - updates_per_step  # that of this step
         add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
@@ -589,12 +600,13 @@ class Run:
                 dtype=self.dtype,
                 device=self.device,
                 chat=config.chat,
+                template_arguments=config.template_arguments,
                 max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
                 park=config.park_frozen,
             )
         if config.overlong_buffer:
             buffer = config.overlong_buffer * self.max_new_tokens
-            rewards["overlong"] = overlong_penalty(limit=self.max_new_tokens, buffer=buffer)
+            rewards["overlong"] = OverlongPenalty(limit=self.max_new_tokens, buffer=buffer)
         return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
 
     def _resolved(self) -> dict[str, Any]:
@@ -675,14 +687,22 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer, whose prompts tell of the script's tools or of those of --tools or --environment.
 
-    Raises InputError if the calls of the latter cannot be read, or their results not written.
+    Raises InputError if the calls of the latter cannot be read, or their results not written, and for arguments that
+    change no prompt.
     """
     called = [] if workers is None else workers.tools
     refuse(
         bool(tools and called),
         "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
     )
-    tokenizer = Tokenizer(folder, chat=config.chat, tools=tools or called, tool_format=config.tool_format)
+    tokenizer = Tokenizer(
+        folder,
+        chat=config.chat,
+        template_arguments=config.template_arguments,
+        tools=tools or called,
+        tool_format=config.tool_format,
+    )
+    tokenizer.check_arguments("--chat-template-kwargs")
     if called:
         check_readable(tokenizer)
         result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
@@ -697,7 +717,12 @@ def prompt_streams(
 
     Raises InputError naming rows and flags.
     """
+    check_limits(config, max_new_tokens)
     max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    refuse(
+        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
+        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
+    )
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(

@@ -36,6 +36,10 @@ _READ_FORMATS = (1, FORMAT)  # 1 had what the script remembers in the manifest's
 EXTRA_FILE = "resume/extra"
 RECORDS_FOLDER = "resume/records"
 
+# Mode of a run's folder, and of resume/ in a checkpoint, which may be copied elsewhere. What they hold of rollouts
+# cannot be masked: a resume needs it.
+PRIVATE = 0o700
+
 # Flags that change neither the weights nor the samples, and may differ in a resumed run.
 FREE_FLAGS = {
     "run_name",
@@ -208,7 +212,7 @@ def claim_folder(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(2):
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()
+                folder.mkdir(PRIVATE)
                 break
             folder = first.with_name(f"{first.name}-{number}")
     except OSError as error:
@@ -219,7 +223,9 @@ def claim_folder(folder: Path) -> Path:
 def _make_folder(folder: Path) -> Path:
     """Make the folder if it does not exist. Raises InputError if that fails."""
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE, exist_ok=True)
+        (folder / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
     return folder
@@ -253,7 +259,7 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
         return
     if resume == "never":
         raise InputError(f"{folder}: there is a run of this name; choose another --run-name")
-    old = args["flags"]
+    old = redacted(args["flags"])  # again: an earlier version knew fewer secrets
     # Through JSON, as the old flags: tuples become lists.
     new = json.loads(json.dumps(redacted(flags)))
     changes = []
@@ -318,9 +324,19 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first: folders whose names are numbers."""
-    found = [path for path in (folder / "checkpoints").iterdir() if path.name.isdecimal() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name))
+    """The checkpoints of a run folder, oldest first, damaged ones too."""
+    return sorted(filter(is_checkpoint, (folder / "checkpoints").iterdir()), key=lambda path: int(path.name))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a checkpoint, maybe a damaged one, and no folder that the user has given a number as its name."""
+    has_name = path.name.isdecimal() and path.name == checkpoint_name(int(path.name))
+    return has_name and any((path / part).exists() for part in ("manifest.json", "resume"))
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of the checkpoint after this step."""
+    return f"{step:06d}"
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, upload
 from minirl.objective.losses import over_tokens
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 
 
@@ -38,8 +38,9 @@ class RolloutTable:
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: a limit cut the rollout off
+    is_truncated: Tensor  # bool: a limit cut the branch off
     rewards: Tensor  # fp64 [N, K], one column per reward; those of the rollout
+    branch_rewards: Tensor  # fp64 [N, K]; those of the branch: `rewards.functions.branch_rewards`
 
     @property
     def ids(self) -> list[RolloutId]:
@@ -69,6 +70,20 @@ class RolloutTable:
         episode = self.episode
         num_episodes = int(episode.max()) + 1
         return values.new_zeros(num_episodes).index_add(0, episode, values)
+
+    def rewards_by_branch(self) -> Tensor:
+        """The branches' rewards fp64 [R, B, K]: of R rollouts, by the branch's number, below B.
+
+        In place of a branch that a rollout does not have stands the mean of those that it has.
+        """
+        episode = self.episode
+        firsts = self.first_branches().branch_rewards
+        # From the first one on, so that the mean of equal rewards is exact.
+        totals = torch.zeros_like(firsts).index_add(0, episode, self.branch_rewards - firsts[episode])
+        means = firsts + totals / episode.bincount()[:, None]
+        by_branch = means[:, None].repeat(1, max([0, *self.branch.tolist()]) + 1, 1)
+        by_branch[episode, self.branch] = self.branch_rewards
+        return by_branch
 
     def select(self, indices: Sequence[int]) -> "RolloutTable":
         """The branches at these table indices, in this order."""
@@ -208,8 +223,13 @@ class Batch:
         return tensors
 
 
-def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
-    """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts."""
+def gather_table(
+    rollouts: Sequence[Rollout], rewards: Tensor, branch_rewards: Tensor | None = None
+) -> RolloutTable:
+    """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts.
+
+    branch_rewards [m, K]: of their m branches, end to end; None: each has those of its rollout.
+    """
     facts = []
     for rollout in rollouts:
         for branch in rollout.branches:
@@ -219,13 +239,16 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
                     branch.num_prompt_tokens,
                     len(branch.tokens),
                     int(branch.loss_mask.sum()),
-                    rollout.is_truncated,
+                    branch.own_end in CUT_OFF,
                 ]
             )
     # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.
     own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 7)
     num_branches = torch.tensor([len(rollout.branches) for rollout in rollouts], dtype=torch.int64)
-    own = torch.cat([own_facts, rewards.double().repeat_interleave(num_branches, 0)], 1)
+    own_rewards = rewards.double().repeat_interleave(num_branches, 0)
+    if branch_rewards is None:
+        branch_rewards = own_rewards
+    own = torch.cat([own_facts, own_rewards, branch_rewards], 1)
     table = all_gather_rows(own)
     ids = table[:, :3].tolist()  # the prompt ordinal, the sample and the branch
     order = sorted(range(len(ids)), key=lambda i: ids[i])
@@ -240,7 +263,8 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
         num_tokens=num_tokens,
         num_loss_tokens=num_loss_tokens,
         is_truncated=table[:, 6].bool(),
-        rewards=table[:, 7:],
+        rewards=table[:, 7 : 7 + rewards.shape[1]],
+        branch_rewards=table[:, 7 + rewards.shape[1] :],
     )
 
 

@@ -161,7 +161,7 @@ def facts(rollout: Rollout) -> tuple:
     """All of a rollout that has to be equal, bit for bit."""
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
     own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
-    return (*own, [facts(branch) for branch in rollout.earlier])
+    return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 
 
 def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:

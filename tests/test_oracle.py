@@ -1,0 +1,271 @@
+"""A step is recomputed from the file of its rollouts, in double precision and by transformers alone.
+
+From the texts in rollouts/000001.jsonl come ids, logprobs, rewards, advantages, returns, losses and gradients; they are
+those of the run. Of minirl the computation uses the numbers and texts of that file and nothing else.
+"""
+
+import contextlib
+import io
+import json
+from collections import defaultdict
+from unittest import mock
+
+import pytest
+import torch
+
+import train_grpo
+import train_ppo
+from minirl.run.flags import parse
+from minirl.training.sharded_model import ShardedModel
+from support.scripts import read_metrics
+from support.texts import TOKENS, save_tokenizer
+
+TOLERANCE = 1e-5
+GAMMA, LAMBDA, ENTROPY_COEF = 0.97, 0.9, 0.01
+SIZES = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+FLAGS = "--num-steps 1 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --max-new-tokens 14 --lr 1e-3 "
+FLAGS += f"--reward episode --entropy-coef {ENTROPY_COEF} --max-grad-norm 0 --max-tokens-per-microbatch 120"
+SCRIPTS = {
+    "grpo": (train_grpo, ""),
+    "ppo": (
+        train_ppo,
+        f"--gamma {GAMMA} --gae-lambda {LAMBDA} --bootstrap-truncated --value-model VALUE --value-lr 1e-3",
+    ),
+}
+
+
+def two_turns_in_two_branches(episode):
+    """Rewards of turns, of a branch and of both; the second branch may be cut off, and one reward does not apply."""
+    other = episode.branch("two" * (episode.seed % 3 + 1))
+    turn = yield episode.generate(max_tokens=4)
+    episode.reward(len(set(turn.ids)) / 4)
+    turn = yield other.generate(stop=["e", "a"], max_tokens=5)
+    episode.reward(turn.ids[0] / 34)
+    yield episode.generate(after="xyz", max_tokens=3)
+    turn = yield other.generate(after=" so ")
+    episode.reward(0.5 - turn.ids[-1] / 34, branch=episode)
+    episode.reward(0.25, branch="all")
+    return {"reward": None} if episode.seed % 7 == 0 else 1.0 / len(turn.ids)
+
+
+def recorded_step(rank, script, flags, runs):
+    """Run one step; returns the tokens, advantages and returns of each sequence, and the gradients of each model."""
+    module = SCRIPTS[script][0]
+    sequences, gradients = {}, []
+    token_loss, step = module.token_loss, ShardedModel.step
+
+    def watched_loss(config, micro, new, entropy):
+        streams = [micro.loss_mask, micro.sample_logprobs, micro.advantages, micro.returns]
+        parts = [stream.split(micro.lengths) for stream in streams if stream is not None]
+        for tokens, *values in zip(micro.tokens.split(micro.lengths), *parts, strict=True):
+            sequences[tuple(tokens.tolist())] = [v[values[0]].double().tolist() for v in values[1:]]
+        return token_loss(config, micro, new, entropy)
+
+    def watched_step(model, *args, **options):
+        masters = model.masters.items()
+        gradients.append({name: master.grad.full_tensor().double() for name, master in masters})
+        return step(model, *args, **options)
+
+    with (
+        mock.patch.dict("os.environ", MINIRL_RUNS=str(runs)),
+        mock.patch.object(module, "rollout", two_turns_in_two_branches),
+        mock.patch.object(module, "token_loss", watched_loss),
+        mock.patch.object(ShardedModel, "step", watched_step),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        assert module.main(parse(module.Config, description="", preset={}, arguments=flags)) == 0
+    return sequences, gradients
+
+
+class Branch:
+    """A branch as the file has it: ids, which of them were sampled, what was given at its turns, and its end."""
+
+    def __init__(self, line, number, tokenizer):
+        def ids_of(text):
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        self.ids = tokenizer(line["prompt"])["input_ids"] if number == 0 else []
+        self.mask = [False] * len(self.ids)
+        self.paid = [0.0] * len(self.ids)
+        turns = iter([turn for turn in line["turns"] if turn["branch"] == number])
+        for segment in line["segments"]:
+            if segment["branch"] == number:
+                new = ids_of(segment["text"])
+                assert len(new) == segment["num_tokens"]
+                is_sampled = segment["kind"] == "sampled"
+                self.ids += new
+                self.mask += [is_sampled] * len(new)
+                self.paid += [0.0] * len(new)
+                if is_sampled:
+                    self.paid[-1] = next(turns)["rewards"].get("reward", 0.0)
+        (facts,) = [facts for facts in line["branches"] if facts["branch"] == number]
+        self.key, self.number, self.told = line["id"], number, facts
+        self.is_cut_off = facts["finish_reason"] in ("length", "max_turns", "max_tokens", "timeout")
+        (total,) = line["rewards"].values()
+        self.has_score = total is not None
+        self.rest = (total or 0.0) - sum(turn["rewards"].get("reward", 0.0) for turn in line["turns"])
+        self.score = self.rest + sum(self.paid)
+
+    @property
+    def sampled(self):
+        """Where the sampled tokens are."""
+        return torch.tensor(self.mask).nonzero()[:, 0]
+
+
+def masked_estimates(branch, values):
+    """GAE by its recursion over all tokens of a sequence, of which those that were not sampled are skipped.
+
+    values: of the states after each token.
+    """
+    following, estimate = values[-1] if branch.is_cut_off else 0.0, 0.0
+    unpaid = branch.rest  # at the last sampled token
+    estimates = []
+    for t in reversed(range(len(branch.ids))):
+        if branch.mask[t]:
+            estimate = branch.paid[t] + unpaid + GAMMA * following - values[t - 1] + GAMMA * LAMBDA * estimate
+            following, unpaid = values[t - 1], 0.0
+            estimates.append(estimate)
+    return torch.stack(estimates[::-1])
+
+
+def group_relative(branches):
+    """For each branch the advantage of its tokens among the branches of its number in its group."""
+    groups = defaultdict(list)
+    for branch in branches:
+        if branch.has_score:
+            groups[branch.key[0], branch.number].append(branch.score)
+    advantages = []
+    for branch in branches:
+        scores = torch.tensor(groups[branch.key[0], branch.number], dtype=torch.float64)
+        is_compared = branch.has_score and len(scores) > 1
+        advantage = (branch.score - scores.mean()) / (scores.std() + 1e-6) if is_compared else 0.0
+        advantages.append(torch.full([len(branch.sampled)], float(advantage), dtype=torch.float64))
+    return advantages
+
+
+def whitened(branches, estimates):
+    """Over the tokens of all branches that have a score; 0 for those of others."""
+    every = torch.cat([own for own, branch in zip(estimates, branches, strict=True) if branch.has_score])
+    scale = torch.rsqrt(every.var() + 1e-8)
+    return [
+        (own - every.mean()) * scale * branch.has_score
+        for own, branch in zip(estimates, branches, strict=True)
+    ]
+
+
+def policy_loss(model, branches, advantages, weight, recorded):
+    """The loss, whose logprobs and advantages are those that were recorded of the run."""
+    total = 0.0
+    for branch, advantage in zip(branches, advantages, strict=True):
+        logprobs = model(torch.tensor([branch.ids])).logits[0].log_softmax(-1)[branch.sampled - 1]
+        new = logprobs.gather(1, torch.tensor(branch.ids)[branch.sampled, None])[:, 0]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        loss = -torch.exp(new - new.detach()) * advantage - ENTROPY_COEF * entropy
+        total = total + (weight * branch.has_score * loss).sum()
+        assert_close(branch.told["advantage"], advantage.mean())
+        if branch.has_score:
+            assert_close(branch.told["reward"], branch.score)
+            sampled, used, *_ = recorded[tuple(branch.ids)]
+            assert_close(sampled, new.detach())
+            assert_close(used, advantage)
+    return total
+
+
+def assert_close(got, expected):
+    got, expected = (torch.as_tensor(numbers).double() for numbers in (got, expected))
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_gradients(model, got):
+    for name, parameter in model.named_parameters():
+        error = (got[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < TOLERANCE, f"{name}: relative L2 error {error:.1e}"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A language model and a classifier of random weights, and rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=1)).save_pretrained(tmp_path / "policy")
+    classifier = LlamaConfig(**SIZES, eos_token_id=1, num_labels=1)
+    LlamaForSequenceClassification(classifier).save_pretrained(tmp_path / "value")
+    for name in ("policy", "value"):
+        save_tokenizer(tmp_path / name, None)
+    rows = [json.dumps({"prompt": text}) for text in ("a stone", "the sea, the", "no", "why not.")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+@pytest.fixture
+def step_of(one_rank, folders):
+    """`step_of(script)`: what was recorded of a step, the branches in its file, a token's weight, and its metrics."""
+    from transformers import AutoTokenizer
+
+    def step(script):
+        flags = f"{FLAGS} {SCRIPTS[script][1]} --model POLICY --data ROWS --run-name oracle"
+        for name, path in (("POLICY", "policy"), ("VALUE", "value"), ("ROWS", "rows.jsonl")):
+            flags = flags.replace(name, str(folders / path))
+        (recorded,) = one_rank.run(recorded_step, script, flags.split(), folders / "runs")
+        lines = (folders / "runs" / "oracle" / "rollouts" / "000001.jsonl").read_text().splitlines()
+        tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
+        branches = [Branch(json.loads(line), number, tokenizer) for line in lines for number in (0, 1)]
+        assert len(branches) == 4 * 3 * 2
+        for kinds in ("is_cut_off", "has_score"):
+            assert {getattr(branch, kinds) for branch in branches} == {True, False}
+        weight = 1 / sum(len(branch.sampled) for branch in branches if branch.has_score)
+        (metrics,) = read_metrics(folders / "runs" / "oracle")
+        return *recorded, branches, weight, metrics
+
+    return step
+
+
+def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
+    """Rewards of turns, of a branch and of both; some do not apply."""
+    from transformers import LlamaForCausalLM
+
+    recorded, (gradients,), branches, weight, metrics = step_of("grpo")
+    model = LlamaForCausalLM.from_pretrained(folders / "policy", dtype=torch.float64)
+    loss = policy_loss(model, branches, group_relative(branches), weight, recorded)
+    loss.backward()
+    assert_close(metrics["policy/loss"], loss.detach())
+    assert_gradients(model, gradients)
+
+
+def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
+    """Turns are paid where they end; branches that were cut off are bootstrapped, and the others of the episode not."""
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+    recorded, (of_value, of_policy), branches, weight, metrics = step_of("ppo")
+    critic = LlamaForSequenceClassification.from_pretrained(folders / "value", dtype=torch.float64)
+    estimates, value_loss, olds, returns = [], 0.0, [], []
+    for branch in branches:
+        values = critic.score(critic.model(torch.tensor([branch.ids]))[0])[0, :, 0]
+        estimates.append(masked_estimates(branch, values.detach()))
+        old = values[branch.sampled - 1]
+        if branch.has_score:
+            olds.append(old.detach())
+            returns.append(estimates[-1] + old.detach())
+            value_loss = value_loss + (weight * (old - returns[-1]).square() / 2).sum()
+            assert_close(recorded[tuple(branch.ids)][2], returns[-1])
+    value_loss.backward()
+    assert_close(metrics["value/loss"], value_loss.detach())
+    assert_gradients(critic, of_value)
+    old, expected = torch.cat(olds), torch.cat(returns)
+    assert_close(metrics["value/explained_var"], 1 - (expected - old).var() / expected.var())
+
+    model = LlamaForCausalLM.from_pretrained(folders / "policy", dtype=torch.float64)
+    loss = policy_loss(model, branches, whitened(branches, estimates), weight, recorded)
+    loss.backward()
+    assert_close(metrics["policy/loss"], loss.detach())
+    assert_gradients(model, of_policy)
