@@ -1,9 +1,12 @@
 """The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from minirl.collect.in_flight import FinishedRollout, finished_of, finished_reco
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.attention import PackedLayout
@@ -65,6 +69,31 @@ def test_five_lines_of_a_notebook():
     groups = collector.collect(3)
     assert groups.rewarded.rewards.shape == (6, 1)
     assert groups.table.num_tokens.tolist() == [len(r.tokens) for r in groups.rewarded.rollouts]
+
+
+def test_an_episode_costs_what_is_asked_of_it():
+    """Of one answer the text for its reward; it leaves the engine with the others, and needs no garbage collection."""
+    left = []
+
+    def watched(episode):
+        left.append(weakref.ref(episode))
+        yield episode.generate()
+
+    collector = make_collector(rollout=watched, group_size=4)
+    release = collector.engine.release
+    gc.disable()
+    try:
+        with (
+            mock.patch.object(Tokenizer, "decode_known", autospec=True, side_effect=lambda *_: "") as decode,
+            mock.patch.object(collector.engine, "release", side_effect=release) as released,
+        ):
+            groups = collector.collect(4)
+        assert [episode() for episode in left] == [None] * 16
+    finally:
+        gc.enable()
+    assert decode.call_count == len(groups.rewarded.rollouts) == 16
+    assert sum(len(call.args) for call in released.call_args_list) == 16
+    assert released.call_count <= collector.engine.stats.decode_steps
 
 
 @pytest.mark.parametrize("attention", ["full", "mixed"])

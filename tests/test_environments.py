@@ -1028,6 +1028,21 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
             function.close()
 
 
+def test_calls_of_a_branch_with_tools_of_its_own_are_structures(monkeypatch):
+    """As those of an agent at a URL are, whose requests have tools."""
+    schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    asks = said("", ("look", {"at": "b"}))
+    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", lambda *_: asks)
+
+    def agent(episode):
+        yield episode.branch(episode.messages, tools=[schema]).generate(max_tokens=3)
+
+    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    prompts = chat_prompts(200, names + CHAT, tool_format="hermes")
+    for rollout in make_collector(prompts, rollout=agent).collect(1).rewarded.rollouts:
+        assert prompts.messages(rollout)[-1] == asks
+
+
 def test_tasks_of_reasoning_gym_are_rows_with_their_scoring():
     gym = pytest.importorskip("reasoning_gym")
     file = EXAMPLES / "reasoning_gym_rows.py"

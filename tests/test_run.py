@@ -1,5 +1,6 @@
 """What stands around the loop: folders, what a run keeps of its inputs, held-out files, rewards that do not apply."""
 
+import gc
 import json
 import math
 import re
@@ -26,6 +27,20 @@ from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
+
+
+def test_no_collection_looks_again_through_what_is_there_before_the_first_step():
+    loaded = [[] for _ in range(1000)]
+    run = SimpleNamespace(progress=Progress(step=3), config=SimpleNamespace(num_steps=5), _stop_signal=0)
+    steps = run_module.Run.steps(run)
+    try:
+        assert next(steps) == 4
+        looked_through = {id(found) for found in gc.get_objects()}
+        assert gc.get_freeze_count() >= 1000
+        assert not any(id(one) in looked_through for one in loaded)
+        assert list(steps) == [5]
+    finally:
+        gc.unfreeze()
 
 
 def test_progress_is_saved_and_found_again():

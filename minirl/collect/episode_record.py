@@ -51,7 +51,10 @@ def _messages(branch: Branch, tokenizer: Tokenizer) -> Messages:
     """A branch's messages as TRL has them; none of a branch that begins with token ids."""
     if not branch.has_messages:
         return []
-    answers = [(turn.inserted, functools.partial(_answer, turn, tokenizer)) for turn in branch.turns]
+    tools = tokenizer.tools if branch.tools is None else branch.tools
+    answers = [
+        (turn.inserted, functools.partial(_answer, turn, has_tools=bool(tools))) for turn in branch.turns
+    ]
     messages = []
     for message in conversation(as_messages(cast(str | Messages, branch.prompt)), answers):
         # Of others it is not known whether JSON can hold them.
@@ -60,10 +63,10 @@ def _messages(branch: Branch, tokenizer: Tokenizer) -> Messages:
     return messages
 
 
-def _answer(turn: Turn, tokenizer: Tokenizer) -> str | dict[str, Any]:
+def _answer(turn: Turn, *, has_tools: bool) -> str | dict[str, Any]:
     """The answer that a turn belongs to; where the model may call tools, and the turn is all of it, with its calls."""
     is_whole = bool(turn.inserted) or turn.start == 0
-    if not is_whole or not tokenizer.tools:
+    if not is_whole or not has_tools:
         return turn.answer
     try:
         message = dict(turn.message)
