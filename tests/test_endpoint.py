@@ -455,7 +455,7 @@ def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descript
                     host.send(number, running[number].turns[-1])
                 else:
                     assert reply == Ended({}), reply
-                    assert running.pop(number).rewards[-1] == {"reward": 1.0}
+                    assert running.pop(number).rewards[0] == {"reward": 1.0}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [len(episode.turns) for episode in episodes] == [1, 1, 1, 2] * 256
