@@ -343,9 +343,9 @@ RESPONSE_TEMPLATE = {
 
 
 def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
-    tokenizer = make(CHATML)
     with pytest.raises(InputError, match=r"its tokenizer has no response template.*see --tool-format"):
-        message_of(tokenizer, "hi")
+        message_of(make(CHATML), "hi")
+    tokenizer = make(CHATML)
     tokenizer.backend.response_template = RESPONSE_TEMPLATE
     call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
@@ -358,6 +358,7 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
     assert broken["parse_error"]
     assert "tool_calls" not in broken
+    tokenizer = make(CHATML)
     tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
     with pytest.raises(
         InputError, match=f"{tokenizer.folder}: the response template .* cannot be used: .*fields"
