@@ -267,7 +267,7 @@ HOSTILE = {
     "strange_stop": r"generate\(stop=\(7,\)\): expected a tuple of texts",
     "strange_limit": r"generate\(max_tokens='7'\): must be at least 1",
     "foreign_ids": f"token id 10000, and the model has {VOCAB}",
-    "huge": "asks for a turn with 100000.. characters; at most",
+    "huge": "asks for a turn with 10000... characters; at most",
     "returns": r"gives rewards \('reward'\) that the run does not have: add --reward episode",
     "returns_text": r"returns '1.0'; a reward is a finite number of at most 1e\+12",
     "gives_nan": r"raised\n(.|\n)*InputError: episode.reward, for the row at f:3: 'reward' is nan; a reward is",
