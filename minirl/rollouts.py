@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # The finish reasons of rollouts that a limit has cut off: of all tokens, turns, sampled tokens, seconds.
@@ -241,16 +240,16 @@ def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
 
 
-def rollout_of(request: Request, finish_reason: str) -> Rollout:
-    """The rollout of a request with the tokens that it has so far, copied."""
+def rollout_of(request: Request, finish_reason: str, sampled: Completion | None = None) -> Rollout:
+    """The rollout of a request with these tokens, copied. None: those that it has."""
+    sampled = request.sampled if sampled is None else sampled
     num_prompt_tokens = len(request.prompt_ids)
     before = (num_prompt_tokens, 0)  # zeros in place of the prompt
-    sampled = request.sampled
     return Rollout(
         tokens=torch.cat([token_tensor(request.prompt_ids), sampled.tokens]),
-        loss_mask=F.pad(sampled.is_sampled, before),
-        sample_logprobs=F.pad(sampled.logprobs, before),
-        weight_version=F.pad(sampled.weight_versions, before),
+        loss_mask=torch.constant_pad_nd(sampled.is_sampled, before),
+        sample_logprobs=torch.constant_pad_nd(sampled.logprobs, before),
+        weight_version=torch.constant_pad_nd(sampled.weight_versions, before),
         num_prompt_tokens=num_prompt_tokens,
         rollout_id=request.rollout_id,
         finish_reason=finish_reason,

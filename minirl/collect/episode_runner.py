@@ -567,7 +567,7 @@ class EpisodeRunner:
             start=start,
             limit=present.branch.max_tokens,
             prompt_ids=[] if present.branch.turns else list(present.request.prompt_ids),
-            appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist(),
+            appended=rollout.tokens[num_prompt_tokens + present.num_before : first].tolist() if start else [],
             inserted=present.inserted,
             reader=_Reader(
                 self._prompts.tokenizer.with_tools(present.branch.tools),

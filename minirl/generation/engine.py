@@ -681,7 +681,8 @@ class Engine:
                 self._held[request.rollout_id] = row
         ended = [row for row in rows if not self._running.requests[row].holds]
         self._running.pause(rows)
-        self._running.remove(ended)
+        if ended:
+            self._running.remove(ended)
         # With asynchronous decoding the step under way may still write keys of these requests. Their
         # blocks can be handed out all the same: whatever writes there next is launched later and runs
         # later.

@@ -146,7 +146,7 @@ class RunningRequests:
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
-        return rollout_of(replace(self.requests[row], sampled=Completion(*self._streams(row))), finish_reason)
+        return rollout_of(self.requests[row], finish_reason, Completion(*self._streams(row)))
 
     def _stopped(self, rows: Tensor) -> set[int]:
         """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""
@@ -183,8 +183,9 @@ class RunningRequests:
 
     def _streams(self, row: int) -> tuple[Tensor, ...]:
         """The tokens read so far, in the order of `Completion`; they share this object's memory."""
-        columns = (self._tokens, self._is_sampled, self._logprobs, self._weight_versions)
-        return tuple(column[row, : self.counts[row]] for column in columns)
+        matrices = (self._tokens, self._is_sampled, self._logprobs, self._weight_versions)
+        count = int(self.counts[row])
+        return tuple(matrix[row, :count] for matrix in matrices)
 
     def _make_room(self, row: int, num_columns: int) -> None:
         """Grow the arrays if they lack this row, and the matrices if they have fewer columns."""

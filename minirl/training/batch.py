@@ -48,7 +48,7 @@ class RolloutTable:
         columns = (self.prompt_ordinal, self.sample, self.branch)
         return list(map(RolloutId, *(column.tolist() for column in columns)))
 
-    @property
+    @functools.cached_property
     def episode(self) -> Tensor:
         """Which rollout each branch is of, int64 [N]; in a step the group and the place in it, p * G + g."""
         ids = torch.stack([self.prompt_ordinal, self.sample])
