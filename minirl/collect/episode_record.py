@@ -18,7 +18,7 @@ def record_of(episode: Episode, rewards: Mapping[str, float | None], tokenizer: 
     for turn, given in zip(episode.all_turns, episode.rewards[1:], strict=True):
         record_of_turn = TurnRecord(
             start=turn.start,
-            num_tokens=len(turn.ids),
+            num_tokens=turn.num_tokens,
             finish_reason=turn.finish_reason,
             branch=turn.branch,
             parse_error=turn.parse_error,

@@ -619,6 +619,7 @@ class Engine:
     def _preempt(self, row: int) -> None:
         """Put a request back to the front of the queue. It has no unread tokens."""
         self._waiting.appendleft(self._running.unfinished(row))
+        self._running.pause([row])
         self._running.remove([row])
         self._live_cache.free(row)
         self.stats.preemptions += 1
@@ -681,8 +682,7 @@ class Engine:
                 self._held[request.rollout_id] = row
         ended = [row for row in rows if not self._running.requests[row].holds]
         self._running.pause(rows)
-        if ended:
-            self._running.remove(ended)
+        self._running.remove(ended)
         # With asynchronous decoding the step under way may still write keys of these requests. Their
         # blocks can be handed out all the same: whatever writes there next is launched later and runs
         # later.

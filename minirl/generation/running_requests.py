@@ -103,8 +103,7 @@ class RunningRequests:
         self._past_requests[list(rows)] += 1
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Forget the requests in these rows."""
-        self.pause(rows)
+        """Forget the requests in these rows, which do not run any more."""
         for row in rows:
             del self.requests[row]
 
