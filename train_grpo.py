@@ -13,8 +13,8 @@ there is a KL term), update on the sum over tokens of
 Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
 replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 
-To try something else, copy this file and change `rollout`, `token_advantages`, `rollout_weights`,
-`is_trained` or `token_loss`.
+To try something else, copy this file and change `rollout`, `branch_advantages`, `token_advantages`,
+`rollout_weights`, `is_trained` or `token_loss`.
 """
 
 import itertools
@@ -208,8 +208,8 @@ def is_trained(
     """Which of the N branches can move a weight, bool [N]; no rank computes the others after the first step.
 
     They have a weight in the loss (weights [N], of `rollout_weights`), and an advantage or a loss that teaches without
-    one. If you add such a term, say so here: the first step computes all branches, and is refused if one that is left
-    out here has a gradient. The other arguments are those of `token_advantages`.
+    one. If you add such a term, or advantages of single tokens, say so here: the first step computes all branches, and
+    is refused if one that is left out here has a gradient. The other arguments are those of `token_advantages`.
     """
     if config.whiten or config.kl_reward_coef:  # their statistics are over all tokens of the step
         return torch.ones(len(weights), dtype=torch.bool)

@@ -372,12 +372,9 @@ class ForkConfig(Config):
     advantage_scale: float = 1.0  # factor of all advantages
 
 
-def token_advantages(config, rewards, greedy_rewards, reward_weights, table, batch):
+def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights):
     """Against the mean of all rewards of the step."""
-    scores = rewards @ reward_weights
-    advantages = config.advantage_scale * (scores - scores.mean())
-    episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
-    return batch.spread(advantages.flatten(0, 1)[episode, branch])
+    return config.advantage_scale * (scores - scores.mean())
 
 
 def token_loss(config, micro, new, entropy):

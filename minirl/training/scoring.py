@@ -87,8 +87,9 @@ def refuse_gradient(
     of_branches = micro.spread(is_left_out[micro.table_index.cpu()])
     refuse(
         bool((is_moved & of_branches).any()),
-        "is_trained: leaves out rollouts which token_loss or token_advantages of this script teach something, in the "
-        "first step; return True for them, or torch.ones(len(weights), dtype=torch.bool) for all",
+        "is_trained: leaves out rollouts which token_loss or token_advantages of this script teach something in the "
+        "first step. Make their advantages in branch_advantages, or let is_trained return True for them: "
+        "torch.ones(len(weights), dtype=torch.bool) for all",
     )
 
 
