@@ -139,7 +139,7 @@ class Engine:
         begins behind its tokens.
         """
         for request in requests:
-            self._check(request)
+            self._check(request, request.max_new_tokens)
             if not 0 <= request.turn_start <= len(request.sampled):
                 raise InputError(
                     f"{request.rollout_id}: turn_start {request.turn_start} is not one of 0 to the"
@@ -150,11 +150,11 @@ class Engine:
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
-    def _check(self, request: Request) -> None:
-        """Raise InputError for a request that can never run."""
-        if not request.prompt_ids or request.max_new_tokens < 1:
+    def _check(self, request: Request, max_new_tokens: int) -> None:
+        """Raise InputError for a request that can never run with this limit."""
+        if not request.prompt_ids or max_new_tokens < 1:
             raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
-        max_length = len(request.prompt_ids) + request.max_new_tokens
+        max_length = len(request.prompt_ids) + max_new_tokens
         max_positions = self.config.max_position_embeddings
         if max_length > max_positions:
             raise InputError(
@@ -201,14 +201,14 @@ class Engine:
                 stop_test=stop_test,
                 turn_start=len(sampled),
             )
-            self._check(request)
+            self._check(request, request.max_new_tokens)
             del self._dropped[rollout_id]
             self._waiting.appendleft(request)
             if self._cache is None:
                 self._allocate()
         else:
             num_tokens = int(self._running.counts[row]) + len(tokens)
-            self._check(replace(self._running.requests[row], max_new_tokens=num_tokens + max_new_tokens))
+            self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
             self._running.append(row, tokens, max_new_tokens=max_new_tokens, stop_test=stop_test)
             self._resumed.append(row)

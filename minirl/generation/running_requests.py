@@ -193,7 +193,9 @@ class RunningRequests:
             return
         if row >= num_rows:
             num_rows = max(row + 1, 2 * num_rows)
-        num_columns = max(num_columns, num_old_columns)
+        # Twice as many, so that turns which end a little later each do not copy the matrices each time.
+        lacks_columns = num_columns > num_old_columns
+        num_columns = max(num_columns, 2 * num_old_columns) if lacks_columns else num_old_columns
         num_used = int(self.counts.max())
         for name, array in vars(self).items():
             if isinstance(array, Tensor) and name != "rows":
