@@ -297,6 +297,7 @@ def seen(episode):
 
 
 def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
+    """Fault 60."""
     (tmp_path / "mine.py").write_text(inspect.getsource(unseen))
 
     def made(rollout):
@@ -309,6 +310,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
 
 
 def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
+    """Fault 60."""
     monkeypatch.setattr("minirl.collect.episode_runner.MAX_TURNS", 4)
     for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
         assert rollout[1] == "max_turns"
@@ -780,6 +782,7 @@ def read(fields, path="v1/chat/completions", **options):
     ],
 )
 def test_a_request_for_what_the_run_does_not_do_is_refused_by_its_field(fields, said):
+    """Fault 60."""
     if isinstance(fields, dict) and fields and "messages" not in fields:
         fields = {"messages": [HI], **fields}
     if said is None:
@@ -993,7 +996,10 @@ def test_requests_that_come_together_are_answered_in_the_order_in_which_they_cam
 
 
 def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped():
-    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more."""
+    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more.
+
+    Fault 60.
+    """
 
     @serve
     async def agent(url, episode):
