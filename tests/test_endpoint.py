@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.collect import loopback
+from minirl.agents import loopback
+from minirl.agents.endpoint import run_program, serve
+from minirl.agents.loopback import Answer, HttpError, of_this_loop
+from minirl.agents.openai_format import read_request
 from minirl.collect.collector import Collector
-from minirl.collect.endpoint import run_program, serve
 from minirl.collect.episode import Episode, Generate, Turn, TurnReader
 from minirl.collect.hosts import Ended
-from minirl.collect.loopback import Answer, HttpError, of_this_loop
-from minirl.collect.openai_format import read_request
 from minirl.data.task import Row, as_messages
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
@@ -42,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 SOURCE = """
 import asyncio, json, os, pathlib, random, signal, sys, threading, time, urllib.error, urllib.request
-from minirl.collect.endpoint import run_program, serve
+from minirl.agents.endpoint import run_program, serve
 
 FOLDER = pathlib.Path(__file__).parent
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -364,7 +364,7 @@ def test_a_program_whose_process_died_gets_the_answers_that_it_got(load):
 
 OPENAI = """
 import asyncio, openai
-from minirl.collect.endpoint import run_program, serve
+from minirl.agents.endpoint import run_program, serve
 
 @serve
 async def client_async(url, episode):
@@ -424,7 +424,7 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
 
 SHARED = """
 import openai
-from minirl.collect.endpoint import serve
+from minirl.agents.endpoint import serve
 
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
 
