@@ -25,10 +25,10 @@ from types import TracebackType
 from typing import Any
 
 from minirl.collect import loopback
-from minirl.collect.episode import AsyncTurns, Branch, Episode, Generate, Turn
 from minirl.collect.loopback import Answer, HttpError
 from minirl.collect.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
 from minirl.data.task import as_messages
+from minirl.episodes.episode import AsyncTurns, Branch, Episode, Generate, Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64

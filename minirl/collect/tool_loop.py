@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minirl.collect.episode import Branch, Episode, Generate, Turn
 from minirl.data.task import Messages, as_messages
+from minirl.episodes.episode import Branch, Episode, Generate, Turn
 from minirl.errors import refuse
 from minirl.rewards.worker import find_function, find_functions
 
