@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.collect import tool_loop
+from minirl.agents import tool_loop
 from minirl.collect.collector import Collector
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer

@@ -276,6 +276,7 @@ def test_a_function_that_has_yielded_its_end_is_closed():
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):
+    """Faults 56 and 61."""
     for rollout in (HERE[name], load(name)):
         with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+(.|\n)*{said}"):
             rollouts_of(rollout)
@@ -327,7 +328,7 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
 
 
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
-    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint."""
+    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
     options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
     first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)

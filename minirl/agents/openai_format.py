@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from minirl.collect.loopback import Answer, HttpError
+from minirl.agents.loopback import Answer, HttpError
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode, Turn
 from minirl.errors import InputError
