@@ -27,6 +27,7 @@ ORDER = (
     "training",
     "data",
     "rewards",
+    "episodes",
     "report",
     "collect",
     "run",

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from minirl.collect.collector import Collector
-from minirl.collect.episode import one_turn
-from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import one_turn
+from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.attention import PackedLayout

@@ -20,9 +20,9 @@ from minirl.agents.endpoint import run_program, serve
 from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Episode, Generate, Turn, TurnReader
-from minirl.collect.hosts import Ended
 from minirl.data.task import Row, as_messages
+from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.program import Ended
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
@@ -311,7 +311,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
 
 def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
     """Fault 60."""
-    monkeypatch.setattr("minirl.collect.episode_runner.MAX_TURNS", 4)
+    monkeypatch.setattr("minirl.episodes.runner.MAX_TURNS", 4)
     for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
         assert rollout[1] == "max_turns"
         *_, earlier, _ = rollout

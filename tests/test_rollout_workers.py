@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import load_rollout
+from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
@@ -232,7 +232,7 @@ async def late(episode):
 def modules(episode):
     heavy = {"torch", "numpy", "transformers", "tokenizers"} & sys.modules.keys()
     assert not heavy, heavy
-    from minirl.collect.episode import Episode
+    from minirl.episodes.episode import Episode
     assert type(episode) is Episode
     assert episode.row.columns["answer"] == episode.row.prompt[:1]
     turn = yield episode.generate(max_tokens=3)

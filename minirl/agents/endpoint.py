@@ -27,8 +27,8 @@ from typing import Any
 from minirl.agents import loopback
 from minirl.agents.loopback import Answer, HttpError
 from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
-from minirl.collect.episode import AsyncTurns, Branch, Episode, Generate, Turn
 from minirl.data.task import as_messages
+from minirl.episodes.episode import AsyncTurns, Branch, Episode, Generate, Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64

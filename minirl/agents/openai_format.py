@@ -14,8 +14,8 @@ from http import HTTPStatus
 from typing import Any
 
 from minirl.agents.loopback import Answer, HttpError
-from minirl.collect.episode import Episode, Turn
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import Episode, Turn
 from minirl.errors import InputError
 
 MODEL = "policy"

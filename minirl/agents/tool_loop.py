@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minirl.collect.episode import Branch, Episode, Generate, Turn
 from minirl.collect.loaded import Loaded
 from minirl.data.task import Messages, as_messages
+from minirl.episodes.episode import Branch, Episode, Generate, Turn
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.

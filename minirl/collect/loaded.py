@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.collect.episode import Episode
+from minirl.episodes.episode import Episode
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.collect.loaded import Loaded
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.errors import InputError, refuse
 from minirl.rewards.worker import (
     Trainer,
