@@ -24,9 +24,9 @@ from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RolloutError, refuse
+from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
-from minirl.rewards.user_process import escaped
 from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, appended, rollout_of
 
 NO_BUDGET = sys.maxsize

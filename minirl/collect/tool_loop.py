@@ -17,7 +17,7 @@ from typing import Any
 from minirl.collect.episode import Branch, Episode, Generate, Turn
 from minirl.data.task import Messages, as_messages
 from minirl.errors import refuse
-from minirl.rewards.worker import find_function, find_functions
+from minirl.workers.user_code import find_function, find_functions
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
