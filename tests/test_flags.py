@@ -242,7 +242,7 @@ JSONL = "--data of --task jsonl"
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused(monkeypatch, options, needed, cure):
-    """With what it needs it is taken: on two ranks, for --shard-over."""
+    """With what it needs it is taken: on two ranks, for --shard-over. Fault 43."""
     flag = flag_of(next(iter(options)))
     with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
         train_grpo.check(train_grpo.Config(**options))
@@ -276,6 +276,7 @@ def test_a_script_whose_rollout_goes_on_or_reads_an_answer_may_limit_its_turns()
     "name", [name for name, kind in typing.get_type_hints(train_ppo.Config).items() if "str" in str(kind)]
 )
 def test_an_empty_text_is_refused_and_never_taken_for_a_flag_that_was_left_out(name):
+    """Fault 43."""
     for value in ("", " "):
         is_tuple = isinstance(getattr(train_ppo.Config(), name), tuple)
         with pytest.raises(InputError, match=rf"--{name.replace('_', '-')}: is empty"):
@@ -296,6 +297,7 @@ def test_an_empty_text_is_refused_and_never_taken_for_a_flag_that_was_left_out(n
     ],
 )
 def test_sizes_that_no_machine_has_are_refused_before_work_and_by_a_dry_run(options, is_dry):
+    """Fault 43."""
     name, value = next(iter(options.items()))
     with pytest.raises(InputError, match=f"{flag_of(name)} {value}.*at most"):
         train_grpo.main(train_grpo.Config(**options, dry_run=is_dry))

@@ -30,12 +30,12 @@ from collections.abc import Callable, Coroutine
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
-from minirl.collect.tool_loop import Loaded, load
+from minirl.collect.loaded import Loaded
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.errors import InputError, refuse
 from minirl.workers.containment import OwnRandom, Trainer, connect, isolated, run_user_code, working_directory
-from minirl.workers.user_code import users_traceback
+from minirl.workers.user_code import find_function, find_functions, users_traceback
 
 # Characters of what a function asks for, as JSON.
 MAX_ASKED = 1 << 22
@@ -69,6 +69,26 @@ def main() -> None:
     import asyncio
 
     asyncio.run(server.serve())
+
+
+def load(kind: str, source: str, name: str) -> Loaded | str:
+    """What the flag --KIND names ("rollout", "tools" or "environment"), or why it cannot be used.
+
+    Raises what the user's code raises.
+    """
+    if kind == "tools":
+        from minirl.agents.tool_loop import of_tools
+
+        found = find_functions(source, name.split(","))
+        return found if isinstance(found, str) else of_tools(found)
+    function = find_function(source, name)
+    if isinstance(function, str):
+        return function
+    if kind == "environment":
+        from minirl.agents.tool_loop import of_environment
+
+        return of_environment(function, name)
+    return Loaded(function, inspect.isasyncgenfunction(function))
 
 
 def describe(loaded: Loaded) -> dict[str, Any]:
