@@ -20,7 +20,6 @@ from minirl.run.flags import (
     check_needed,
     check_numbers,
     chosen_preset,
-    field_comments,
     flag_of,
     parse,
 )
@@ -37,6 +36,7 @@ class ForkConfig(train_grpo.Config):
     penalty: float = 0.0
     """a comment
     on two lines"""
+    num_epochs: int = 3
     rest: float = 0.0  # the last of them
 
     @property
@@ -97,15 +97,31 @@ def test_help_has_a_box_per_group_and_the_comments(capsys):
     assert "{None}" not in shown, "a type that nobody reads"
 
 
-def test_the_comment_of_each_line_is_its_help_and_no_other():
-    """Also where a string under the field says it; every shared flag has one."""
-    comments = field_comments(ForkConfig)
-    assert comments["bonus"] == "what this fork adds"
-    assert comments["penalty"].split() == ["a", "comment", "on", "two", "lines"]
-    assert comments["rest"] == "the last of them"
-    assert "No help." not in comments.values()
-    inherited = [field_comments(base) for base in RunConfig.__mro__]
-    assert {name for found in inherited for name in found} >= set(RunConfig.__dataclass_fields__)
+def test_the_comment_of_each_line_is_its_help_and_no_other(capsys):
+    """Also where a string under the field says it, or the class that declared it first."""
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for line in (
+        "--bonus X what this fork adds (default: 1.0)",
+        "--penalty X a comment on two lines (default: 0.0)",
+        "--num-epochs N passes over a step's rollouts (default: 3)",
+        "--rest X the last of them (default: 0.0)",
+    ):
+        assert f" {line} " in shown
+    assert "No help." not in shown
+
+
+def test_a_config_may_have_the_name_and_title_of_the_one_that_it_extends(capsys):
+    """Their flags share a box."""
+    twin = dataclasses.make_dataclass("Config", [("twin", int, 1)], bases=(train_grpo.Config,), frozen=True)
+    twin.__doc__ = train_grpo.Config.__doc__
+    assert parse(twin, description="", preset={}, arguments=["--twin", "2", "--kl-coef", "1"]).twin == 2
+    with pytest.raises(SystemExit):
+        parse(twin, description="", preset={}, arguments=["--help"])
+    shown = capsys.readouterr().out
+    assert shown.count("Objective options") == 1
+    assert shown.index("--twin N") < shown.index("--kl-coef X")
 
 
 def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
