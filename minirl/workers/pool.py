@@ -453,11 +453,14 @@ class _Worker:
     def _read(self) -> tuple[list[bytes], bool]:
         """Return the lines that have come, and whether no more will come."""
         received = self._process.received
+        searched = len(received)
         has_ended = False
         size = -1
         while not has_ended and size < len(received) <= MAX_ANSWER:
             size = len(received)
             has_ended = self._process.read()
+        if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
+            return [], has_ended  # a long line is split once, when it has come whole
         *lines, rest = bytes(received).split(b"\n")
         received[:] = rest
         if len(rest) > MAX_ANSWER:
