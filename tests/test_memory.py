@@ -220,7 +220,7 @@ def test_a_decode_step_s_logits_have_the_table_s_bytes(temperature):
 
 def test_the_example_follows_from_the_table():
     """Its numbers, in the order of the page."""
-    example = PAGE[PAGE.index("Qwen2.5-1.5B") :]
+    example = PAGE[PAGE.index("Qwen2.5-1.5B") :].partition("\n\n")[0]
     sizes = {name: float(number) for name, number in re.findall(r"\b([A-Z]) ([\d.e]+)", example)}
     sizes["W"] = 8
     sizes["A"] = formula("a layer's activations of a token, A", **sizes)
