@@ -25,7 +25,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from minirl.collect.episode import Episode, Turns
+from minirl.episodes.episode import Episode, Turns
 from minirl.errors import refuse
 from minirl.objective.advantages import (
     group_advantages,

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minirl.collect.episode import Episode, Turns
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import Episode, Turns
 from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config

@@ -188,7 +188,7 @@ class Rollout:
 
     A completion of several turns has appended tokens between them, which are no part of the loss mask.
     finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`collect.episode.END_REASONS`), or
+    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`episodes.episode.END_REASONS`), or
     "error".
 
     Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it

@@ -27,12 +27,16 @@ ORDER = (
     "training",
     "data",
     "rewards",
+    "episodes",
     "report",
     "collect",
     "run",
+    "agents",
     "plot",
     "show",
 )
+# Parts that a default run does not need: others import them late, within functions.
+ANNEXES = ("agents", "plot", "show")
 HEAVY = (
     "matplotlib",
     "transformers",
@@ -67,7 +71,12 @@ def imported_names(node):
 
 def imported_modules(tree):
     """Modules of the package that a tree imports, also inside its functions."""
-    names = {name for node in ast.walk(tree) for name in imported_names(node)}
+    return modules_of(ast.walk(tree))
+
+
+def modules_of(nodes):
+    """Modules of the package that these nodes import."""
+    names = {name for node in nodes for name in imported_names(node)}
     ours = {name.removeprefix("minirl.") for name in names if name.startswith("minirl.")}
     return ours & FILES.keys()
 
@@ -105,10 +114,12 @@ def test_every_folder_has_a_place_in_the_order():
 
 @pytest.mark.parametrize("name", [name for name in FILES if name])
 def test_no_module_imports_a_higher_folder(name):
-    """Also inside functions; the library never imports a script, a test or a benchmark."""
+    """Also inside functions, but for annexes; the library never imports a script, a test or a benchmark."""
     height = ORDER.index(folder_of(name))
     higher = {other for other in imported_modules(TREES[name]) if ORDER.index(folder_of(other)) > height}
-    assert not higher, f"{name} imports {higher}"
+    early = modules_of(statements_at_import(TREES[name]))
+    wrong = {other for other in higher if other in early or folder_of(other) not in ANNEXES}
+    assert not wrong, f"{name} imports {wrong}"
     outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks"}
     roots = {found.split(".")[0] for node in ast.walk(TREES[name]) for found in imported_names(node)}
     assert not roots & outside
@@ -212,7 +223,7 @@ def test_help_describes_every_field(config, monkeypatch, capsys):
 
 
 def test_a_misspelt_flag_is_refused_with_the_right_one():
-    """Nothing runs, the exit status says so, and the message has the flag that was meant."""
+    """Nothing runs, the exit status says so, and the message has the flag that was meant. Fault 43."""
     command = [sys.executable, str(SCRIPTS[0]), "--grop-size", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode not in (0, 1)

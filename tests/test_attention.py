@@ -616,7 +616,7 @@ def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(diffe
 def test_attention_whose_products_depend_on_how_they_are_called_is_not_batch_invariant(
     varies_with, monkeypatch
 ):
-    """Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs."""
+    """Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs. Pitfall 38."""
     config = cached_model("full", torch.float32).config
     if not config.is_batch_invariant(torch.float32, CPU):
         pytest.skip("this machine's fp32 products are not batch-invariant")

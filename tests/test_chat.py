@@ -124,6 +124,7 @@ NO_TEXT = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
 def test_messages_that_a_template_does_not_write_are_refused_by_row_and_folder(
     make, tmp_path, template, messages, error
 ):
+    """Fault 22."""
     tokenizer = make(template)
     with pytest.raises(InputError, match=f"f:1: the chat template of {tmp_path} {error}"):
         following_ids(tokenizer, messages, "f:1", end_id=None)
@@ -188,6 +189,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     ],
 )
 def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, template, tools, error):
+    """Fault 22."""
     with pytest.raises(InputError, match=f"tools: .*{error}"):
         make(template, tools=tools)
 
@@ -297,6 +299,7 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text,
     ids=lambda value: value[:40],
 )
 def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
+    """Fault 22."""
     message = message_of(make(CHATML, tool_format="hermes"), f"{GOOD_CALL}<tool_call>{call}")
     assert message["parse_error"].startswith("call 2: ")
     assert error in message["parse_error"]
@@ -401,6 +404,7 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make)
     ],
 )
 def test_a_template_argument_that_changes_no_prompt_is_refused(make, arguments, error):
+    """Fault 43."""
     tokenizer = make(THINKING, template_arguments=arguments)
     if error is None:
         tokenizer.check_arguments("--chat-template-kwargs")

@@ -291,7 +291,10 @@ def rank_state(
 def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks(
     request, tmp_path, model_folder, first, second, num_shards
 ):
-    """Row 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped."""
+    """Fault 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped.
+
+    Pitfall 47.
+    """
     first, second = request.getfixturevalue(first), request.getfixturevalue(second)
     saved, *_ = first.run(rank_state, model_folder, tmp_path, None, 3, num_shards)
     checkpoint = tmp_path / "checkpoints" / "000003"
@@ -326,7 +329,7 @@ class TestWhatIsGoneOnFrom:
     def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
         self, tmp_path, source, capsys, name, kind
     ):
-        """Rows 8 and 9: the file is named, the folder kept aside under another name."""
+        """Faults 8 and 9: the file is named, the folder kept aside under another name."""
         folder = save_steps(tmp_path, source, [1, 2, 3])
         path = folder / "checkpoints" / "000003" / name
         damage_file(path, kind)
@@ -778,7 +781,10 @@ def test_values_for_all_ranks_that_differ_between_them_are_refused(two_ranks):
 
 
 def test_nothing_is_pickled():
-    """The library imports no pickle and uses neither torch.save nor torch.load (gathers of objects are torch's own)."""
+    """The library imports no pickle and uses neither torch.save nor torch.load (gathers of objects are torch's own).
+
+    Fault 35.
+    """
     for path in (Path(durable.__file__).parent).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
@@ -790,7 +796,7 @@ def test_nothing_is_pickled():
 
 
 def test_a_half_written_file_never_has_its_name(tmp_path):
-    """replace_file: whoever reads sees the old text or the new one, killed at any moment."""
+    """replace_file: whoever reads sees the old text or the new one, killed at any moment. Fault 2."""
     path = tmp_path / "a.json"
     durable.replace_file(path, "old")
     script = "from minirl.files import durable; from pathlib import Path; import sys\n"

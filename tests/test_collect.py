@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from minirl.collect.collector import Collector
-from minirl.collect.episode import one_turn
-from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import one_turn
+from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.attention import PackedLayout
@@ -386,6 +386,7 @@ def stop_of_no_texts(episode):
     ],
 )
 def test_a_function_that_writes_no_rollout_is_refused_with_its_name_and_the_fix(rollout, error):
+    """Fault 61."""
     with pytest.raises(RolloutError, match=rf"rollout {rollout.__name__} for the row at f:\d+, .*{error}"):
         make_collector(rollout=rollout).collect(1)
 
@@ -401,6 +402,7 @@ TIGHT = {"cache_tokens": 512, "max_running_requests": 5}
 def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothing_in_it(
     rollout, budget, engine_options
 ):
+    """Pitfall 40."""
     options = {"rollout": rollout, "engine_options": engine_options}
     partial = make_collector(decode_budget=budget, max_staleness=3, **options)
     taken = {row[0]: row for step in collected(partial, 4, 2) for row in step}
@@ -412,7 +414,10 @@ def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothin
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
-    """Each step takes the first complete groups in order; a rollout samples no more than its budget until it is due."""
+    """Each step takes the first complete groups in order; a rollout samples no more than its budget until it is due.
+
+    Pitfall 40.
+    """
     lengths = random.Random(max_staleness)
     length_of = {}
 
@@ -592,6 +597,7 @@ def as_tuples(rollout: Rollout) -> list[tuple]:
 
 
 def test_a_record_has_all_branches_and_one_of_before_there_were_any_still_loads(tmp_path):
+    """Fault 12."""
     (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
     branched = in_two_branches(rollout)
     record = finished_record(FinishedRollout(branched, [None, 0.5], failed=True))

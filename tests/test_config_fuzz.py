@@ -227,7 +227,10 @@ def verdict(folder, raw, changes):
 
 @pytest.mark.parametrize("name", BASES)
 def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_path, name):
-    """Of every key: left out, another type, zero, far too large, of another family; and keys of other families."""
+    """Of every key: left out, another type, zero, far too large, of another family; and keys of other families.
+
+    Fault 33.
+    """
     raw = raw_config(name)
     folder = make_model(tmp_path / "model", raw)
     assert verdict(folder, raw, []) == "equal"

@@ -61,7 +61,7 @@ def test_each_epoch_is_another_permutation_of_the_rows():
 
 
 def test_order_does_not_depend_on_what_was_asked_before():
-    """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57."""
+    """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57. Fault 12."""
     stream = order(make_prompts(["a"] * 7), 0, 40)
     again = make_prompts(["a"] * 7)
     assert order(again, 33, 7) == stream[33:]
@@ -232,7 +232,7 @@ def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
 
 
 def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
-    """Messages or the chat flag need a template; the error names the row."""
+    """Messages or the chat flag need a template; the error names the row. Fault 22."""
     with pytest.raises(ValueError, match=r"my\.jsonl:7.*no chat template"):
         Tokenizer(text_folder).encode(Row([{"role": "user", "content": "a"}], {}, "my.jsonl:7"))
     with pytest.raises(ValueError, match=r"my\.jsonl:8.*no chat template"):
@@ -314,7 +314,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
     tmp_path, monkeypatch, template, message
 ):
-    """It is a program of the model's folder: whatever it does, the row and the folder are named."""
+    """It is a program of the model's folder: whatever it does, the row and the folder are named. Fault 36."""
     monkeypatch.setattr("minirl.data.tokenizer._TEMPLATE_SECONDS", 1.0)
     save_tokenizer(tmp_path, template)
     began = time.monotonic()
@@ -327,7 +327,7 @@ def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
 
 @pytest.mark.parametrize("template", [7, [], [1], {"a": 1}, [{"name": "a"}]], ids=str)
 def test_a_chat_template_that_is_no_text_is_refused_by_its_folder(chat_folder, tmp_path, template):
-    """In tokenizer_config.json anything may stand."""
+    """In tokenizer_config.json anything may stand. Fault 36."""
     folder = tmp_path / "folder"
     shutil.copytree(chat_folder, folder)
     (folder / "chat_template.jinja").unlink()
@@ -354,7 +354,7 @@ def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(chat_folde
 def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(
     chat_folder, tmp_path, name, content
 ):
-    """Never another error than the one that names the folder."""
+    """Never another error than the one that names the folder. Fault 36."""
     folder = tmp_path / "folder"
     shutil.copytree(chat_folder, folder)
     text = (folder / name).read_text()
@@ -452,7 +452,7 @@ def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, g
     ],
 )
 def test_stop_ids_that_cannot_be_read_are_named(text_folder, tmp_path, content, message):
-    """The file and its value, before a model is loaded."""
+    """The file and its value, before a model is loaded. Fault 33."""
     folder = tmp_path / "folder"
     shutil.copytree(text_folder, folder)
     (folder / "generation_config.json").write_text(content)
@@ -478,7 +478,10 @@ def whole_text(tokenizer, sampled):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path, kind):
-    """From a bounded tail, what the text of the whole turn says: strings of any place in 1,000 random turns."""
+    """From a bounded tail, what the text of the whole turn says: strings of any place in 1,000 random turns.
+
+    Pitfall 15.
+    """
     units, rng = save_decoding_tokenizer(tmp_path, kind), random.Random(kind)
     tokenizer = Tokenizer(tmp_path)
     num_stops = num_late = 0

@@ -191,7 +191,10 @@ def updated_on_a_device(
 def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
     request, tmp_path, pool, dtype, gather_bytes
 ):
-    """The norm, clipping and AdamW meet nothing of the device; the shards of all ranks come together there."""
+    """The norm, clipping and AdamW meet nothing of the device; the shards of all ranks come together there.
+
+    Pitfall 47.
+    """
     folder = make_folder(tmp_path / "model", RAW_CONFIG)
     for copied, masters in request.getfixturevalue(pool).run(
         updated_on_a_device, folder, dtype, gather_bytes

@@ -15,8 +15,8 @@ import train_grpo
 import train_ppo
 from minirl import errors
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Episode, Turns
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import Episode, Turns
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
 from support.collecting import chat_prompts, in_workers, sums
@@ -220,7 +220,7 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
         found = {"tool_calls": [call], "parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return {"role": "assistant", "content": "", **found}
 
-    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", parsed)
     names = {
         "Episode": Episode,
         "Turns": Turns,

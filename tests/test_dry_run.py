@@ -173,7 +173,7 @@ def test_a_decode_budget_makes_room_for_the_completions_of_earlier_steps(flags):
 
 
 def test_what_does_not_fit_is_refused_with_the_flags_to_change(flags):
-    """The models themselves, or a size that was given; of PPO two models are trained."""
+    """The models themselves, or a size that was given; of PPO two models are trained. Fault 38."""
     fields = flags(QWEN_05B)
     with pytest.raises(InputError, match=r"--dry-run: does not fit: the models need .*--nproc-per-node"):
         dry_run(train_grpo, **fields, gpus="1x6")

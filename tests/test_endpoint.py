@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.collect import loopback
+from minirl.agents import loopback
+from minirl.agents.endpoint import run_program, serve
+from minirl.agents.loopback import Answer, HttpError, of_this_loop
+from minirl.agents.openai_format import read_request
 from minirl.collect.collector import Collector
-from minirl.collect.endpoint import run_program, serve
-from minirl.collect.episode import Episode, Generate, Turn, TurnReader
-from minirl.collect.hosts import Ended
-from minirl.collect.loopback import Answer, HttpError, of_this_loop
-from minirl.collect.openai_format import read_request
 from minirl.data.task import Row, as_messages
+from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.program import Ended
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
@@ -42,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 SOURCE = """
 import asyncio, json, os, pathlib, random, signal, sys, threading, time, urllib.error, urllib.request
-from minirl.collect.endpoint import run_program, serve
+from minirl.agents.endpoint import run_program, serve
 
 FOLDER = pathlib.Path(__file__).parent
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -297,6 +297,7 @@ def seen(episode):
 
 
 def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
+    """Fault 60."""
     (tmp_path / "mine.py").write_text(inspect.getsource(unseen))
 
     def made(rollout):
@@ -309,7 +310,8 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
 
 
 def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
-    monkeypatch.setattr("minirl.collect.episode_runner.MAX_TURNS", 4)
+    """Fault 60."""
+    monkeypatch.setattr("minirl.episodes.runner.MAX_TURNS", 4)
     for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
         assert rollout[1] == "max_turns"
         *_, earlier, _ = rollout
@@ -362,7 +364,7 @@ def test_a_program_whose_process_died_gets_the_answers_that_it_got(load):
 
 OPENAI = """
 import asyncio, openai
-from minirl.collect.endpoint import run_program, serve
+from minirl.agents.endpoint import run_program, serve
 
 @serve
 async def client_async(url, episode):
@@ -422,7 +424,7 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
 
 SHARED = """
 import openai
-from minirl.collect.endpoint import serve
+from minirl.agents.endpoint import serve
 
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
 
@@ -780,6 +782,7 @@ def read(fields, path="v1/chat/completions", **options):
     ],
 )
 def test_a_request_for_what_the_run_does_not_do_is_refused_by_its_field(fields, said):
+    """Fault 60."""
     if isinstance(fields, dict) and fields and "messages" not in fields:
         fields = {"messages": [HI], **fields}
     if said is None:
@@ -993,7 +996,10 @@ def test_requests_that_come_together_are_answered_in_the_order_in_which_they_cam
 
 
 def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped():
-    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more."""
+    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more.
+
+    Fault 60.
+    """
 
     @serve
     async def agent(url, episode):

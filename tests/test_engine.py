@@ -278,7 +278,7 @@ def test_rollouts_do_not_depend_on_the_prefill_budget(dtype, max_prefill_tokens)
 @pytest.mark.parametrize("num_steps", [0, 1, 23])
 def test_an_aborted_rollout_goes_on_as_if_nothing_had_happened(attention, dtype, num_steps):
     """Unfinished requests, submitted again to another engine at equal weights, give the same rollouts; each token
-    carries the version of the phase that sampled it."""
+    carries the version of the phase that sampled it. Pitfall 40."""
     model = cached_model(attention, dtype)
     first, second = make_engine(model, max_running_requests=20), make_engine(model, max_running_requests=9)
     first.submit(mixed_requests(), weight_version=4)
@@ -636,7 +636,7 @@ def test_each_request_keeps_its_own_temperature_limit_stops_and_greediness(dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_streams_of_a_rollout_are_aligned(dtype):
-    """All streams are as long as the tokens; the mask is true exactly where the policy sampled."""
+    """All streams are as long as the tokens; the mask is true exactly where the policy sampled. Pitfall 15."""
     requests = mixed_requests()
     rollouts = make_engine(cached_model("full", dtype)).generate(requests, weight_version=3)
     for rollout, request in zip(rollouts, requests, strict=True):
@@ -750,7 +750,10 @@ def test_a_rollout_that_crosses_an_update_keeps_its_old_tokens_and_goes_on_under
 
 
 def test_the_cache_is_gone_after_the_last_rollout():
-    """Training has the memory: a phase ends with its last rollout, its abort, or at once if it has no requests."""
+    """Training has the memory: a phase ends with its last rollout, its abort, or at once if it has no requests.
+
+    Pitfall 11.
+    """
     engine = make_engine(cached_model("full", torch.float32))
     engine.submit(mixed_requests())
     assert engine._cache is not None

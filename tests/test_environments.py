@@ -22,16 +22,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.collect import tool_loop
+from minirl.agents import tool_loop
 from minirl.collect.collector import Collector
-from minirl.collect.episode import Episode, Generate, Turn, TurnReader
-from minirl.collect.hosts import Ended, Failed
 from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.program import Ended, Failed
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
@@ -403,7 +403,7 @@ def letters_of(tmp_path, num_workers=1):
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
     """On any number of workers and with a budget, also over a checkpoint and a kill, with the attributes that reward
     functions see. The prompt is what the template writes."""
-    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", letter_message)
+    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", letter_message)
     one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
     try:
         steps = collected(letters_collector(one), 2)
@@ -992,7 +992,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
         prompt = [{"role": "user", "content": row}]
         lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", said_by(rows))
+    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", said_by(rows))
     workers = load_rollout(f"{file}:{object_name}", kind=kind)
     task = load_task(
         "jsonl",
@@ -1032,7 +1032,7 @@ def test_calls_of_a_branch_with_tools_of_its_own_are_structures(monkeypatch):
     """As those of an agent at a URL are, whose requests have tools."""
     schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
     asks = said("", ("look", {"at": "b"}))
-    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", lambda *_: asks)
+    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", lambda *_: asks)
 
     def agent(episode):
         yield episode.branch(episode.messages, tools=[schema]).generate(max_tokens=3)

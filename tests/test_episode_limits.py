@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.collect.episode import END_REASONS, Episode, one_turn
-from minirl.collect.episode_runner import EpisodeLimits
-from minirl.collect.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.episode import END_REASONS, Episode, one_turn
+from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
@@ -31,7 +31,7 @@ from support.collecting import (
 
 SOURCE = """
 import asyncio, time
-from minirl.collect.episode import END_REASONS, End, Generate
+from minirl.episodes.episode import END_REASONS, End, Generate
 
 def reason_of(episode):
     return END_REASONS[episode.seed % len(END_REASONS)]
@@ -276,6 +276,7 @@ def test_a_function_that_has_yielded_its_end_is_closed():
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):
+    """Faults 56 and 61."""
     for rollout in (HERE[name], load(name)):
         with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+(.|\n)*{said}"):
             rollouts_of(rollout)
@@ -327,7 +328,7 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
 
 
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
-    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint."""
+    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
     options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
     first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)
@@ -440,7 +441,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
         error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return {"role": "assistant", "content": "", **error}
 
-    monkeypatch.setattr("minirl.collect.episode_runner.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", parsed)
     page = (Path(__file__).parent.parent / "docs" / "episodes.md").read_text()
     (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
     names = {}

@@ -90,7 +90,7 @@ def test_an_empty_file_is_refused(write, content):
 
 
 def test_row_18_few_and_repeated_rows_are_said():
-    """They work; the note has the numbers."""
+    """They work; the note has the numbers. Pitfall 57."""
     few = make_prompts("a", "b", "a", "a")
     said = few.notes(per_step=16)
     assert len(said) == 2
@@ -244,7 +244,10 @@ def test_row_20_long_prompts_keep_their_end_if_asked():
 
 @pytest.mark.parametrize("long_prompts", ["skip", "error"])
 def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompts):
-    """--max-new-tokens too large for every row: each completion gets what is left, said with the numbers."""
+    """--max-new-tokens too large for every row: each completion gets what is left, said with the numbers.
+
+    Pitfall 55.
+    """
     prompts = make_prompts("aaa", "bbbbb", max_new_tokens=100, long_prompts=long_prompts)
     by_prompt = {len(r.prompt_ids): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
     assert by_prompt == {3: 7, 5: 5}
@@ -330,7 +333,10 @@ def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path, eos, vocab_si
 
 
 def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer_folder):
-    """A tokenizer larger than the embedding would read outside of it; rows that do not use the rest are fine."""
+    """A tokenizer larger than the embedding would read outside of it; rows that do not use the rest are fine.
+
+    Pitfall 6.
+    """
     tokenizer = Tokenizer(tokenizer_folder)
     (last,) = {max(tokenizer.encode(Row("b", {}, "")))}
     with pytest.raises(

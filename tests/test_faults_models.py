@@ -126,7 +126,7 @@ def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path)
 
 
 def test_a_single_file_wins_over_an_index_beside_it(folder):
-    """As in transformers: what the index names is not even looked for."""
+    """As in transformers: what the index names is not even looked for. Fault 33."""
     expected = load(folder)
     index = {"weight_map": dict.fromkeys(named_parameters(expected), "old-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

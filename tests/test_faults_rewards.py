@@ -241,7 +241,7 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
 
 @pytest.mark.parametrize("completions", [BATCH, ("bad",)], ids=["row-23-of-several", "row-23-alone"])
 def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load, completions):
-    """The traceback has the user's frames and none of ours; control characters are spelt out."""
+    """The traceback has the user's frames and none of ours; control characters are spelt out. Pitfall 21."""
     with pytest.raises(RewardError) as caught:
         rewards_of(load("raises"), completions)
     said = str(caught.value)
@@ -266,7 +266,7 @@ def test_row_23_an_error_of_the_whole_call_only_is_said_to_be_that(load):
 
 
 def test_row_23_few_failures_count_as_zero_and_are_counted_if_asked(load, capfd):
-    """One always is forgiven; the others keep their rewards; it is said once."""
+    """One always is forgiven; the others keep their rewards; it is said once. Pitfall 21."""
     function = load("raises", on_error="zero")
     for _ in range(2):
         first, failed, last = rewards_of(function)
@@ -279,7 +279,7 @@ def test_row_23_few_failures_count_as_zero_and_are_counted_if_asked(load, capfd)
 @pytest.mark.parametrize("name", ["raises", "text_for_bad", "drops_bad"])
 @pytest.mark.parametrize(("num_bad", "count"), [(2, 39), (2, 40), (3, 59)])
 def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num_bad, count):
-    """2 of 40 are 5 %; 2 of 39 and 3 of 59 are more."""
+    """2 of 40 are 5 %; 2 of 39 and 3 of 59 are more. Pitfall 21."""
     function = load(name, on_error="zero")
     completions = ["fine"] * (count - num_bad) + ["bad"] * num_bad
     if num_bad <= 0.05 * count:
@@ -299,7 +299,7 @@ def make_rollouts(tmp_path, texts):
 
 
 def test_row_23_a_forgiven_completion_has_reward_zero_and_is_marked(load, tmp_path):
-    """What is trained on is 0, not nan; what another function says of it stays."""
+    """What is trained on is 0, not nan; what another function says of it stays. Pitfall 59."""
     prompts, rollouts = make_rollouts(tmp_path, ["fine<eos>", "bad<eos>"])
     judged = reward_rollouts(
         {"raises": load("raises", on_error="zero"), "good": load("good")}, prompts, rollouts
@@ -403,7 +403,7 @@ def test_row_24_functions_of_this_process_are_checked_alike(value):
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_in_c"])
 def test_row_25_a_call_that_hangs_is_killed_and_its_row_named(load, name):
-    """Also where Python's own signal handlers would not run; the next call has a new worker."""
+    """Also where Python's own signal handlers would not run; the next call has a new worker. Pitfall 21."""
     function = load(name, timeout_s=0.5)
     before, start = function.workers[0].pid, time.monotonic()
     said = r"f\.jsonl:2, completion 'bad': took more than 0\.5 s and was killed; see --reward-timeout"
@@ -662,7 +662,7 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
 
 @pytest.mark.parametrize("name", ["pids", "starts"])
 def test_no_process_is_left_after_close(load, name):
-    """Neither a worker nor what it forked or started."""
+    """Neither a worker nor what it forked or started. Fault 25."""
     function = load(name, num_workers=2)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
     processes += [worker.pid for worker in function.workers]
@@ -673,7 +673,10 @@ def test_no_process_is_left_after_close(load, name):
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_after_the_trainer_was_killed(folder):
-    """SIGKILL while the worker waits and while it hangs in a call; a program that user code started goes too."""
+    """SIGKILL while the worker waits and while it hangs in a call; a program that user code started goes too.
+
+    Fault 25.
+    """
     program = (
         "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
         "pids, starts, hangs = (\n"

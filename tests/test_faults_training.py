@@ -168,7 +168,7 @@ def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
 def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, script):
     """The run ends at once and says why; the checkpoint before it is as it was, and goes on.
 
-    The first steps may have no gradient, and so no update.
+    The first steps may have no gradient, and so no update. Fault 31.
     """
     name = f"ruined-{script}"
     flags = [*SHORT.split(), "--run-name", name]

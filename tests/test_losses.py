@@ -559,7 +559,10 @@ def test_ratio_of_no_tokens_can_be_differentiated(level):
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 @pytest.mark.parametrize("level", ["sequence_mean", "sequence_sum"])
 def test_long_completion_that_moved_far_is_clipped_without_nan(level, advantage):
-    """Pitfall 42: 0.1 nats at each of 2,000 fp32 tokens are a ratio of e^200; where the clip acts the gradient is 0."""
+    """Pitfall 42: 0.1 nats at each of 2,000 fp32 tokens are a ratio of e^200; where the clip acts the gradient is 0.
+
+    Fault 31.
+    """
     advantages, old = torch.full((2000,), advantage), torch.full((2000,), -0.5)
     bounds = {"clip_low": 0.05, "clip_high": 0.05}
     grad, value = gradient(

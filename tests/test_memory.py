@@ -470,7 +470,10 @@ def test_one_rank_with_gradients_on_the_host_takes_what_the_code_says(one_rank, 
 
 
 def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
-    """With less and less memory: first everything, then layers are recomputed, then less of all, then a refusal."""
+    """With less and less memory: first everything, then layers are recomputed, then less of all, then a refusal.
+
+    Fault 38.
+    """
     config = make_config(*SHAPES[0])
     work = make_workload(config)
     sizes = memory.choose_sizes(work, 64e9, AUTO)
@@ -614,7 +617,10 @@ QWEN_14B = dataclasses.replace(
     ids=["7B on one of 80 GB", "14B on two of 80 GB", "1.5B on one of 24 GB"],
 )
 def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config, num_ranks, free):
-    """By hand for P = 7.6156e9 on one: 2 P = 15.2 GB and gradients of 4 P = 30.5 GB remain of 18 P = 137 GB."""
+    """By hand for P = 7.6156e9 on one: 2 P = 15.2 GB and gradients of 4 P = 30.5 GB remain of 18 P = 137 GB.
+
+    Fault 38.
+    """
     num_parameters = memory.num_parameters(config)
     work = make_workload(config, num_ranks=num_ranks, **GPUS_OF_80_GB)
     refusal = memory.too_large(work, memory.choose_sizes(work, free, AUTO), free)
@@ -642,7 +648,10 @@ def test_layers_are_recomputed_before_the_host_adds_up_gradients():
 
 
 def test_pinned_memory_is_counted_as_torch_rounds_it():
-    """By hand: each tensor, or a rank's shard of it, takes the next power of two; vectors are next to nothing."""
+    """By hand: each tensor, or a rank's shard of it, takes the next power of two; vectors are next to nothing.
+
+    Fault 38.
+    """
     in_bf16 = 28 * (2 * 2**25 + 2 * 2**22 + 3 * 2**28) + 2 * 2**31
     assert memory.pinned_bytes(QWEN_7B, 2) == pytest.approx(in_bf16, rel=1e-4)
     eighths_in_fp32 = 28 * (2 * 2**23 + 2 * 2**20 + 3 * 2**26) + 2 * 2**29
@@ -657,7 +666,10 @@ def test_pinned_memory_is_counted_as_torch_rounds_it():
 
 
 def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
-    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more."""
+    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more.
+
+    Fault 38.
+    """
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
     parked = 8 * memory.pinned_bytes(QWEN_7B, 2)
     needed = parked + (8 * 12 / 8 + 2) * 7.6156e9

@@ -586,7 +586,10 @@ TROUBLES = {
 
 @pytest.mark.parametrize("words", TROUBLES)
 def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
-    """The one sentence about it; and if every step has been so, only what is no comparison with the first step."""
+    """The one sentence about it; and if every step has been so, only what is no comparison with the first step.
+
+    Pitfall 60.
+    """
     assert list(troubles(ORDINARY, ORDINARY)) == []
     troubled = {**ORDINARY, **TROUBLES[words]}
     (sentence,) = troubles(troubled, ORDINARY)

@@ -105,7 +105,7 @@ def test_silu_rows_do_not_depend_on_their_batch(width, dtype):
 @pytest.mark.parametrize("vocab", [300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_head_logits_are_wide_sums_of_narrow_inputs(rows, vocab, dtype):
-    """bf16 inputs give fp32 logits with fp32's error, not bf16's; fp64 stays fp64."""
+    """bf16 inputs give fp32 logits with fp32's error, not bf16's; fp64 stays fp64. Pitfall 7."""
     assert 300 * 64 < batch_invariance.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
     hidden, head = randn(rows, 64, dtype=dtype), randn(vocab, 64, dtype=dtype, seed=1)
     got = batch_invariance.head_logits(hidden, head)
@@ -232,7 +232,10 @@ def test_probe_notices_sums_in_another_order_that_rounding_hides(monkeypatch):
 
 @pytest.mark.parametrize("num_in", [64, 515])
 def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, monkeypatch):
-    """`linear`, its gradients and `bmm`: the bits of fp32, so they vary as little with rows and layouts as fp32's."""
+    """`linear`, its gradients and `bmm`: the bits of fp32, so they vary as little with rows and layouts as fp32's.
+
+    Pitfall 38.
+    """
     monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda: False)
     x, weight, upstream = randn(40, num_in), randn(24, num_in, seed=1), randn(40, 24, seed=2)
     leaves = [factor.bfloat16().requires_grad_() for factor in (x, weight)]

@@ -585,7 +585,7 @@ def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder
 
 
 def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
-    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45."""
+    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45. Fault 29."""
 
     (expected,) = one_rank.run(single_rollout_gradients, folder)
     for gradients in two_ranks.run(single_rollout_gradients, folder):
@@ -880,7 +880,7 @@ def stop_on_nan(rank: int, folder: Path) -> bool:
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing(two_ranks, folder):
-    """NaN in the loss stops every rank before the optimizer's step."""
+    """NaN in the loss stops every rank before the optimizer's step. Fault 31."""
     assert two_ranks.run(stop_on_nan, folder) == [True, True]
 
 

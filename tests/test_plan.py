@@ -74,7 +74,10 @@ def test_no_more_microbatches_than_needed():
 
 
 def test_fewer_sequences_than_ranks_gives_empty_microbatches():
-    """Ranks without a sequence still get a microbatch, so that all of them reach the collective of backward."""
+    """Ranks without a sequence still get a microbatch, so that all of them reach the collective of backward.
+
+    Pitfall 45.
+    """
     plan = plan_microbatches([5, 7], num_ranks=4, max_tokens=10)
     assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
     assert plan_microbatches([], num_ranks=3, max_tokens=10) == [[], [], []]

@@ -97,6 +97,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
+    Faults 1 and 40. Pitfall 57.
     """
     pool = request.getfixturevalue(POOLS[num_ranks])
     name = f"{case}{num_ranks}-{len(splits)}"
@@ -194,7 +195,7 @@ def remembered(checkpoint: Path, name: str) -> dict:
 
 @pytest.mark.parametrize("name", list(FORKS))
 def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
-    """Row 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
+    """Fault 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
     fork = make_fork(tmp_path, name)
     flags = (*COMMON.split(), "--run-name")
     run_in_pool(two_ranks, str(fork), *flags, name, runs=runs)

@@ -170,7 +170,10 @@ def test_rollouts_of_several_prompts_are_not_added_together(make_groups):
 
 @pytest.mark.parametrize("bad", [(2, 0, 0), (1, 1, 0), (1, 1, 1)], ids=["together", "apart", "too_many"])
 def test_row_23_forgiven_failures_are_counted_over_the_phase(load, make_groups, bad, capfd):
-    """Two of 40 completions are 5 %, wherever they are: also two of a call of four. A third stops the run."""
+    """Two of 40 completions are 5 %, wherever they are: also two of a call of four. A third stops the run.
+
+    Pitfall 21.
+    """
     texts = [("bad",) * n + ("ok",) * (4 - n) for n in (*bad, *[0] * 7)]
     prompts, groups = make_groups(texts)
     queue = add_all({"raises": load("raises", on_error="zero", num_workers=2)}, prompts, groups)

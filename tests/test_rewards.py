@@ -168,7 +168,7 @@ def test_another_number_of_values_is_refused_by_name(value, said):
 
 
 def test_a_long_completion_is_shortened_in_the_error():
-    """The error stays readable when the completion has thousands of characters."""
+    """The error stays readable when the completion has thousands of characters. Fault 46."""
     with pytest.raises(RewardError, match="made_up") as error:
         rewards_of(returning([math.nan]), ROWS[:1], ["x" * 10_000])
     assert len(str(error.value)) < 400
@@ -473,7 +473,7 @@ def test_another_number_of_weights_than_rewards_is_refused(weights):
 
 
 def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
-    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfall 16."""
+    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfall 16. Pitfall 15."""
     rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
     prompts = make_prompts(tmp_path, rows)
     ordinals = (3, 0, 1, 2, 0)

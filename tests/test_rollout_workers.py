@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from minirl.collect.episode_runner import EpisodeLimits
 from minirl.collect.rollout_workers import load_rollout
+from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
@@ -232,7 +232,7 @@ async def late(episode):
 def modules(episode):
     heavy = {"torch", "numpy", "transformers", "tokenizers"} & sys.modules.keys()
     assert not heavy, heavy
-    from minirl.collect.episode import Episode
+    from minirl.episodes.episode import Episode
     assert type(episode) is Episode
     assert episode.row.columns["answer"] == episode.row.prompt[:1]
     turn = yield episode.generate(max_tokens=3)
@@ -537,6 +537,7 @@ def test_stop_kills_the_workers(load):
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, spec, said):
+    """Fault 53."""
     for name, text in {"MINE": SOURCE, "BROKEN": "1 / 0", "DEAD": "import os\nos._exit(5)"}.items():
         (tmp_path / f"{name}.py").write_text(text)
         spec = spec.replace(f"{name}:", f"{tmp_path}/{name}.py:")
@@ -555,6 +556,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, spec
 def test_a_worker_that_cannot_be_replaced_is_an_error_with_the_row_that_it_was_for(
     load, tmp_path, content, said
 ):
+    """Fault 54."""
     workers = load("dies")
     file = tmp_path / "mine.py"
     file.unlink() if content is None else file.write_text(content)

@@ -283,7 +283,7 @@ def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
 
 
 def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tmp_path):
-    """A run on other data is another run: it needs --resume force. A mended reward may go on."""
+    """A run on other data is another run: it needs --resume force. A mended reward may go on. Fault 13."""
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{i}32=", "answer": "x"} for i in range(1, 6)]
     data.write_text("\n".join(map(json.dumps, rows)))

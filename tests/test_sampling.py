@@ -183,7 +183,10 @@ def test_extreme_uniforms_give_the_first_and_last_possible_token():
 
 
 def test_sampled_frequencies_match_the_probabilities():
-    """Forty thousand draws over distinct keys pass a chi-square test against the softmax at temperature 0.8."""
+    """Forty thousand draws over distinct keys pass a chi-square test against the softmax at temperature 0.8.
+
+    Pitfall 5.
+    """
     draws, vocab = 40_000, 12
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
@@ -207,7 +210,10 @@ def test_sampled_frequencies_match_the_probabilities():
 
 
 def test_every_token_of_a_peaked_large_vocabulary_is_reachable():
-    """Tail tokens of mass 1e-10 in a 50k vocabulary are found at their place, where an fp32 sum would skip them."""
+    """Tail tokens of mass 1e-10 in a 50k vocabulary are found at their place, where an fp32 sum would skip them.
+
+    Pitfall 5.
+    """
     vocab = 50_000
     logits = torch.full((1, vocab), -20.0)
     logits[0, 100] = 3.0
@@ -297,7 +303,10 @@ def sample_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [48, 1000, 2049])
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
-    """Mixed temperatures in one batch, rows alone, in reverse and in pairs: the same token and logprob bit for bit."""
+    """Mixed temperatures in one batch, rows alone, in reverse and in pairs: the same token and logprob bit for bit.
+
+    Pitfall 51.
+    """
     rows = mixed_rows(dtype)
     head = torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
     together = sample_rows(rows, head, list(range(24)))

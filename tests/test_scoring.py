@@ -309,7 +309,10 @@ def test_entropy_gradient_is_the_reference_one():
 
 @pytest.mark.parametrize("tile", [8, 3, 2, 1])
 def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
-    """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN."""
+    """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN.
+
+    Pitfall 42.
+    """
     head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
     hidden = torch.ones(1, 1, requires_grad=True)
     logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), 1.0, 8, tile)
@@ -342,7 +345,7 @@ def test_model_gradients_equal_autograd_through_full_logits(tied):
 
 
 def test_neither_scores_nor_gradients_depend_on_the_chunk():
-    """One row at a time, a rest of any size, more rows than there are: the same to fp64 rounding."""
+    """One row at a time, a rest of any size, more rows than there are: the same to fp64 rounding. Pitfall 12."""
     model, batch = make_model(), make_batch()
     count = int(batch.loss_mask.sum())
     expected_scores, expected = score_batch(model, batch, 0.7), gradients(model, batch)

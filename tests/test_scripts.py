@@ -140,7 +140,10 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
-    """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training."""
+    """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training.
+
+    Pitfall 45.
+    """
     flags = ("--num-steps", "1", "--prompts-per-step", "1", "--group-size", "3", "--eval-rows", "3")
     flags += ("--num-minibatches", "3", "--old-logprobs", "scored", "--entropy-coef", "0.01")
     name = f"unpadded-{script}"
@@ -153,7 +156,7 @@ def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, scr
 def test_world_size_need_not_divide_anything(two_ranks, runs):
     """One prompt of three completions on two ranks, epochs, minibatches, KL, tiny microbatches, every norm.
 
-    Pitfall 4: all logprobs are at the sampling temperature. Pitfall 46: the schedule counts optimizer steps.
+    Pitfall 4: all logprobs are at the sampling temperature. Pitfall 46: the schedule counts optimizer steps. Fault 43.
     """
     flags = ("--num-steps", "2", "--prompts-per-step", "1", "--group-size", "3", "--eval-rows", "3")
     flags += ("--num-epochs", "2", "--num-minibatches", "3", "--kl-coef", "0.1", "--kl-estimator", "k2")
@@ -575,7 +578,7 @@ def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("name", "message"), [("taken", "it is no run"), ("../taken", "plain name")])
 def test_no_run_writes_into_another_or_outside(one_rank, runs, name, message):
-    """A taken name and a path are refused, and what is there stays as it was."""
+    """A taken name and a path are refused, and what is there stays as it was. Fault 47."""
     (runs / "taken").mkdir(exist_ok=True)
     (runs / "taken" / "metrics.jsonl").touch()
     before = sorted((runs / "taken").rglob("*"))
@@ -625,7 +628,7 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
 )
 def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeypatch):
-    """No model is made or loaded; the message names the flag or the file."""
+    """No model is made or loaded; the message names the flag or the file. Fault 43."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
     config = parse(train_grpo.Config, description="", preset={}, arguments=flags)
     with pytest.raises(InputError, match=re.escape(message)):
@@ -668,7 +671,7 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
     ],
 )
 def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass."""
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Fault 43."""
     GRPO["check"](GRPO["Config"]())
     with pytest.raises(ValueError, match=re.escape(message)):
         GRPO["check"](GRPO["Config"](**options))
@@ -690,7 +693,7 @@ def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
     ],
 )
 def test_ppo_refuses_what_it_cannot_mean(options, message):
-    """By the flag's name, before anything is loaded."""
+    """By the flag's name, before anything is loaded. Fault 43."""
     PPO["check"](PPO["Config"]())
     with pytest.raises(ValueError, match=re.escape(message)):
         PPO["check"](PPO["Config"](**options))

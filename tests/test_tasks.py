@@ -73,7 +73,7 @@ def write(tmp_path):
     ],
 )
 def test_a_bad_line_is_refused_with_file_line_and_field(write, line, said):
-    """The first bad row stops the load, wherever it is, and the error leads there."""
+    """The first bad row stops the load, wherever it is, and the error leads there. Fault 15."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {said}"):
         read_rows(write([GOOD, "", line, GOOD]), "prompt")
 
@@ -119,7 +119,7 @@ def test_rows_keep_place_and_columns(write):
 )
 @pytest.mark.parametrize("ensure_ascii", [True, False])
 def test_text_arrives_as_it_was_written(write, text, ensure_ascii):
-    """BOM, CRLF, blank lines, a missing last newline and every character survive."""
+    """BOM, CRLF, blank lines, a missing last newline and every character survive. Fault 19."""
     line = json.dumps({"prompt": text}, ensure_ascii=ensure_ascii).encode()
     path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
     assert [(row.prompt, row.place) for row in read_rows(path, "prompt")] == [
@@ -192,12 +192,18 @@ STRICT_AND_FLEXIBLE = [
 
 @pytest.mark.parametrize(("text", "strict", "flexible"), STRICT_AND_FLEXIBLE)
 def test_answers_are_extracted_by_the_table(text, strict, flexible):
-    """Strict: the number after the last #### that ends the text. Flexible: the last number. Pitfall 19."""
+    """Strict: the number after the last #### that ends the text. Flexible: the last number. Pitfall 19.
+
+    Pitfalls 20 and 56.
+    """
     assert (strict_answer(text), flexible_answer(text)) == (strict, flexible)
 
 
 def test_extraction_of_a_hostile_completion_takes_no_time():
-    """Long runs of spaces, digits, commas or hashes, as an untrained model writes them, do not stall a step."""
+    """Long runs of spaces, digits, commas or hashes, as an untrained model writes them, do not stall a step.
+
+    Pitfall 20.
+    """
     start = time.perf_counter()
     for filler in ("\n", " ", "#", "9", "9,", "#### ", "#### 5 ", "-$"):
         text = "#### 5" + filler * 20_000 + "x"

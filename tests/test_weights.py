@@ -288,14 +288,14 @@ def test_windows_follow_the_family_rules(keys, windows):
     ids=str,
 )
 def test_what_changes_the_numbers_and_is_not_supported_is_refused_by_name(keys, named):
-    """No config key is silently ignored when it may mean another model."""
+    """No config key is silently ignored when it may mean another model. Pitfall 8."""
     with pytest.raises(ValueError, match=named):
         config_from_dict(TINY | keys)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, {}, True])
 def test_a_key_that_is_not_known_is_refused_whatever_its_value(value):
-    """Off is not neutral: `is_causal: false` makes another model."""
+    """Off is not neutral: `is_causal: false` makes another model. Fault 33."""
     for key in ("some_new_feature", "qkv_bias"):
         with pytest.raises(InputError, match=f"{key}={value!r} is not supported; if it changes no numbers"):
             config_from_dict(TINY | {key: value})
@@ -364,7 +364,7 @@ WRITTEN_BY_4 = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read_with_all_of_their_keys(name):
-    """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write."""
+    """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write. Fault 33."""
     raw = TINY | {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True} | PUBLISHED[name]
     config = config_from_dict(raw)
     assert config_from_dict(WRITTEN_BY_4 | raw) == config
@@ -539,7 +539,7 @@ def test_files_of_transformers_load_equal_whole_and_sharded(tmp_path, tied, max_
 
 
 def test_loading_converts_to_the_dtype_of_the_parameters(tmp_path):
-    """A bf16 file fills fp32 masters with the same numbers."""
+    """A bf16 file fills fp32 masters with the same numbers. Fault 33."""
     source = random_model(torch.bfloat16)
     model = Transformer(source.config)
     load_weights(model, save(source, tmp_path / "saved"))
@@ -569,7 +569,7 @@ def test_every_dtype_of_training_is_read_as_transformers_reads_it(tmp_path, dtyp
     ids=str,
 )
 def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dtype, name):
-    """Quantized weights have their scales elsewhere: as they are they would be another model's."""
+    """Quantized weights have their scales elsewhere: as they are they would be another model's. Fault 33."""
     folder = save(random_model(), tmp_path / "saved")
     key = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(folder, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
@@ -581,7 +581,7 @@ def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dt
 
 
 def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
-    """A config.json that asks for more memory than there is is refused by what the folder has."""
+    """A config.json that asks for more memory than there is is refused by what the folder has. Fault 33."""
     folder = save(random_model(), tmp_path / "saved")
     config = config_from_dict(TINY | {"vocab_size": 2**20, "hidden_size": 2**20, "intermediate_size": 2**20})
     with pytest.raises(InputError, match="shape"):
@@ -687,7 +687,10 @@ def test_a_folder_without_safetensors_is_not_found(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, tied, dtype):
-    """The folder is a Hugging Face checkpoint in the weights' dtype, whatever dtype the source's config.json had."""
+    """The folder is a Hugging Face checkpoint in the weights' dtype, whatever dtype the source's config.json had.
+
+    Fault 33.
+    """
     source = random_model(dtype, tie_word_embeddings=tied)
     folder = save(source, tmp_path / "deep" / "saved", tie_word_embeddings=tied, torch_dtype="float16")
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
@@ -747,7 +750,10 @@ def test_a_folder_without_generation_config_gets_one_with_the_configs_ids(tmp_pa
 
 
 def test_a_failure_while_writing_leaves_no_folder_under_the_final_name(tmp_path):
-    """A folder appears whole or not at all; a failure leaves nothing, and what a kill left is in nobody's way."""
+    """A folder appears whole or not at all; a failure leaves nothing, and what a kill left is in nobody's way.
+
+    Fault 49.
+    """
     source = random_model()
     broken = dict(named_parameters(source))
     broken["model.norm.weight"] = torch.empty(

@@ -7,7 +7,7 @@ import re
 
 import openai
 
-from minirl.collect.endpoint import serve
+from minirl.agents.endpoint import serve
 
 # Made once: a client of its own for each episode takes longer than its requests.
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")

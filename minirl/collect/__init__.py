@@ -1,1 +1,1 @@
-"""From prompts to rewarded rollouts: episodes run on the engine, groups of them are collected for a step."""
+"""From prompts to rewarded rollouts: groups of them are collected for a step."""

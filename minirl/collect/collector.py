@@ -16,16 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.collect.episode import RolloutFunction, one_turn
-from minirl.collect.episode_runner import (
-    NO_BUDGET,
-    NO_LIMITS,
-    EpisodeLimits,
-    EpisodeRunner,
-    RecordedEpisode,
-    RunningEpisode,
-)
-from minirl.collect.in_flight import (
+from minirl.collect.rollout_workers import RolloutWorkers
+from minirl.collect.step_groups import Groups, select_step
+from minirl.data.prompts import PromptStream
+from minirl.data.task import RewardFunction
+from minirl.episodes.episode import RolloutFunction, one_turn
+from minirl.episodes.in_flight import (
     FinishedRollout,
     episode_record,
     finished_of,
@@ -36,10 +32,14 @@ from minirl.collect.in_flight import (
     recorded_episode,
     rewarded_of,
 )
-from minirl.collect.rollout_workers import RolloutWorkers
-from minirl.collect.step_groups import Groups, select_step
-from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction
+from minirl.episodes.runner import (
+    NO_BUDGET,
+    NO_LIMITS,
+    EpisodeLimits,
+    EpisodeRunner,
+    RecordedEpisode,
+    RunningEpisode,
+)
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar

@@ -32,13 +32,15 @@ from collections.abc import Callable, Coroutine, Generator
 from json import dumps, loads
 from typing import Any
 
-from minirl.collect.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
-from minirl.collect.tool_loop import Loaded, load
+from minirl.collect.loaded import Loaded
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.errors import InputError, refuse
 from minirl.rewards.worker import (
     Trainer,
     connect,
+    find_function,
+    find_functions,
     high_descriptor,
     run_user_code,
     users_traceback,
@@ -76,6 +78,26 @@ def main() -> None:
     import asyncio
 
     asyncio.run(server.serve())
+
+
+def load(kind: str, source: str, name: str) -> Loaded | str:
+    """What the flag --KIND names ("rollout", "tools" or "environment"), or why it cannot be used.
+
+    Raises what the user's code raises.
+    """
+    if kind == "tools":
+        from minirl.agents.tool_loop import of_tools
+
+        found = find_functions(source, name.split(","))
+        return found if isinstance(found, str) else of_tools(found)
+    function = find_function(source, name)
+    if isinstance(function, str):
+        return function
+    if kind == "environment":
+        from minirl.agents.tool_loop import of_environment
+
+        return of_environment(function, name)
+    return Loaded(function, inspect.isasyncgenfunction(function))
 
 
 def describe(loaded: Loaded) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirl.collect.episode import Episode, Generate, Turn, returned_rewards
-from minirl.collect.hosts import Ended, Failed, Reply
+from minirl.episodes.episode import Episode, Generate, Turn, returned_rewards
+from minirl.episodes.program import Ended, Failed, Reply
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
@@ -55,7 +55,7 @@ def load_rollout(
 
 
 class RolloutWorkers:
-    """A rollout function that runs in worker processes: a `hosts.Host`."""
+    """A rollout function that runs in worker processes: a `program.Host`."""
 
     def __init__(
         self,

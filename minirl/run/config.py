@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from minirl.collect.episode import Episode, RolloutFunction, Turns
+from minirl.episodes.episode import Episode, RolloutFunction, Turns
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.ranks.process_group import world_size

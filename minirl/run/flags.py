@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import inspect
-import io
 import sys
-import tokenize
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from minirl.errors import refuse
 from minirl.ranks import watchdog
@@ -72,34 +70,82 @@ def parse(
 ) -> C:
     """The config of the command line (or of `arguments`), with the preset's values as defaults.
 
-    tyro shows one box of `--help` per dataclass, so each class that `config_class` inherits from becomes one: its
-    docstring is the title. Its fields are put into the flat config afterwards. Exits with 2 on a wrong flag, and raises
-    InputError for one that has another name here.
+    tyro reads types and comments from the classes of `config_class`. It exits with 2 on a wrong flag. Raises InputError
+    for a flag that has another name here.
     """
     _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
-    defaults = config_class(**preset)
-    groups = [
-        _group(owner, names, config_class, defaults)
-        for owner, names in _fields_by_class(config_class).items()
-    ]
-    everything: Any = dataclasses.make_dataclass(
-        "Flags",
-        [(name, group, dataclasses.field(default_factory=group)) for name, group in groups],
-    )
     try:
         parsed = tyro.cli(
-            everything,
+            dict,
             args=arguments,
+            default=_boxes(config_class),
             description=description,
+            registry=_rule_for_boxes(config_class(**preset)),
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,
         )
     except BrokenPipeError:  # the reader of --help, `head` for example, has enough
         sys.exit(0)
-    values: dict[str, Any] = {}
-    for name, _ in groups:
-        values |= vars(getattr(parsed, name))
-    return config_class(**values)
+    return config_class(**{name: value for box in parsed.values() for name, value in box.items()})
+
+
+class _Box(dict[str, type]):
+    """The flags of one box of `--help`: the names of their fields, and the class that declares each first."""
+
+
+def _boxes(config_class: type) -> dict[str, _Box]:
+    """The boxes in the order of `--help`, by their titles: the first lines of the classes' docstrings.
+
+    First come the config and the configs that it extends, then the groups of flags that the last of those inherits.
+    """
+    classes = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
+    configs = [cls for cls in classes if any(map(dataclasses.is_dataclass, cls.__bases__))]
+    groups = [cls for cls in classes if cls not in configs]
+    boxes: dict[str, _Box] = {}
+    for cls in [*configs, *reversed(groups)]:
+        inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", {})}
+        new = [field.name for field in dataclasses.fields(cls) if field.name not in inherited]
+        if new:
+            title = (cls.__doc__ or cls.__name__).splitlines()[0]
+            boxes.setdefault(title, _Box()).update(dict.fromkeys(new, cls))
+    return boxes
+
+
+def _rule_for_boxes(defaults: object) -> ConstructorRegistry:
+    """Tells tyro to parse a `_Box` into a dict of values, by the fields of the config that `defaults` is."""
+    registry = ConstructorRegistry()
+    config_class = type(defaults)
+
+    @registry.struct_rule
+    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        def fields_of(cls: type) -> dict[str, StructFieldSpec]:
+            spec = registry.get_struct_spec(dataclasses.replace(info, type=cls, default=defaults))
+            assert isinstance(spec, StructConstructorSpec)
+            return {field.name: field for field in spec.fields}
+
+        box = info.default
+        if not isinstance(box, _Box):
+            return None
+        fields = {cls: fields_of(cls) for cls in {config_class, *box.values()}}
+        shown = [_shown(fields[config_class][name], fields[owner][name]) for name, owner in box.items()]
+        return StructConstructorSpec(dict, tuple(shown))
+
+    return registry
+
+
+def _shown(field: StructFieldSpec, first: StructFieldSpec) -> StructFieldSpec:
+    """The field as `--help` shows it; its comment may be that of its `first` declaration."""
+
+    def comment() -> str | None:
+        texts = [part.helptext() if callable(part.helptext) else part.helptext for part in (field, first)]
+        return texts[0] or texts[1]
+
+    shown = tyro.conf.arg(
+        metavar=_metavar(field.type),
+        help_behavior_hint="" if field.default in (None, ()) else None,  # the comment says what "none" means
+    )
+    annotated: Any = Annotated[field.type, shown]
+    return dataclasses.replace(field, type=annotated, helptext=comment)
 
 
 def _refuse_other_names(config_class: Any, arguments: Sequence[str]) -> None:
@@ -109,45 +155,6 @@ def _refuse_other_names(config_class: Any, arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
         is_flag = argument.startswith("--") and name not in own
         refuse(is_flag and name in OTHER_NAMES, f"--{name}: no such flag; it is {OTHER_NAMES.get(name)}")
-
-
-def _fields_by_class(config_class: type) -> dict[type, list[str]]:
-    """The names of a config's fields under the class that declares them first, in the order of --help.
-
-    First the config and the configs that it extends, then the groups of flags that the last of those collects.
-    """
-    classes = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
-    configs = [cls for cls in classes if any(map(dataclasses.is_dataclass, cls.__bases__))]
-    groups = [cls for cls in classes if cls not in configs]
-    found: dict[type, list[str]] = {}
-    for cls in [*configs, *reversed(groups)]:
-        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get("__annotations__", {})}
-        new = [name for name in vars(cls).get("__annotations__", {}) if name not in inherited]
-        if new:
-            found[cls] = new
-    return found
-
-
-def _group(owner: type, names: Sequence[str], config_class: type, defaults: Any) -> tuple[str, Any]:
-    """A dataclass of these fields, with the config's defaults and the comments behind them as help."""
-    types = typing.get_type_hints(config_class, include_extras=True)
-    helps: dict[str, str] = {}
-    for cls in reversed(config_class.__mro__):  # a field that is declared again may have another comment
-        helps |= field_comments(cls)
-    fields = []
-    for name in names:
-        default = getattr(defaults, name)
-        shown = tyro.conf.arg(
-            help=helps.get(name, ""),
-            metavar=_metavar(types[name]),
-            help_behavior_hint="" if default in (None, ()) else None,
-        )
-        annotated: Any = typing.Annotated[types[name], shown]
-        fields.append((name, annotated, dataclasses.field(default=default)))
-    group: Any = dataclasses.make_dataclass(owner.__name__, fields)
-    title = (owner.__doc__ or owner.__name__).splitlines()[0]
-    group.__doc__ = ""
-    return owner.__name__, typing.Annotated[group, tyro.conf.arg(name=title)]
 
 
 def _metavar(annotation: Any) -> str | None:
@@ -161,38 +168,6 @@ def _metavar(annotation: Any) -> str | None:
     if type(None) in parts:
         return _metavar(parts[0])
     return {str: "TEXT", int: "N", float: "X"}.get(annotation)
-
-
-def field_comments(cls: type) -> dict[str, str]:
-    """The comment on each annotated line of a class, or the string under it; {} where its source is out of reach."""
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        return {}
-    found: dict[str, str] = {}
-    field = ""
-    for line in _token_lines(source):
-        if len(line) > 1 and line[0].type == tokenize.NAME and line[1].string == ":":
-            field = line[0].string
-        elif line[0].string in ("@", "def"):
-            field = ""  # the next string is a method's
-        if field and line[-1].type == tokenize.COMMENT:
-            found[field] = line[-1].string.lstrip("# ")
-        elif field and line[0].type == tokenize.STRING:
-            found[field] = line[0].string.strip('"')
-    return found
-
-
-def _token_lines(source: str) -> list[list[tokenize.TokenInfo]]:
-    """The tokens of each line with code, without those that only say where lines and blocks end."""
-    skipped = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    lines: dict[int, list[tokenize.TokenInfo]] = {}
-    for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
-        if token.type not in skipped:
-            lines.setdefault(token.start[0], []).append(token)
-    return list(lines.values())
 
 
 def check_numbers(config: Any, *, positive: Sequence[str]) -> None:

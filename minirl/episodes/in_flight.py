@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.collect.episode_runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
 from minirl.data.prompts import PromptStream
+from minirl.episodes.runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of
 

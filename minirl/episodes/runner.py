@@ -1,7 +1,7 @@
 """Run the functions that write rollouts on the engine: the turns that they yield are decoded together.
 
-A function may run in this process or in others (`hosts`). While it works on its reply, its episode waits in the engine
-and the others are decoded.
+A function may run in this process or in others (`program.Host`). While it works on its reply, its episode waits in the
+engine and the others are decoded.
 """
 
 import itertools
@@ -13,16 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from minirl.collect.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
-from minirl.collect.episode_record import record_of, sum_of_rewards
-from minirl.collect.hosts import Ended, Failed, Host, InProcess, Reply
-from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import After, is_messages
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, TurnReader
+from minirl.episodes.program import Ended, Failed, Host, InProcess, Reply
+from minirl.episodes.view import record_of, sum_of_rewards
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
@@ -190,20 +189,20 @@ class EpisodeRunner:
     def __init__(
         self,
         engine: Engine,
-        rollout: RolloutFunction | RolloutWorkers,
+        rollout: RolloutFunction | Host,
         prompts: PromptStream,
         *,
         limits: EpisodeLimits = NO_LIMITS,
         reward_names: Collection[str] = (),
         shows_environment: bool = False,
     ):
-        """rollout: a generator function, see `episode`.
+        """rollout: a generator function, see `episode`, or what runs it in other processes.
 
         reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
         0, and one whose function fails None. shows_environment: whether reward functions ask for `environments`.
         """
         self._engine = engine
-        self._host: Host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
+        self._host: Host = InProcess(rollout) if callable(rollout) else rollout
         self._name = self._host.name
         self._prompts = prompts
         self._limits = limits

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from minirl.collect.episode import Episode, Turn
-from minirl.collect.loopback import Answer, HttpError
+from minirl.agents.loopback import Answer, HttpError
 from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import Episode, Turn
 from minirl.errors import InputError
 
 MODEL = "policy"

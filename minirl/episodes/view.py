@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from minirl.collect.episode import Branch, Episode, Turn
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError
 from minirl.rollouts import EpisodeRecord, Segment, TurnRecord
 

@@ -9,7 +9,7 @@ Such a function is a generator. What it yields is sampled, together with the tur
 Tokens are never tokenized again: what was sampled stays as it was, and appended text is tokenized by itself. So are
 messages, which the chat template writes.
 
-Standard library only: a process that runs such a function (`rollout_worker`) starts quickly.
+Standard library only: a process that runs such a function starts quickly.
 """
 
 import copy

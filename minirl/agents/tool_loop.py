@@ -11,48 +11,18 @@ import contextlib
 import inspect
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from minirl.collect.episode import Branch, Episode, Generate, Turn
+from minirl.collect.loaded import Loaded
 from minirl.data.task import Messages, as_messages
+from minirl.episodes.episode import Branch, Episode, Generate, Turn
 from minirl.errors import refuse
-from minirl.rewards.worker import find_function, find_functions
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
 # Characters of an environment's attributes as JSON.
 MAX_SHOWN = 1 << 20
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a worker runs: a rollout function, and the tools that it calls.
-
-    is_async: whether it ever waits. If not, an `async def` runs in a process without an event loop. gives_reward:
-    whether it is of an environment with `get_reward`.
-    """
-
-    function: Callable[[Episode], Any]
-    is_async: bool
-    tools: Sequence[Callable[..., Any]] = ()
-    gives_reward: bool = False
-
-
-def load(kind: str, source: str, name: str) -> Loaded | str:
-    """What the flag --KIND names ("rollout", "tools" or "environment"), or why it cannot be used.
-
-    Raises what the user's code raises.
-    """
-    if kind == "tools":
-        found = find_functions(source, name.split(","))
-        return found if isinstance(found, str) else of_tools(found)
-    function = find_function(source, name)
-    if isinstance(function, str):
-        return function
-    if kind == "environment":
-        return of_environment(function, name)
-    return Loaded(function, inspect.isasyncgenfunction(function))
 
 
 def of_tools(tools: Sequence[Callable[..., Any]]) -> Loaded:

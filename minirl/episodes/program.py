@@ -1,11 +1,11 @@
-"""Where the function runs that writes rollouts: in this process, or in others (`rollout_workers`)."""
+"""Where the function runs that writes rollouts: in this process, or in others."""
 
 import inspect
 import itertools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.collect.episode import (
+from minirl.episodes.episode import (
     End,
     Episode,
     Generate,

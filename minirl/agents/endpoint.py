@@ -24,11 +24,11 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
-from minirl.collect import loopback
-from minirl.collect.episode import AsyncTurns, Branch, Episode, Generate, Turn
-from minirl.collect.loopback import Answer, HttpError
-from minirl.collect.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
+from minirl.agents import loopback
+from minirl.agents.loopback import Answer, HttpError
+from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
 from minirl.data.task import as_messages
+from minirl.episodes.episode import AsyncTurns, Branch, Episode, Generate, Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
