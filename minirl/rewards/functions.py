@@ -31,6 +31,7 @@ from minirl.rewards.worker import call_reward, validate_rewards
 from minirl.rewards.worker_process import RewardProcess
 from minirl.rollouts import Rollout
 
+EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that rollouts give
 # Of TRL's arguments, those that only its trainer can give.
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
