@@ -348,7 +348,7 @@ class TestWhatIsGoneOnFrom:
             "",
             "{",
             "[]",
-            '{"format": 1}',
+            '{"format": 2}',
             '{"format": 1, "files": 3, "state": {"step": 2}, "world_size": 1}',
             '{"format": 1, "files": {}, "state": {}, "world_size": 1}',
             '{"format": 1, "files": {}, "state": [], "world_size": 1}',
