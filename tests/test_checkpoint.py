@@ -349,10 +349,10 @@ class TestWhatIsGoneOnFrom:
             "{",
             "[]",
             '{"format": 2}',
-            '{"format": 1, "files": 3, "state": {"step": 2}, "world_size": 1}',
-            '{"format": 1, "files": {}, "state": {}, "world_size": 1}',
-            '{"format": 1, "files": {}, "state": [], "world_size": 1}',
-            '{"format": 1, "files": {}, "state": {"step": 2}, "world_size": null}',
+            '{"format": 2, "files": 3, "state": {"step": 2}, "world_size": 1}',
+            '{"format": 2, "files": {}, "state": {}, "world_size": 1}',
+            '{"format": 2, "files": {}, "state": [], "world_size": 1}',
+            '{"format": 2, "files": {}, "state": {"step": 2}, "world_size": null}',
         ],
     )
     def test_row_08_a_checkpoint_without_a_good_manifest_is_damaged(self, tmp_path, source, capsys, content):

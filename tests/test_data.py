@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
@@ -219,6 +220,30 @@ def test_rows_tokenized_together_get_the_ids_of_each_alone(chat_folder, chat):
     tokenizer = Tokenizer(chat_folder, chat=chat)
     assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
     assert tokenizer.encode_all([]) == []
+
+
+class UpperCaseTokenizer(PreTrainedTokenizerFast):
+    """A tokenizer whose class changes texts before the Rust tokenizer gets them, as CodeLlama's does."""
+
+    def _encode_plus(self, text, **options):
+        return super()._encode_plus(text.upper(), **options)
+
+
+@pytest.mark.parametrize("tokenizer_class", [PreTrainedTokenizerFast, UpperCaseTokenizer])
+def test_texts_get_the_ids_that_transformers_gives_them(chat_folder, tmp_path, monkeypatch, tokenizer_class):
+    """Also where tokenizer.json asks for truncation and padding."""
+    folder = Path(shutil.copytree(chat_folder, tmp_path / "model"))
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    backend["padding"] = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_id": 0, "pad_type_id": 0}
+    backend["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<eos>"}
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer_class.from_pretrained)
+    tokenizer = Tokenizer(folder)
+    peer = tokenizer_class.from_pretrained(folder)
+    for text in ("a", "hello, long text", "<eos>."):
+        assert tokenizer.encode_text(text, "f:1") == peer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(Row(text, {}, "f:1")) == peer(text)["input_ids"]
 
 
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():

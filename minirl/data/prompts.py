@@ -212,8 +212,10 @@ class PromptStream:
             ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
         else:
             ids = list(cast(Sequence[int], after))
-        if any(type(i) is not int or i < 0 for i in ids):
-            raise InputError(f"{place}: generate(after=...): expected text, token ids or messages")
+            refuse(
+                any(type(i) is not int or i < 0 for i in ids),
+                f"{place}: generate(after=...): expected text, token ids or messages",
+            )
         if ids and self.vocab_size is not None and max(ids) >= self.vocab_size:
             what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
             raise InputError(f"{place}: generate(after=...): {what}")

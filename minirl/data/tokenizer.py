@@ -56,6 +56,8 @@ class Tokenizer:
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            # Called directly where `backend` only wraps it: the wrapper takes longer than the work.
+            self._rust = _plain_backend(self.backend)
         except Exception as error:
             # A tokenizer with code of its own, a missing package, or a damaged file, of which anything may come.
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
@@ -65,8 +67,6 @@ class Tokenizer:
         self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
-        # What `backend.decode` calls, after it has looked at each id for longer than this takes.
-        self._fast_decode = self.backend.backend_tokenizer.decode if self.backend.is_fast else None
         self.tools = tool_schemas(tools)
         # By their tools.
         self._with_tools: dict[str, Tokenizer] = {}
@@ -253,6 +253,9 @@ class Tokenizer:
 
     def _encode_text(self, text: str, place: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
+            if self._rust is not None:
+                ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+                return ids
             return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])
         except Exception as error:
             # For example half of a surrogate pair, which is no character, or a vocabulary that is damaged.
@@ -281,13 +284,29 @@ class Tokenizer:
     def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
         """Return the text of ids that the tokenizer has. cleans_spaces: as some tokenizers do before punctuation."""
         text: str
-        if self._fast_decode is not None and not cleans_spaces:
-            text = self._fast_decode(ids, skip_special_tokens=skip_special_tokens)
+        if self._rust is not None and not cleans_spaces:
+            text = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         else:
             text = self.backend.decode(
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans_spaces
             )
         return text
+
+
+def _plain_backend(backend: Any) -> Any:
+    """The Rust tokenizer of a transformers tokenizer that adds nothing to what it does; None for any other."""
+    from transformers import PreTrainedTokenizerFast
+
+    own_code = ("__call__", "_encode_plus", "_decode")
+    is_plain = backend.is_fast and all(
+        getattr(type(backend), name, None) is getattr(PreTrainedTokenizerFast, name, None)
+        for name in own_code
+    )
+    if not is_plain:
+        return None
+    # A tokenizer.json may ask for truncation or padding. A call by transformers switches both off, for good.
+    backend("")
+    return backend.backend_tokenizer
 
 
 @contextmanager

@@ -21,18 +21,22 @@ one token too far, which is thrown away.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.generation.cuda_graphs import DecodeGraphs
 from minirl.generation.decode_step import DecodeStep, decode, pack_sampled
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.packed_upload import upload_together
-from minirl.generation.running_requests import PendingTokens, RunningRequests
+from minirl.generation.running_requests import (
+    NextTurn,
+    PendingTokens,
+    RunningRequests,
+    concatenated_ranges,
+)
 from minirl.generation.sampling import sample
 from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, upload
@@ -40,6 +44,9 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
+
+if TYPE_CHECKING:
+    from minirl.kernels.cuda_graphs import DecodeGraphs
 
 
 @dataclass(eq=False)
@@ -119,6 +126,8 @@ class Engine:
         self._dropped: dict[RolloutId, Request] = {}
         # The rows of those that were resumed, and have tokens that the cache lacks.
         self._resumed: deque[int] = deque()
+        # Of these, the turns that were asked for since the last step.
+        self._next_turns: list[NextTurn] = []
         # Whether requests have ended since the cache was last compacted.
         self._has_gaps = False
         # Launched, but not yet read by the host; oldest first.
@@ -210,7 +219,7 @@ class Engine:
             num_tokens = int(self._running.counts[row]) + len(tokens)
             self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
-            self._running.append(row, tokens, max_new_tokens=max_new_tokens, stop_test=stop_test)
+            self._next_turns.append(NextTurn(row, tokens, max_new_tokens, stop_test))
             self._resumed.append(row)
 
     def release(self, *rollout_ids: RolloutId) -> None:
@@ -256,6 +265,7 @@ class Engine:
             self._live_cache.compact()
             self._has_gaps = False
         with torch.no_grad(), spent_on("prefill"):
+            self._begin_turns()
             self._compute_appended()
             self._prefill(self._admit())
         with torch.no_grad(), spent_on("decode"):
@@ -284,6 +294,7 @@ class Engine:
         Returns the unfinished requests with the tokens read so far, to be submitted again. Those that wait for a
         further turn can still be resumed.
         """
+        self._begin_turns()
         if self._running:
             self._count_discarded(self._running.rows)
         rows = [*self._running.rows.tolist(), *self._resumed]
@@ -348,6 +359,8 @@ class Engine:
         )
         if self.cuda_graphs:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
+            from minirl.kernels.cuda_graphs import DecodeGraphs
+
             self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
             padding_row = self._cache.add(1)
             assert padding_row is not None
@@ -509,7 +522,13 @@ class Engine:
                 self._running.admit(request, row)
                 admitted.append(row)
                 states.append(group.stem.hidden)
-        self._join(admitted, states)
+        self._join(torch.tensor(admitted), torch.stack(states))
+
+    def _begin_turns(self) -> None:
+        """Give the resumed requests the tokens that were appended since the last step."""
+        turns, self._next_turns = self._next_turns, []
+        if turns:
+            self._running.begin_turns(turns)
 
     def _compute_appended(self) -> None:
         """Compute tokens that were appended to resumed requests, of each as many as end in one block of the cache.
@@ -532,27 +551,20 @@ class Engine:
                 num_tokens -= len(part)
         if not computed:
             return
+        rows = torch.tensor(computed)
         counts = torch.tensor(list(map(len, tokens)))
-        repeated = torch.tensor(computed).repeat_interleave(counts)
-        ends = cache.lengths[computed] + 1
-        each_length = torch.cat(list(map(torch.arange, ends - counts, ends)))
+        repeated = rows.repeat_interleave(counts)
+        each_length = concatenated_ranges(cache.lengths[rows] + 1 - counts, counts)
         inputs = [torch.cat(tokens), *cache.decode_inputs(repeated, each_length)]
         uploaded, *layout_inputs = upload_together(inputs, self.device)
         layout = cache.decode_layout(repeated, layout_inputs, each_length)
         hidden = self.model(uploaded, layout.positions, layout)
         self.stats.prefill_tokens += len(uploaded)
-        ready: list[int] = []
-        states: list[Tensor] = []
-        unready: list[int] = []
-        for row, end in zip(computed, counts.cumsum(0).tolist(), strict=True):
-            if len(self._running.tokens_after(row, int(cache.lengths[row]))):
-                unready.append(row)
-            else:
-                ready.append(row)
-                states.append(hidden[end - 1])
-        self._resumed.extendleft(reversed(unready))
-        if ready:
-            self._join(ready, states)
+        is_ready = cache.lengths[rows] == self._running.lengths(rows)
+        self._resumed.extendleft(reversed(rows[~is_ready].tolist()))
+        if is_ready.any():
+            last = upload(counts.cumsum(0)[is_ready] - 1, self.device)
+            self._join(rows[is_ready], hidden[last])
 
     def _reserve_appended(self, row: int, max_tokens: int) -> Tensor:
         """Reserve space for appended tokens of a request that are not computed, up to so many that end in one block.
@@ -567,14 +579,13 @@ class Engine:
                 break
         return tokens[:count]
 
-    def _join(self, admitted: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Let the requests in these rows run: sample the next token of each from its state [D]."""
+    def _join(self, rows: Tensor, states: Tensor) -> None:
+        """Let the requests in these rows int64 [n] run: sample the next token of each from its state, of [n, D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
-        rows = torch.tensor(admitted)
         inputs = (self._live_cache.lengths[rows], self._running.keys[rows], self._running.temperatures[rows])
         positions, keys, temperature = upload_together(inputs, self.device)
         tokens, logprobs = sample(
-            torch.stack(list(states)),
+            states,
             self.model.lm_head.weight,
             keys=keys,
             positions=positions,

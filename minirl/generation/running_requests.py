@@ -1,14 +1,24 @@
 """The requests that are being decoded, and sampled tokens while they are on their way to the host."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of
+from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of, token_tensor
+
+
+class NextTurn(NamedTuple):
+    """A further turn of the request in `row`: `tokens` are appended, then up to `max_new_tokens` sampled."""
+
+    row: int
+    tokens: Sequence[int]
+    max_new_tokens: int
+    stop_test: StopTest | None
 
 
 class RunningRequests:
@@ -17,7 +27,8 @@ class RunningRequests:
     A request has the row of its sequence in the cache, which holds all its tokens except the newest one.
 
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
-    prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens`
+    prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
+    turn_starts int64: tokens after the prompt before the present turn
     keys int64, temperatures fp32: what a request samples with
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
@@ -31,6 +42,7 @@ class RunningRequests:
         self.requests: dict[int, Request] = {}
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
         self.limits = torch.zeros(num_rows, dtype=torch.int64)
+        self.turn_starts = torch.zeros(num_rows, dtype=torch.int64)
         self.keys = torch.zeros(num_rows, dtype=torch.int64)
         self.temperatures = torch.zeros(num_rows)
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
@@ -44,8 +56,8 @@ class RunningRequests:
         self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
         # The stop tokens of all requests so far; which of them stop a request is in the request.
         self._stop_ids: frozenset[int] = frozenset()
-        # Whether any request so far had a stop test; and which rows have one.
-        self._has_stop_tests = False
+        # By row, of the present turns that have one.
+        self._stop_tests: dict[int, StopTest] = {}
         self._is_tested = torch.zeros(num_rows, dtype=torch.bool)
 
     def __len__(self) -> int:
@@ -56,12 +68,17 @@ class RunningRequests:
         """Of the running requests: the length in the cache at which the last token is launched, int64 [n]."""
         return self.prompt_lengths[self.rows] + self.limits[self.rows] - 1
 
+    def lengths(self, rows: Tensor) -> Tensor:
+        """How many tokens that were read each request has, with its prompt; rows and result int64 [n]."""
+        return self.prompt_lengths[rows] + self.counts[rows]
+
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
         self._make_room(row, request.max_new_tokens)
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
+        self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
         count = len(request.sampled)
@@ -74,23 +91,27 @@ class RunningRequests:
         self._stop_ids |= request.stop_ids
         self._set_stop_test(row, request.stop_test)
 
-    def append(
-        self, row: int, tokens: Sequence[int], *, max_new_tokens: int, stop_test: StopTest | None
-    ) -> None:
-        """Add tokens that were not sampled, after which a turn of up to so many tokens begins, with this stop test."""
-        count = int(self.counts[row])
-        end = count + len(tokens)
-        self.limits[row] = end + max_new_tokens
-        self.requests[row] = replace(
-            self.requests[row], max_new_tokens=end + max_new_tokens, stop_test=stop_test, turn_start=end
+    def begin_turns(self, turns: Sequence[NextTurn]) -> None:
+        """Append the tokens of these turns, each of another request. All at once: a call costs more than a token."""
+        rows = torch.tensor([turn.row for turn in turns])
+        num_appended = torch.tensor([len(turn.tokens) for turn in turns])
+        starts = self.counts[rows]
+        ends = starts + num_appended
+        limits = ends + torch.tensor([turn.max_new_tokens for turn in turns])
+        self._make_room(int(rows.max()), int(limits.max()))
+        columns = concatenated_ranges(starts, num_appended)
+        places = (rows.repeat_interleave(num_appended), columns)
+        self._tokens[places] = token_tensor(
+            list(itertools.chain.from_iterable(turn.tokens for turn in turns))
         )
-        self._set_stop_test(row, stop_test)
-        self._make_room(row, end + max_new_tokens)
-        self._tokens[row, count:end] = torch.tensor(tokens, dtype=torch.int64)
-        self._logprobs[row, count:end] = 0
-        self._weight_versions[row, count:end] = 0
-        self._is_sampled[row, count:end] = False
-        self.counts[row] = end
+        self._logprobs[places] = 0
+        self._weight_versions[places] = 0
+        self._is_sampled[places] = False
+        self.counts[rows] = ends
+        self.turn_starts[rows] = ends
+        self.limits[rows] = limits
+        for turn in turns:
+            self._set_stop_test(turn.row, turn.stop_test)
 
     def run(self, rows: Tensor) -> None:
         """Let the requests in these rows int64 [n] run, as the youngest."""
@@ -106,6 +127,7 @@ class RunningRequests:
         """Forget the requests in these rows, which do not run any more."""
         for row in rows:
             del self.requests[row]
+            self._stop_tests.pop(row, None)
 
     def tokens_after(self, row: int, length: int) -> Tensor:
         """The tokens of a request behind the first `length`, at least the prompt's; int64."""
@@ -130,18 +152,31 @@ class RunningRequests:
         self._weight_versions[rows, index] = pending.weight_version
         self._is_sampled[rows, index] = True
         self.counts[rows] += 1
-        may_end = self.counts[rows] >= self.limits[rows]
-        may_end |= torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
+        is_full = self.counts[rows] >= self.limits[rows]
+        may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
         stopped: set[int] = set()
-        if self._has_stop_tests:
-            stopped = self._stopped(rows[self._is_tested[rows]])
-            may_end |= self._is_tested[rows]
-        reasons = {row: self._finish_reason(row, stopped) for row in rows[may_end].tolist()}
-        return {row: reason for row, reason in reasons.items() if reason is not None}
+        if self._stop_tests:
+            is_tested = self._is_tested[rows]
+            stopped = self._stopped(rows[is_tested])
+            may_end |= is_tested
+        reasons: dict[int, str] = {}
+        candidates = (rows[may_end].tolist(), tokens[may_end].tolist(), is_full[may_end].tolist())
+        for row, token, has_all in zip(*candidates, strict=True):
+            if row in stopped or token in self.requests[row].stop_ids:
+                reasons[row] = "stop"
+            elif has_all:
+                reasons[row] = "length"
+        return reasons
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens sampled so far, to be submitted again."""
-        return replace(self.requests[row], sampled=Completion(*(x.clone() for x in self._streams(row))))
+        return replace(
+            self.requests[row],
+            sampled=Completion(*(stream.clone() for stream in self._streams(row))),
+            max_new_tokens=int(self.limits[row]),
+            stop_test=self._stop_tests.get(row),
+            turn_start=int(self.turn_starts[row]),
+        )
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
@@ -151,34 +186,24 @@ class RunningRequests:
         """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""
         rows_of: dict[StopTest, list[int]] = {}
         for row in rows.tolist():
-            test = self.requests[row].stop_test
-            assert test is not None, "only rows with a test are asked for"
-            rows_of.setdefault(test, []).append(row)
+            rows_of.setdefault(self._stop_tests[row], []).append(row)
         stopped: set[int] = set()
         for test, tested in rows_of.items():
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
             tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
-            turns = []
-            for row, end, tail in zip(tested, ends.tolist(), tails, strict=True):
-                turns.append(tail[max(0, self.requests[row].turn_start + test.max_tokens - end) :])
+            # Of each tail, how many tokens came before the turn.
+            befores = (self.turn_starts[tested] + test.max_tokens - ends).clamp(min=0).tolist()
+            turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped.update(itertools.compress(tested, test(turns)))
         return stopped
 
-    def _finish_reason(self, row: int, stopped: Collection[int]) -> str | None:
-        """Why the turn has ended by the tokens read so far: "stop", "length" or None if it has not.
-
-        stopped: the rows that have ended by their stop test.
-        """
-        request = self.requests[row]
-        count = int(self.counts[row])
-        if row in stopped or int(self._tokens[row, count - 1]) in request.stop_ids:
-            return "stop"
-        return "length" if count >= request.max_new_tokens else None
-
     def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
         self._is_tested[row] = stop_test is not None
-        self._has_stop_tests |= stop_test is not None
+        if stop_test is None:
+            self._stop_tests.pop(row, None)
+        else:
+            self._stop_tests[row] = stop_test
 
     def _streams(self, row: int) -> tuple[Tensor, ...]:
         """The tokens read so far, in the order of `Completion`; they share this object's memory."""
@@ -201,6 +226,12 @@ class RunningRequests:
             if isinstance(array, Tensor) and name != "rows":
                 shape = (num_rows, num_columns)[: array.ndim]
                 setattr(self, name, _grown(array, shape, num_used))
+
+
+def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths]."""
+    ends = lengths.cumsum(0)
+    return torch.arange(int(ends[-1])) + (starts + lengths - ends).repeat_interleave(lengths)
 
 
 def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
