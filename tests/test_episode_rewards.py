@@ -13,8 +13,8 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
+from minirl.episodes.rollout_process import load_rollout
 from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards

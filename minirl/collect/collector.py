@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
@@ -32,6 +31,7 @@ from minirl.episodes.in_flight import (
     recorded_episode,
     rewarded_of,
 )
+from minirl.episodes.rollout_process import RolloutWorkers
 from minirl.episodes.runner import (
     NO_BUDGET,
     NO_LIMITS,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.collect.step_groups import Groups
 from minirl.data.answers import check_readable
 from minirl.data.chat_turns import following_ids
@@ -28,6 +27,7 @@ from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
 from minirl.episodes.episode import RolloutFunction
+from minirl.episodes.rollout_process import RolloutWorkers, load_rollout
 from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
