@@ -1,19 +1,16 @@
-"""A user's rollout function in a worker (`minirl.workers.child`); tools and environments are made one.
-
-Standard library only: a worker starts quickly. Only what describes tools imports more.
-"""
+"""A user's rollout function in a worker (`minirl.workers.child`). Standard library only: a worker starts quickly."""
 
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from json import dumps, loads
 from typing import Any
 
 from minirl.episodes.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.errors import InputError, refuse
 from minirl.workers.conversation import Loaded
-from minirl.workers.user_code import find_function, find_functions
+from minirl.workers.user_code import find_function
 
 # Characters of what a function asks for, as JSON.
 MAX_ASKED = 1 << 22
@@ -35,67 +32,20 @@ class RolloutCode:
 
 
 def load_rollout(source: str, name: str) -> Loaded | str:
-    """Return what --rollout names, or why it cannot be used. Raises what the user's code raises, like all below."""
+    """Return what --rollout names, or why it cannot be used. Raises what the user's code raises."""
     found = find_function(source, name)
     if isinstance(found, str):
         return found
-    return _loaded(RolloutCode(found, inspect.isasyncgenfunction(found)))
+    return loaded(RolloutCode(found, inspect.isasyncgenfunction(found)))
 
 
-def load_tools(source: str, names: str) -> Loaded | str:
-    """Return what --tools names, or why it cannot be used."""
-    return _loaded(_of_tools(source, names))
-
-
-def load_environment(source: str, name: str) -> Loaded | str:
-    """Return what --environment names, or why it cannot be used."""
-    return _loaded(_of_environment(source, name))
-
-
-def describe_tools(source: str, names: str) -> Loaded | str:
-    """Return what --tools names with its description: {"tools": JSON schemas, "gives_reward"}. Imports transformers."""
-    return _described(_of_tools(source, names))
-
-
-def describe_environment(source: str, name: str) -> Loaded | str:
-    """Return what --environment names with its description, like `describe_tools`."""
-    return _described(_of_environment(source, name))
-
-
-def _of_tools(source: str, names: str) -> RolloutCode | str:
-    from minirl.agents.tool_loop import of_tools
-
-    found = find_functions(source, names.split(","))
-    return found if isinstance(found, str) else of_tools(found)
-
-
-def _of_environment(source: str, name: str) -> RolloutCode | str:
-    from minirl.agents.tool_loop import of_environment
-
-    found = find_function(source, name)
-    return found if isinstance(found, str) else of_environment(found, name)
-
-
-def _loaded(code: RolloutCode | str) -> Loaded | str:
-    """Return code for the workers' program; an error as it is."""
+def loaded(code: RolloutCode | str) -> Loaded | str:
+    """Return the code for the workers' program, or why there is none."""
     if isinstance(code, str):
         return code
     function = code.function
     max_episodes = getattr(function, "max_episodes", None)
     return Loaded(lambda: _RunningEpisode(function), is_async=code.is_async, max_conversations=max_episodes)
-
-
-def _described(code: RolloutCode | str) -> Loaded | str:
-    loaded = _loaded(code)
-    if isinstance(loaded, str) or isinstance(code, str):
-        return loaded
-    from minirl.data.tools import tool_schemas
-
-    try:
-        description = {"tools": tool_schemas(code.tools), "gives_reward": code.gives_reward}
-    except InputError as error:
-        return str(error)
-    return replace(loaded, description=description)
 
 
 class _RunningEpisode:

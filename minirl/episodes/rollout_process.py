@@ -17,24 +17,24 @@ from minirl.workers import pool
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
 
 TOO_LONG = "for a reply; see --reply-timeout"
-ADAPTERS = "minirl.episodes.rollout_adapter"
+TOOLS = "minirl.agents.tool_adapter"
 KINDS = {
-    "rollout": Kind("--rollout", "rollout", f"{ADAPTERS}:load_rollout", TOO_LONG),
+    "rollout": Kind("--rollout", "rollout", "minirl.episodes.rollout_adapter:load_rollout", TOO_LONG),
     "tools": Kind(
         "--tools",
         "rollout",
-        f"{ADAPTERS}:load_tools",
+        f"{TOOLS}:load_tools",
         TOO_LONG,
         expected="function,function",
-        describer=f"{ADAPTERS}:describe_tools",
+        describer=f"{TOOLS}:describe_tools",
     ),
     "environment": Kind(
         "--environment",
         "rollout",
-        f"{ADAPTERS}:load_environment",
+        f"{TOOLS}:load_environment",
         TOO_LONG,
         expected="Class",
-        describer=f"{ADAPTERS}:describe_environment",
+        describer=f"{TOOLS}:describe_environment",
     ),
 }
 
