@@ -1,4 +1,4 @@
-"""What --tools and --environment name, in a worker (`minirl.workers.child`): `tool_loop` makes a rollout function of it.
+"""What --tools and --environment name, in a worker (`minirl.workers.child`): `tool_loop` makes rollouts of it.
 
 Standard library only: a worker starts quickly. Only what describes tools imports more. All functions raise what the
 user's code raises.
