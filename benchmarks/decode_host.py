@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minirl.generation import cuda_graphs, engine
+from minirl.generation import engine
 from minirl.generation.decode_step import DecodeStep
+from minirl.kernels import cuda_graphs
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.scheduling import Load, requests_of, stub_engine

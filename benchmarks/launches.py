@@ -25,7 +25,8 @@ from workload import print_result
 
 import train_grpo  # found by workload
 from minirl.generation import decode_step
-from minirl.model import attention, paged_attention, triton_kernels
+from minirl.kernels import launching, paged_attention
+from minirl.model import attention
 from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead, PoolWrite
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
@@ -266,7 +267,7 @@ def counting() -> Iterator[Counts]:
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(attention, "kernel_for", return_value="varlen"),
         mock.patch.object(paged_attention, "decode", decode),
-        mock.patch.object(triton_kernels, "launch", launch),
+        mock.patch.object(launching, "launch", launch),
         mock.patch.object(attention, "upload", upload),
         mock.patch.object(batching, "upload", upload),
         mock.patch.object(losses, "upload", upload),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from minirl.model import paged_attention
+from minirl.kernels import paged_attention
 
 # Compute capability x 10: bytes of shared memory that a program can have.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

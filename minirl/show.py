@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError, refuse
-from minirl.rewards.user_process import escaped
+from minirl.files.redaction import escaped
 from minirl.run.run_folder import find_run
 
 # Codes of a terminal's colours, by what is said in them.

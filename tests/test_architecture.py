@@ -26,17 +26,19 @@ ORDER = (
     "generation",
     "training",
     "data",
+    "workers",
     "rewards",
     "episodes",
     "report",
     "collect",
     "run",
+    "kernels",
     "agents",
     "plot",
     "show",
 )
 # Parts that a default run does not need: others import them late, within functions.
-ANNEXES = ("agents", "plot", "show")
+ANNEXES = ("kernels", "agents", "plot", "show")
 HEAVY = (
     "matplotlib",
     "transformers",
@@ -87,12 +89,14 @@ def folder_of(name):
 
 
 def statements_at_import(tree):
-    """Nodes that run when the module is imported: all but those in functions."""
+    """Nodes that run when the module is imported: all but those in functions, and types for the checker."""
     waiting = list(tree.body)
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        is_for_checker = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if not is_for_checker and not is_function:
             waiting.extend(ast.iter_child_nodes(node))
 
 

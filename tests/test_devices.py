@@ -9,7 +9,8 @@ from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.model import paged_attention, triton_kernels
+from minirl.kernels import paged_attention
+from minirl.model import device_kernels
 from minirl.model.families import read_config
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer, rope_table
@@ -28,7 +29,7 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda
 @pytest.fixture
 def device(monkeypatch):
     """Without Triton's kernels, which have tests of their own (test_fused, test_paged): their twins in torch run."""
-    monkeypatch.setattr(triton_kernels, "are_used", lambda device: False)
+    monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
     rope_table.cache_clear()
     with PretendedCuda():
         yield CUDA

@@ -35,7 +35,7 @@ from minirl.episodes.program import Ended, Failed
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.worker import call_reward
+from minirl.rewards.reward_adapter import call_reward
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.load_task import load_task
 from minirl.run.run import rollout_workers

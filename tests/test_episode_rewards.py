@@ -20,8 +20,8 @@ from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
+from minirl.rewards.reward_process import load_reward
 from minirl.rewards.rewarded import turn_rewards
-from minirl.rewards.worker_process import load_reward
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange, pack
 from support.collecting import Prompts, chat_prompts, collected

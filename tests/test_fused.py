@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from minirl.generation.fused_sampling import sample_logits
 from minirl.generation.sampling import inverse_cdf
-from minirl.model import triton_kernels
+from minirl.kernels.fused_gate import fused_gate
+from minirl.kernels.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
+from minirl.kernels.fused_sampling import sample_logits
+from minirl.model import device_kernels
 from minirl.model.batch_invariance import silu
-from minirl.model.gating import fused_gate
 from minirl.model.rotation import rotate_pair
-from minirl.training.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
 from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter, run_with_compiler
@@ -21,7 +21,7 @@ LARGEST_UNIFORM = 1 - 2.0**-53
 def interpreted(monkeypatch):
     """The choice of CUDA, on the CPU."""
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(triton_kernels, "are_used", lambda device: True)
+    monkeypatch.setattr(device_kernels, "are_used", lambda device: True)
 
 
 def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_fused_rotation_equals_the_portable_one(dtype, dim, interpreted, monkeyp
     weights = torch.randn(5, 8, dim, generator=generator).to(dtype)
     results = []
     for is_fused in (False, True):
-        monkeypatch.setattr(triton_kernels, "are_used", lambda device, choice=is_fused: choice)
+        monkeypatch.setattr(device_kernels, "are_used", lambda device, choice=is_fused: choice)
         q, k = x.view(5, 8, dim).split([6, 2], 1)
         out = torch.cat(rotate_pair(q, k, cos, sin), 1)
         results.append((out, *torch.autograd.grad((out * weights).sum(), x)))
@@ -185,7 +185,7 @@ def test_rollouts_of_the_fused_kernels_are_the_portable_ones(interpreted, monkey
     model = cached_model("full", torch.float32)
     requests = [make_request(make_prompt(5), number=n, max_new_tokens=3, temperature=n) for n in range(2)]
     fused = run(make_engine(model), requests)
-    monkeypatch.setattr(triton_kernels, "are_used", lambda device: False)
+    monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
     expected = {r.rollout_id: r for r in run(make_engine(model), requests)}
     for rollout in fused:
         other = expected[rollout.rollout_id]

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from minirl.generation.engine import Engine
-from minirl.generation.fused_sampling import sample_logits
 from minirl.generation.sampling import inverse_cdf
-from minirl.model import paged_attention, portable_attention
+from minirl.kernels import paged_attention
+from minirl.kernels.fused_gate import fused_gate
+from minirl.kernels.fused_head import FusedLogprobs
+from minirl.kernels.fused_sampling import sample_logits
+from minirl.model import portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import silu
-from minirl.model.gating import fused_gate
 from minirl.model.rotation import rotate_pair
 from minirl.training.frozen_models import unparked
-from minirl.training.fused_head import FusedLogprobs
 from minirl.training.scoring import ChunkedLogprobs, score
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests

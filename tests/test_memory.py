@@ -14,7 +14,8 @@ from torch import Tensor
 from minirl.generation.engine import Engine
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.sampling import sample
-from minirl.model import attention, triton_kernels
+from minirl.kernels import launching
+from minirl.model import attention
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
@@ -190,7 +191,7 @@ def test_a_layer_on_cuda_saves_what_the_table_says(shape, monkeypatch):
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
-    monkeypatch.setattr(triton_kernels, "launch", lambda *args, **constants: None)
+    monkeypatch.setattr(launching, "launch", lambda *args, **constants: None)
     config = make_config(*shape)
     batch = make_batch(shape[-1])
     layout = batch.layout()

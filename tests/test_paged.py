@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minirl.generation import kv_cache
-from minirl.model import paged_attention, portable_attention
+from minirl.kernels import paged_attention
+from minirl.model import portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request, run
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler

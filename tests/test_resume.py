@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -13,9 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from minirl.files.value_files import read_values
+from support.jobs import wait_for
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import branching_fork, run_in_pool, run_script, start_script, wait_for
+from support.scripts import branching_fork, run_in_pool, run_script, start_script
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -233,7 +232,7 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
 
 @pytest.mark.slow
 def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path):
-    """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
+    """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     fork = make_fork(tmp_path, "replay")
     flags = (*COMMON.split(), "--num-steps", "8")
     run_script(fork, *flags, "--run-name", "replay-whole", runs=runs)
@@ -243,7 +242,6 @@ def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_
     job = start_script(fork, *flags, "--run-name", killed.name, runs=runs)
     wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
     time.sleep(rng.uniform(0, 0.3))
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.kill()
     run_script(fork, *flags, "--run-name", killed.name, runs=runs)
     assert digests(killed) == digests(runs / "replay-whole")

@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +22,8 @@ from minirl.run.config import RunConfig
 from minirl.run.inputs import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
-from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
+from support.jobs import started
+from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
 
@@ -67,21 +66,15 @@ def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(m
         assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
 
 
-def test_a_start_that_fails_leaves_no_folder(runs, tmp_path):
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
     """The name is free for the next try; exit 2 and one line."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
     flags = ["--run-name", "failed", "--model", "/no/such/folder", "--data", str(data), "--task", "gsm8k"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_ppo.py"), *flags],
-        capture_output=True,
-        text=True,
-        env=script_environment(runs / "other"),
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --model /no/such/folder")
-    assert not (runs / "other" / "failed").exists()
+    with started(tmp_path, [[str(ROOT / "train_ppo.py"), *flags]]) as job:
+        assert job.codes(within=20) == [2]
+        assert job.output(0).startswith("error: --model /no/such/folder")
+    assert not (tmp_path / "failed").exists()
 
 
 def _freeze_names(rank, is_frozen):

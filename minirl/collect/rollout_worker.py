@@ -5,7 +5,7 @@ KIND is the flag: "rollout" for a rollout function, "tools" or "environment" for
 One process runs many episodes. An `async def` runs them at the same time. Others run in turn, one piece after another:
 a piece is what a function does from a turn to the next `yield`.
 
-Protocol: as of `minirl.rewards.worker`, with these messages.
+Protocol: as of `minirl.workers.child`, with these messages.
 
 - The first request is {"id", "path"}; the answer is {"is_async", "max_episodes"} or {"error"}: how many episodes of the
   function a process takes at a time, if it says so. With a fourth argument the answer has "tools" in place of the
@@ -23,12 +23,10 @@ Standard library only, so that the process starts quickly.
 import concurrent.futures
 import contextvars
 import inspect
-import os
-import random
 import sys
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from json import dumps, loads
 from typing import Any
 
@@ -36,15 +34,8 @@ from minirl.collect.loaded import Loaded
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import End, Episode, Turn, TurnReader, checked_turn, given_at_end
 from minirl.errors import InputError, refuse
-from minirl.rewards.worker import (
-    Trainer,
-    connect,
-    find_function,
-    find_functions,
-    high_descriptor,
-    run_user_code,
-    users_traceback,
-)
+from minirl.workers.containment import OwnRandom, Trainer, connect, isolated, run_user_code, working_directory
+from minirl.workers.user_code import find_function, find_functions, users_traceback
 
 # Characters of what a function asks for, as JSON.
 MAX_ASKED = 1 << 22
@@ -110,69 +101,6 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         }
     except InputError as error:
         return {"error": str(error)}
-
-
-class OwnRandom:
-    """The state of the global random generators as one episode has it. They are seeded when it first meets them."""
-
-    def __init__(self, seed: int):
-        self._seed = seed
-        self._states: dict[str, Any] = {}
-
-    def restore(self) -> None:
-        """Give the generators this state."""
-        for name, (_, set_state, seed) in _generators().items():
-            if name in self._states:
-                set_state(self._states[name])
-            else:
-                seed(self._seed)
-
-    def save(self) -> None:
-        """Take over the generators' state."""
-        self._states = {name: get_state() for name, (get_state, _, _) in _generators().items()}
-
-
-def _generators() -> dict[str, tuple[Any, Any, Any]]:
-    """How to get, set and seed each global generator that there is."""
-    found: dict[str, tuple[Any, Any, Any]] = {"random": (random.getstate, random.setstate, random.seed)}
-    if "numpy" in sys.modules:
-        # As an attribute: NumPy imports its generators when they are first used.
-        numpy = sys.modules["numpy"].random
-        found["numpy"] = (numpy.get_state, numpy.set_state, lambda seed: numpy.seed(seed % 2**32))
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"].random
-        found["torch"] = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed)
-    return found
-
-
-@types.coroutine
-def isolated(
-    coroutine: Coroutine[Any, Any, Any], own_random: OwnRandom, folder: int
-) -> Generator[Any, Any, Any]:
-    """Run a coroutine and return its result. It always finds its own random state, and this working directory.
-
-    folder: a file descriptor. In a process that user code forked and let return, does not return.
-    """
-    pid = os.getpid()
-    send: Callable[[Any], Any] = coroutine.send
-    value = None
-    while True:
-        os.fchdir(folder)
-        own_random.restore()
-        try:
-            waits_for = send(value)
-        except StopIteration as end:
-            return end.value
-        finally:
-            own_random.save()
-            if os.getpid() != pid:
-                os._exit(0)
-        try:
-            value = yield waits_for
-            send = coroutine.send
-        except BaseException as error:
-            value = error
-            send = coroutine.throw
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -303,9 +231,7 @@ class Server:
         self._trainer = trainer
         self._function = function
         self._hosted: dict[int, Hosted] = {}
-        opened = os.open(".", os.O_RDONLY)
-        self._folder = high_descriptor(opened)
-        os.close(opened)
+        self._folder = working_directory()
 
     async def answer(self, request: dict[str, Any], limit: Any = None) -> None:
         """Answer a request. limit: an `asyncio.timeout`, for an `async def`."""

@@ -20,11 +20,12 @@ from typing import Any
 from minirl.episodes.episode import Episode, Generate, Turn, returned_rewards
 from minirl.episodes.program import Ended, Failed, Reply
 from minirl.errors import InputError, RolloutError
+from minirl.files.redaction import escaped
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import print_here, rank
 from minirl.ranks.time_account import spent_on
-from minirl.rewards.exchange import LOAD_TIMEOUT_S, MAX_ANSWER, NO_ANSWER
-from minirl.rewards.user_process import UserProcess, checked_answer, escaped, source_and_name
+from minirl.workers.pool import LOAD_TIMEOUT_S, MAX_ANSWER, NO_ANSWER, Kind
+from minirl.workers.process import UserProcess
 
 # A process that runs an `async def` sees itself which episode takes too long, unless it hangs.
 GRACE_S = 3.0
@@ -48,7 +49,8 @@ def load_rollout(
     `tool_loop` makes one.
     """
     expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
-    source, name = source_and_name(f"--{kind}", spec, expected=expected)
+    flag = Kind(flag=f"--{kind}", called="rollout", adapter="", too_long="", expected=expected)
+    source, name = flag.source_and_name(spec)
     return RolloutWorkers(
         source, name, kind=kind, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers
     )
@@ -432,8 +434,11 @@ class _Worker:
 
     def _parsed(self, line: bytes) -> dict[str, Any] | None:
         """The answer in a line; None if it is not what the worker's own code sends."""
-        answer = checked_answer(line, self._key)
-        if answer is None:
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(answer, dict) or answer.get("id") != self._key or "printed" not in answer:
             return None
         if not self.is_ready:
             return answer

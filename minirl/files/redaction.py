@@ -1,4 +1,4 @@
-"""Remove secrets from values that are written to files, which people share."""
+"""Remove secrets from what is written to files, which people share, and from what is shown."""
 
 import os
 import re
@@ -29,6 +29,15 @@ def redacted(value: Any) -> Any:
     7 characters is one where the name ends with such a word, and is taken out where it stands as a word.
     """
     return _masked(value, _secrets())
+
+
+def escaped(text: str) -> str:
+    """Return what user code said, to be shown: without secrets, and with control characters spelt out.
+
+    Control characters could be a terminal's escape codes, for example.
+    """
+    shown: str = redacted(text)
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
 
 
 def _secrets() -> re.Pattern[str]:

@@ -21,13 +21,12 @@ one token too far, which is thrown away.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.generation.cuda_graphs import DecodeGraphs
 from minirl.generation.decode_step import DecodeStep, decode, pack_sampled
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
@@ -45,6 +44,9 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
+
+if TYPE_CHECKING:
+    from minirl.kernels.cuda_graphs import DecodeGraphs
 
 
 @dataclass(eq=False)
@@ -357,6 +359,8 @@ class Engine:
         )
         if self.cuda_graphs:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
+            from minirl.kernels.cuda_graphs import DecodeGraphs
+
             self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
             padding_row = self._cache.add(1)
             assert padding_row is not None

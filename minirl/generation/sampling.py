@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.generation.fused_sampling import CDF_BLOCK, sample_logits
-from minirl.model import triton_kernels
+from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
 
 PURPOSES = {"train": 1, "eval": 2, "toy": 3}
 _MASK = (1 << 64) - 1
+# Tokens per block of the two-level search in `inverse_cdf`.
+CDF_BLOCK = 512
 
 # Constants of splitmix64 (Steele et al., OOPSLA 2014).
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -139,7 +140,9 @@ def sample(
     product with the head; CUDA has one product.
     """
     uniform = uniforms(keys, positions)
-    if triton_kernels.are_used(head.device):
+    if device_kernels.are_used(head.device):
+        from minirl.kernels.fused_sampling import sample_logits
+
         return sample_logits(head_logits(hidden, head), temperature, uniform)
     is_greedy = temperature == 0
     divisor = torch.where(is_greedy, 1.0, temperature)[:, None]

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import paged_attention, portable_attention
+from minirl.model import portable_attention
 from minirl.ranks.process_group import print0
 
 # Tokens of a cache block for flash-attn.
@@ -292,6 +292,8 @@ def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
     if pool.kernel == "flash":
         return _decode_flash(q, keys, values, read, pool.window)
     if pool.kernel == "paged":
+        from minirl.kernels import paged_attention
+
         return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=pool.window)
     assert read.index is not None, "the layout was made for another kernel"
     assert read.mask is not None, "the layout was made for another kernel"

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, padding, triton_kernels
+from minirl.model import batch_invariance, device_kernels, padding
 from minirl.model.attention import Layout, attend
 from minirl.model.config import ModelConfig, RopeScaling
-from minirl.model.gating import fused_gate
 from minirl.model.rotation import rotate_pair
 
 
@@ -135,7 +134,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if triton_kernels.are_used(x.device):
+        if device_kernels.are_used(x.device):
+            from minirl.kernels.fused_gate import fused_gate
+
             return self.down_proj(fused_gate(self.gate_proj(x), self.up_proj(x)))
         gate = batch_invariance.silu(self.gate_proj(x))
         up = self.up_proj(x)

@@ -27,8 +27,9 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
-from minirl.rewards.worker import call_reward, validate_rewards
-from minirl.rewards.worker_process import RewardProcess
+from minirl.rewards.reward_adapter import call_reward
+from minirl.rewards.reward_process import RewardProcess
+from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
 # Of TRL's arguments, those that only its trainer can give.

@@ -20,8 +20,7 @@ from minirl.rewards.functions import (
     episode_arguments,
     judges_groups,
 )
-from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rewards.worker_process import (
+from minirl.rewards.reward_process import (
     Call,
     FunctionCalls,
     RewardProcess,
@@ -29,6 +28,7 @@ from minirl.rewards.worker_process import (
     given_up_on_error,
     poll,
 )
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 
 

@@ -10,7 +10,7 @@ from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
 from minirl.errors import InputError
 from minirl.rewards.functions import EpisodeReward, check_columns
-from minirl.rewards.worker_process import load_reward
+from minirl.rewards.reward_process import load_reward
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 TASKS = ("auto", *EMBEDDED_TASKS, "gsm8k", "jsonl")
@@ -37,7 +37,7 @@ def load_task(
 
     name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
     reward: "file.py:function" each, or "episode", "episode:NAME" (`EpisodeReward`); a file's function runs in
-    `reward_workers` processes (`minirl.rewards.worker_process`).
+    `reward_workers` processes (`minirl.rewards.reward_process`).
     reward_model: only says whether there is one; the caller adds it. has_environment: whether there is --environment.
 
     With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are

@@ -30,7 +30,6 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, resolve_folder
 from minirl.ranks.process_group import local_world_size
 from minirl.run.config import RunConfig
-from minirl.training.fused_head import chunk_width
 from minirl.training.scoring import TOKEN_CHUNK
 
 # Of the free memory. The rest is for fragments, libraries and what the formulas leave out.
@@ -251,6 +250,8 @@ def _head_backward_bytes(config: ModelConfig, dtype: torch.dtype, device_type: s
     states = 4 * tokens * config.hidden_size
     logits = _logits_bytes(config, device_type, tokens)
     if device_type == "cuda":
+        from minirl.kernels.fused_head import chunk_width
+
         width = chunk_width(tokens, config.vocab_size)
         logit_gradient = dtype.itemsize * tokens * width
         return states + logit_gradient + max(logits, states, 4 * width * config.hidden_size)
@@ -293,6 +294,8 @@ def _mean_seen(config: ModelConfig, length: int) -> float:
 def _logits_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
     """One fp32 tensor of the logits that exist at a time."""
     if device_type == "cuda":
+        from minirl.kernels.fused_head import chunk_width
+
         return 4 * tokens * chunk_width(tokens, config.vocab_size)
     return 4 * min(tokens, TOKEN_CHUNK) * min(config.vocab_size, VOCAB_CHUNK)
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from minirl.errors import refuse
-from minirl.model import triton_kernels
+from minirl.model import device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, chunked_entropies, log_softmax
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
-from minirl.training.fused_head import FusedLogprobs
 
 TOKEN_CHUNK = 512  # how many tokens have logits at the same time
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
@@ -50,7 +49,9 @@ def score(
     states = _states_before(hidden, selected, layout)
     head = model.lm_head.weight
     targets = tokens[selected]
-    if triton_kernels.are_used(tokens.device):
+    if device_kernels.are_used(tokens.device):
+        from minirl.kernels.fused_head import FusedLogprobs
+
         logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature)
     else:
         logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, token_chunk)

@@ -23,16 +23,14 @@ def compile_for_all(make_kernel: Callable[[], Any], types: Mapping[str, str], **
 
 
 def main() -> None:
-    from minirl.generation import fused_sampling
-    from minirl.model import gating, rotation
+    from minirl.kernels import fused_gate, fused_head, fused_rotation, fused_sampling
     from minirl.model.padding import next_power_of_two
-    from minirl.training import fused_head
 
     heads = ("q", "k", "cos", "sin", "rotated_q", "rotated_k")
     rotation_types = {name: "*fp32" if name in ("cos", "sin") else "*bf16" for name in heads}
     for dim in (64, 80):
         compile_for_all(
-            rotation.rotation_kernel,
+            fused_rotation.rotation_kernel,
             rotation_types,
             DIRECTION=-1,
             NUM_HEADS=14,
@@ -41,8 +39,8 @@ def main() -> None:
             PADDED_HALF=next_power_of_two(dim // 2),
         )
     tensors = dict.fromkeys(("gate", "up", "out", "grad", "grad_gate", "grad_up"), "*bf16")
-    for make_kernel in (gating.gate_kernel, gating.gate_gradient_kernel):
-        compile_for_all(make_kernel, {**tensors, "size": "i32"}, TILE=gating.TILE)
+    for make_kernel in (fused_gate.gate_kernel, fused_gate.gate_gradient_kernel):
+        compile_for_all(make_kernel, {**tensors, "size": "i32"}, TILE=fused_gate.TILE)
     compile_for_all(
         fused_sampling.blocks_kernel,
         {
@@ -53,7 +51,7 @@ def main() -> None:
             "totals": "*fp64",
             "vocab_size": "i32",
         },
-        BLOCK=fused_sampling.CDF_BLOCK,
+        BLOCK=fused_sampling.BLOCK,
     )
     compile_for_all(
         fused_sampling.tokens_kernel,
@@ -69,7 +67,7 @@ def main() -> None:
             "vocab_size": "i32",
             "num_blocks": "i32",
         },
-        BLOCK=fused_sampling.CDF_BLOCK,
+        BLOCK=fused_sampling.BLOCK,
         PADDED_BLOCKS=512,
     )
     rows = {"targets": "*i64", "divisor": "*fp32", "totals": "*fp32", "entropies": "*fp32"}

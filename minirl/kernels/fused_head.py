@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import triton_kernels
+from minirl.kernels import launching
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
 from minirl.model.logprobs import chunked_entropies, log_softmax
 
@@ -104,7 +104,7 @@ def _fill_statistics(
     first: the chunk's first token of the vocabulary.
     """
     logits = head_logits(hidden, head_chunk)
-    triton_kernels.launch(
+    launching.launch(
         statistics_kernel,
         (len(logits),),
         logits,
@@ -141,7 +141,7 @@ def _logit_gradient(
     logits = head_logits(hidden, head_chunk)
     num_logits = logits.shape[1]
     grad = torch.empty_like(logits, dtype=head_chunk.dtype)
-    triton_kernels.launch(
+    launching.launch(
         gradient_kernel,
         (len(logits), -(-num_logits // TILE)),
         logits,

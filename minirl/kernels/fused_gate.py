@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import triton_kernels
+from minirl.kernels import launching
 
 TILE = 1024  # elements of one program
 
@@ -27,7 +27,7 @@ class _FusedGate(torch.autograd.Function):
         """See the class."""
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        triton_kernels.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)
+        launching.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)
         return out
 
     @staticmethod
@@ -36,7 +36,7 @@ class _FusedGate(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
-        triton_kernels.launch(
+        launching.launch(
             gate_gradient_kernel,
             _grid(gate),
             gate,

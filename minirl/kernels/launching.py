@@ -1,19 +1,12 @@
-"""Where Triton kernels take the place of several kernels of torch, and how they are launched.
+"""How Triton kernels are launched.
 
-Each kernel is in the file of its twin in torch or beside it, and is compiled when it is first used: triton is not
-installed everywhere.
+Each is compiled at its first launch, and its file imports triton only then: not every machine has it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-
-
-def are_used(device: torch.device) -> bool:
-    """Whether tensors on `device` go through Triton kernels: everywhere but on the CPU."""
-    return device.type != "cpu"
 
 
 def launch(
