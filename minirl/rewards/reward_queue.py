@@ -46,9 +46,9 @@ class _Added:
 class RewardQueue:
     """Rewards of a phase's rollouts, computed in worker processes while others are decoded. Not collective.
 
-    What a function gets depends on the prompts alone, never on the clock: the completions of one prompt on this rank,
-    in the order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
-    model, the overlong penalty) run in this process, once, in `finish`.
+    What a function gets depends on the prompts alone, never on the clock or the number of ranks: the completions of one
+    prompt in the order of their samples, with the seed of the first. Functions without workers (the task's own, a
+    reward model, the overlong penalty) run in this process, once, in `finish`.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
