@@ -178,3 +178,8 @@ def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list
             ).tolist()
         ]
     return steps
+
+
+def rollout_records(collector):
+    """The records of all rollouts that a checkpoint would hold as in flight."""
+    return [record for group in collector.records() for record in group["rollouts"]]
