@@ -15,7 +15,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
-from minirl.run.run import load_tokenizer, prompt_streams
+from minirl.run.load_prompts import load_tokenizer, prompt_streams
 from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer

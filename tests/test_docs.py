@@ -240,9 +240,9 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
 
 def test_the_tools_that_a_script_tells_of_have_schemas():
     (source,) = (block for block in python_blocks("episodes.md") if "def lookup" in block)
-    names = {"Run": lambda config, name, tools: tool_schemas(tools), "config": None}
+    names = {"Setup": lambda config, name, tools: tool_schemas(tools), "config": None}
     exec(source, names)
-    (schema,) = names["run"]
+    (schema,) = names["setup"]
     assert schema["function"]["parameters"]["properties"]["query"]["description"] == "The term."
 
 

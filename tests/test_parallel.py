@@ -27,8 +27,8 @@ from minirl.ranks import time_account
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
-from minirl.run.run import num_shards
 from minirl.run.run_folder import RunFolder
+from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import (

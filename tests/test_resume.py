@@ -26,7 +26,7 @@ CASES = {
     "partial": ("train_grpo.py", "--decode-budget 2 --max-staleness 2 --dynamic-sampling --max-refills 1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
-# What a fork adds to train_grpo.py: a keyword of `run.begin`, and lines before the step's report.
+# What a fork adds to train_grpo.py: a keyword of `Run`, and lines before the step's report.
 FORKS = {
     "replay": (
         "records={'replay': []}",
@@ -56,7 +56,7 @@ def make_fork(folder: Path, name: str) -> Path:
     keyword, lines = FORKS[name]
     tree = ast.parse((ROOT / "train_grpo.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "run.begin":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Run":
             node.keywords += ast.parse(f"f({keyword})", mode="eval").body.keywords
         if isinstance(node, ast.For) and ast.unparse(node.iter) == "run.steps()":
             report = [ast.unparse(line) for line in node.body].index("metrics.begin('report')")

@@ -32,6 +32,7 @@ from minirl.rewards.reward_process import RewardProcess
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
+EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that rollouts give
 # The arguments that only TRL's trainer can give.
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
 

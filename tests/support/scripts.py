@@ -33,7 +33,7 @@ def with_branches(rollout):
     return in_two_branches(rollout) if rollout_id.sample <= rollout_id.prompt_ordinal else rollout
 
 
-class BranchingRun(Run):
+class BranchingSetup(Setup):
     def make_collector(self, *args, **options):
         collector = super().make_collector(*args, **options)
         step = collector._runner.step
@@ -41,7 +41,7 @@ class BranchingRun(Run):
         return collector
 
 
-Run = BranchingRun
+Setup = BranchingSetup
 '''
 
 
