@@ -26,6 +26,7 @@ ORDER = (
     "generation",
     "training",
     "data",
+    "workers",
     "rewards",
     "episodes",
     "report",

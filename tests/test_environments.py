@@ -24,7 +24,6 @@ import torch
 
 from minirl.agents import tool_loop
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
@@ -32,13 +31,14 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
 from minirl.episodes.program import Ended, Failed
+from minirl.episodes.rollout_process import load_rollout
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.worker import call_reward
+from minirl.rewards.reward_adapter import call_reward
 from minirl.run.config import RunConfig, check_shared
-from minirl.run.load_task import load_task
-from minirl.run.run import rollout_workers
+from minirl.run.load_prompts import load_tokenizer
+from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, sums
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import CHATML, TOKENS, save_chat_tokenizer, save_tokenizer
@@ -428,7 +428,7 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
         resumed = letters_collector(three, **options)
         resumed.num_served = begun.num_served
         resumed.restore(begun.state(), begun.records())
-        for worker in three.workers:
+        for worker in three.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
         again = [resumed.collect(4, weight_version=step) for step in (2, 3)]
         assert [r.tokens.tolist() for groups in again for r in groups.rewarded.rollouts] == [
@@ -465,7 +465,7 @@ def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_sta
     monkeypatch, kind, reward, gives_reward
 ):
     workers = types.SimpleNamespace(gives_reward=gives_reward)
-    monkeypatch.setattr("minirl.run.run.load_rollout", lambda *_, **__: workers)
+    monkeypatch.setattr("minirl.run.load_task.load_rollout", lambda *_, **__: workers)
     expected = rf"--reward {reward}: --{kind} a.py:b gives no such reward; .*`environments`: --reward FILE.py"
     with pytest.raises(InputError, match=expected):
         rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=(reward,)))
@@ -583,7 +583,6 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
 
 def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
     """Refused with the tokenizer, before there is a model."""
-    from minirl.run.run import load_tokenizer
 
     tools = load("tools", "add")
     save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")

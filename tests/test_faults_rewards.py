@@ -1,6 +1,7 @@
 """Faults of reward functions: they cannot hang, lie about, or corrupt a run. Rows as in the fault table."""
 
 import ast
+import importlib
 import json
 import math
 import os
@@ -18,10 +19,9 @@ import torch
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
-from minirl.rewards import worker
 from minirl.rewards.functions import compute_rewards
+from minirl.rewards.reward_process import load_reward
 from minirl.rewards.reward_queue import reward_rollouts
-from minirl.rewards.worker_process import load_reward
 from minirl.run.load_task import load_task
 from support.processes import is_alive
 from support.rollouts import make_prompts, make_rollout
@@ -154,8 +154,8 @@ def code_points(completions):
     return [float(ord(c)) for c in completions]
 
 def modules(completions):
-    loaded = [name for name in sys.modules if name.partition(".")[0] in ("torch", "minirl")]
-    return [float(len(loaded))] * len(completions)
+    print(sorted(name for name in sys.modules if name.partition(".")[0] in ("torch", "minirl")))
+    return [1.0] * len(completions)
 
 def pids(completions):
     child = os.fork()
@@ -252,7 +252,7 @@ def test_row_23_an_error_names_function_row_completion_and_the_users_lines(load,
     assert "in helper\n" in said
     assert "in raises\n" in said
     assert "KeyError" in said
-    assert "rewards/worker" not in said
+    assert "minirl/" not in said
     assert "\x1b" not in said
     assert caught.value.exit_code == 4
 
@@ -405,12 +405,12 @@ def test_row_24_functions_of_this_process_are_checked_alike(value):
 def test_row_25_a_call_that_hangs_is_killed_and_its_row_named(load, name):
     """Also where Python's own signal handlers would not run; the next call has a new worker. Pitfall 21."""
     function = load(name, timeout_s=0.5)
-    before, start = function.workers[0].pid, time.monotonic()
+    before, start = function.pool.workers[0].pid, time.monotonic()
     said = r"f\.jsonl:2, completion 'bad': took more than 0\.5 s and was killed; see --reward-timeout"
     with pytest.raises(RewardError, match=said):
         rewards_of(function)
     assert time.monotonic() - start < 5
-    assert_gone(before, function.workers[0].pid)
+    assert_gone(before, function.pool.workers[0].pid)
     assert rewards_of(function, ("fine",)) == [1.0]
 
 
@@ -447,17 +447,23 @@ def test_row_25_a_dead_worker_is_said_to_be_dead_and_replaced(load, name, said):
 
 
 def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
-    """A request of more than a pipe holds has the same deadline; a death while writing is seen."""
+    """A request of more than a pipe holds has the same deadline."""
     function = load("good", timeout_s=1.0)
-    os.kill(function.workers[0].pid, signal.SIGSTOP)
+    os.kill(function.pool.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(RewardError, match="took more than 1 s"):
         function(completions=["x" * 1_000_000])
     assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
-    pid = function.workers[0].pid
+
+
+@pytest.mark.parametrize("size", [1, 1_000_000])
+def test_row_25_a_call_whose_worker_is_killed_from_outside_is_made_again(load, size):
+    """Whether or not the worker got the whole request; a death that the call causes comes again and is its error."""
+    function = load("good")
+    pid = function.pool.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(RewardError, match="SIGKILL"):
-        function(completions=["x" * 1_000_000])
+    assert function(completions=["x" * size]) == [size]
+    assert not is_alive(pid)
 
 
 def test_row_25_an_interrupted_call_leaves_no_answer_for_the_next(load):
@@ -491,12 +497,12 @@ def test_row_25_an_interrupted_call_leaves_no_answer_for_the_next(load):
 def test_row_26_what_would_end_the_process_is_an_error_of_the_row(load, name, said):
     """And the worker lives on."""
     function = load(name)
-    pid = function.workers[0].pid
+    pid = function.pool.workers[0].pid
     with pytest.raises(RewardError, match=rf"f\.jsonl:2, completion 'bad': raised\n(.|\n)*{said}") as caught:
         rewards_of(function)
     assert len(str(caught.value)) < 5000
     assert rewards_of(function, ("fine",)) == [1.0]
-    assert function.workers[0].pid == pid
+    assert function.pool.workers[0].pid == pid
 
 
 def test_row_26_prints_are_kept_off_the_run_and_shown_once_in_part(load, capfd):
@@ -542,28 +548,32 @@ def test_row_26_replaced_modules_do_not_reach_the_trainer(load):
 
 ANSWERS = {
     "number": "3",
-    "other_id": '{"id": "0", "rewards": [1.0], "error": None, "printed": ""}',
-    "no_print": '{"id": ID, "rewards": [1.0], "error": None}',
-    "no_rewards": '{"id": ID, "error": None, "printed": ""}',
-    "too_many": '{"id": ID, "rewards": [1.0, 1.0], "error": None, "printed": ""}',
-    "error_of_no_text": '{"id": ID, "rewards": [1.0], "error": 3, "printed": ""}',
+    "other_id": '{**ANSWER, "id": "0"}',
+    "other_conversation": '{**ANSWER, "number": 7}',
+    "no_print": '{**ANSWER, "printed": None}',
+    "no_rewards": '{**ANSWER, "reply": None}',
+    "too_many": '{**ANSWER, "reply": [1.0, 1.0]}',
+    "error_of_no_text": '{**ANSWER, "error": 3}',
+    "no_seconds": "dict(list(ANSWER.items())[:-1])",
 }
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_row_26_an_answer_of_another_shape_is_an_error(tmp_path, monkeypatch, answer):
+def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
     """Whatever a worker sends, the trainer takes nothing but what the protocol says."""
-    program = tmp_path / "worker.py"
-    program.write_text(
+    program = (
         "import json, sys\n"
         "ID = json.loads(sys.stdin.readline())['id']\n"
-        "start = dict(id=ID, required=['completions'], optional=[], takes_all=False, printed='')\n"
-        "print(json.dumps(start), flush=True)\n"
-        "ID = json.loads(sys.stdin.readline())['id']\n"
+        "takes = dict(required=['completions'], optional=[], takes_all=False)\n"
+        "print(json.dumps(dict(id=ID, is_async=False, max_conversations=None, description=takes, printed='')),"
+        " flush=True)\n"
+        "request = json.loads(sys.stdin.readline())\n"
+        "ANSWER = dict(id=ID, number=request['number'], reply=[1.0], facts=None, is_last=True, printed='',"
+        " seconds=0.1)\n"
         f"print(json.dumps({answer}), flush=True)\n"
         "sys.stdin.readline()\n"
     )
-    monkeypatch.setattr(worker, "__file__", str(program))
+    monkeypatch.setattr("minirl.workers.pool.PROGRAM", program)
     function = load_reward("minirl.data.gsm8k:f")
     with pytest.raises(RewardError, match="its process sent something that is no answer"):
         rewards_of(function, ("fine",))
@@ -642,13 +652,19 @@ def test_texts_arrive_as_they_are(load):
     assert rewards_of(load("code_points"), texts) == [float(ord(text)) for text in texts]
 
 
-def test_the_worker_loads_neither_torch_nor_the_package(load):
-    """It starts in a moment: standard library only, and the function finds no more than it imports."""
-    tree = ast.parse(Path(worker.__file__).read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) for node in imports}
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
-    assert rewards_of(load("modules"), ("a",)) == [0.0]
+def test_the_worker_loads_the_standard_library_and_few_modules_of_the_package(load, capfd):
+    """It starts in a moment, and the function finds no more than it imports."""
+    rewards_of(load("modules"), ("a",))
+    loaded = ast.literal_eval(capfd.readouterr().out.splitlines()[1])
+    allowed = {"minirl.rewards.reward_adapter", "minirl.rewards.values"}
+    allowed |= {f"minirl.workers.{name}" for name in ("child", "containment", "conversation", "user_code")}
+    assert {*loaded} == {"minirl", "minirl.rewards", "minirl.workers"} | allowed
+    for name in loaded:
+        tree = ast.parse(Path(importlib.import_module(name).__file__).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert imported in allowed or imported.partition(".")[0] in sys.stdlib_module_names
 
 
 def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_path):
@@ -665,7 +681,7 @@ def test_no_process_is_left_after_close(load, name):
     """Neither a worker nor what it forked or started. Fault 25."""
     function = load(name, num_workers=2)
     processes = [int(pid) for pid in function(completions=["a", "b"])]
-    processes += [worker.pid for worker in function.workers]
+    processes += [worker.pid for worker in function.pool.workers]
     assert all(map(is_alive, processes))
     function.close()
     assert_gone(*processes)
@@ -678,14 +694,14 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
     Fault 25.
     """
     program = (
-        "import sys\nfrom minirl.rewards.worker_process import load_reward\n"
+        "import sys\nfrom minirl.rewards.reward_process import load_reward\n"
         "pids, starts, hangs = (\n"
         f"    load_reward('{folder}/mine.py:' + name, num_workers=1 + (name == 'hangs_in_c'))\n"
         "    for name in ('pids', 'starts', 'hangs_in_c')\n"
         ")\n"
         "for function in (pids, starts):\n"
         "    print(*map(int, function(completions=['a', 'b'])), end=' ')\n"
-        "print(*(worker.pid for worker in hangs.workers), flush=True)\n"
+        "print(*(worker.pid for worker in hangs.pool.workers), flush=True)\n"
         "hangs(completions=['bad'])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -702,7 +718,7 @@ def test_no_process_is_left_after_the_trainer_was_killed(folder):
 def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
     """The reader of stdout has gone: a run that forgives a failure and shows what user code prints goes on."""
     program = (
-        "from minirl.rewards.worker_process import load_reward\n"
+        "from minirl.rewards.reward_process import load_reward\n"
         f"raises = load_reward('{folder}/mine.py:raises', on_error='zero')\n"
         f"prints = load_reward('{folder}/mine.py:prints')\n"
         "for _ in range(2):\n"
@@ -719,7 +735,7 @@ def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
 
 def test_row_23_every_rank_prints_its_failures_and_rank_0_what_user_code_prints(load, monkeypatch, capfd):
     """No other rank knows of the failure; what user code prints is much the same on all."""
-    monkeypatch.setattr("minirl.rewards.worker_process.rank", lambda: 1)
+    monkeypatch.setattr("minirl.workers.pool.rank", lambda: 1)
     rewards_of(load("raises", on_error="zero"))
     rewards_of(load("prints"))
     printed = capfd.readouterr().out

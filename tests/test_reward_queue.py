@@ -13,8 +13,8 @@ import torch
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
+from minirl.rewards.reward_process import load_reward
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
-from minirl.rewards.worker_process import load_reward
 from support.processes import is_alive
 from support.rollouts import make_prompts, make_rollout
 
@@ -197,7 +197,7 @@ def test_row_25_a_call_that_hangs_delays_no_other_group(load, make_groups, tmp_p
     while len(list(tmp_path.glob("done_*"))) < 7:
         queue.poll(0.1)
     assert queue.is_busy
-    before = hangs.workers[0].pid
+    before = hangs.pool.workers[0].pid
     with pytest.raises(
         RewardError, match=rf"row at {prompts.row(0).place}, completion 'bad': took more than 2 s"
     ):
@@ -212,7 +212,7 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
     queue = add_all({"f": function}, prompts, groups)
     with pytest.raises(RewardError, match="completion 'bad': raised"):
         wait_for(lambda: queue.poll(0.1))
-    assert not is_alive(function.workers[0].pid)
+    assert not is_alive(function.pool.workers[0].pid)
     with pytest.raises(RuntimeError, match="given up"):
         queue.finish(flat(groups))
 
@@ -232,7 +232,7 @@ def test_row_25_a_phase_that_is_left_leaves_no_answer_for_the_next(load, make_gr
     prompts, groups = make_groups([("a", "bad"), ("bb", "cc"), ("dd", "ee")])
     functions = {"hangs": load("hangs")}
     left = add_all(functions, prompts, groups)
-    busy = functions["hangs"].workers[0].pid
+    busy = functions["hangs"].pool.workers[0].pid
     assert reward_rollouts(functions, prompts, groups[2]).rewards.tolist() == [[2.0], [2.0]]
     assert not is_alive(busy)
     with pytest.raises(RuntimeError, match="given up"):
@@ -251,7 +251,7 @@ def test_row_25_a_signal_while_the_rest_is_awaited_kills_what_is_under_way(load,
     prompts, groups = make_groups([("bad",), ("ok",)])
     functions = {"hangs": load("hangs", num_workers=2), "also": load("hangs")}
     queue = add_all(functions, prompts, groups)
-    busy = [functions["hangs"].workers[0].pid, functions["also"].workers[0].pid]
+    busy = [functions["hangs"].pool.workers[0].pid, functions["also"].pool.workers[0].pid]
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
@@ -281,8 +281,8 @@ def test_row_25_a_worker_that_has_died_is_replaced_without_waiting_for_its_impor
     prompts, groups = make_groups([("a",)])
     function = load("raises")
     (tmp_path / "is_slow").touch()
-    os.kill(function.workers[0].pid, signal.SIGKILL)
-    wait_for(lambda: not is_alive(function.workers[0].pid))
+    os.kill(function.pool.workers[0].pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(function.pool.workers[0].pid))
     start = time.perf_counter()
     queue = add_all({"raises": function}, prompts, groups)
     queue.poll()

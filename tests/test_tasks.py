@@ -316,9 +316,9 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     assert load_task("auto", data=None, eval_data=()).name == "sorting"
     task = load_task("auto", data=write([GOOD]), eval_data=(), reward=(mine("four"), mine("three")))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
-    assert [len(function.workers) for function in task.rewards.values()] == [1, 1]
+    assert [len(function.pool.workers) for function in task.rewards.values()] == [1, 1]
     task = load_task("auto", data=write([GOOD]), eval_data=(), reward=(mine("four"),), reward_workers=2)
-    assert len(task.rewards["four"].workers) == 2
+    assert len(task.rewards["four"].pool.workers) == 2
     assert task.extra_scores == {}
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from minirl.data.task import Messages, as_messages, conversation
 from minirl.errors import InputError, refuse
-from minirl.rewards.worker import MAX_REWARD, shown, validate_number
+from minirl.rewards.values import MAX_REWARD, validate_number
+from minirl.workers.user_code import shown
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,9 +23,9 @@ from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFu
 from minirl.episodes.program import Ended, Failed, Host, InProcess, Reply
 from minirl.episodes.view import record_of, sum_of_rewards
 from minirl.errors import InputError, RolloutError, refuse
+from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
-from minirl.rewards.user_process import escaped
 from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, appended, rollout_of
 
 NO_BUDGET = sys.maxsize

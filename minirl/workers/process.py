@@ -1,10 +1,9 @@
-"""A process that runs a user's code, and the lines that go to it and come from it: nothing here waits for it.
+"""A process that runs a user's code, and the lines that go to it and come from it. Nothing here waits for it.
 
 Nothing is pickled. The process has the user's rights: this limits accidents, not attacks.
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -12,20 +11,15 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from minirl.errors import InputError
-from minirl.files.redaction import redacted
 
 # Bytes that are read of what it sends at a time.
 READ_SIZE = 1 << 16
 
 
 class UserProcess:
-    """`python -P` with these arguments, in a session of its own, which is killed as a whole. Not collective.
+    """`python -P` with these arguments, in its own session, which is killed as a whole. Not collective.
 
-    received: what the process has sent and nobody has taken.
+    received: what the process sent and nobody has taken yet.
     """
 
     def __init__(self, arguments: Sequence[str]):
@@ -67,7 +61,7 @@ class UserProcess:
         return bool(self._unsent)
 
     def write(self, data: bytes) -> None:
-        """Send data behind what is unsent."""
+        """Send data after what is unsent."""
         self._unsent = memoryview(bytes(self._unsent) + data)
         self.flush()
 
@@ -110,40 +104,6 @@ class UserProcess:
         if code < 0:
             return f"ended its process, {_signal_name(-code)}"
         return f"ended its process, exit code {code}"
-
-
-def source_and_name(flag: str, spec: str, *, expected: str = "function") -> tuple[str, str]:
-    """The file or module, and the name in it, that a flag's "file.py:name" or "module:name" says.
-
-    expected: what is named. Raises InputError naming the flag if it is neither, or if there is no such file.
-    """
-    source, _, name = spec.rpartition(":")
-    is_file = source.endswith(".py")
-    is_module = all(part.isidentifier() for part in source.split("."))
-    if not name or not (is_file or is_module):
-        raise InputError(f"{flag} {spec}: expected file.py:{expected} or module:{expected}")
-    if is_file and not Path(source).is_file():
-        raise InputError(f"{flag} {spec}: there is no file {source}")
-    return source, name
-
-
-def checked_answer(line: bytes | bytearray, request_id: str) -> dict[str, Any] | None:
-    """The answer in a line; None if the process's own code has not sent it in answer to this request."""
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_answer = isinstance(answer, dict) and answer.get("id") == request_id
-    return answer if is_answer and isinstance(answer.get("printed"), str) else None
-
-
-def escaped(text: str) -> str:
-    """Return what user code has said, to be shown: without secrets, and with control characters spelt out.
-
-    Control characters could be a terminal's escape codes, for example.
-    """
-    shown: str = redacted(text)
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
 
 
 def _signal_name(number: int) -> str:

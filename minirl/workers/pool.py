@@ -1,0 +1,504 @@
+"""Conversations with a user's code in worker processes: open one, send to it, close it.
+
+A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
+worker runs). A process that dies, takes too long or sends nonsense is replaced, and its conversations are opened again,
+each with what it had been told. Those that had not been replied to are suspects: they are opened again one at a time,
+and the one with which a process dies has failed.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import secrets
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirl.errors import InputError
+from minirl.files.redaction import escaped
+from minirl.ranks.process_group import print_here, rank
+from minirl.workers.process import UserProcess
+
+# For the imports of the user's file, in addition to the time limit of a reply.
+LOAD_TIMEOUT_S = 60.0
+# An event loop sees by itself which conversation takes too long, unless it hangs.
+GRACE_S = 3.0
+# Bytes of an answer.
+MAX_ANSWER = 1 << 26
+NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
+PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from minirl.workers.child import main; main()"
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+
+
+class WorkerError(RuntimeError):
+    """A worker process could not be started, or did not load its code.
+
+    number: of a conversation that it was started for; None if it was for none.
+    """
+
+    def __init__(self, message: str, number: int | None = None):
+        super().__init__(message)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the code says to a message, or the error with which it failed.
+
+    is_last: whether the conversation has ended. facts: what goes with each reply (`Conversation.facts`); None if the
+    process died or took too long.
+    """
+
+    content: Any = None
+    error: str | None = None
+    is_last: bool = True
+    facts: Any = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the code of a pool is, for its workers and for messages.
+
+    flag: that names the code. expected: what it names. called: before the name of the code. adapter: loads the code
+    (`child`). describer: an adapter that loads it in another process for the description alone, and may import more.
+    too_long: said of a reply that takes more than some seconds.
+    """
+
+    flag: str
+    called: str
+    adapter: str
+    too_long: str
+    expected: str = "function"
+    describer: str = ""
+
+    def source_and_name(self, spec: str) -> tuple[str, str]:
+        """Return the file or module, and the name in it, of "file.py:name" or "module:name".
+
+        Raises InputError naming the flag if it is neither, or if there is no such file.
+        """
+        source, _, name = spec.rpartition(":")
+        is_file = source.endswith(".py")
+        is_module = all(part.isidentifier() for part in source.split("."))
+        if not name or not (is_file or is_module):
+            raise InputError(
+                f"{self.flag} {spec}: expected file.py:{self.expected} or module:{self.expected}"
+            )
+        if is_file and not Path(source).is_file():
+            raise InputError(f"{self.flag} {spec}: there is no file {source}")
+        return source, name
+
+
+class Pool:
+    """Workers that have loaded a user's code. Nothing here is collective, and nothing waits but the constructor.
+
+    Each worker runs the user's file for itself: what the file remembers is that worker's own, and is lost when the
+    worker is killed.
+
+    what: names the code in messages. description: what the adapter says of it.
+    """
+
+    def __init__(self, kind: Kind, spec: str, *, timeout_s: float, num_workers: int = 1):
+        """Start the workers and wait until they have loaded the code. spec: "file.py:name" or "module:name".
+
+        timeout_s: limit of one reply. Raises InputError if there is no such code, or if it cannot be loaded.
+        """
+        source, self.name = kind.source_and_name(spec)
+        self.what = f"{kind.called} {self.name}"
+        self._kind = kind
+        self._start_worker = functools.partial(_Worker, kind, source, self.name, timeout_s=timeout_s)
+        self._numbers = itertools.count()
+        self._worker_of: dict[int, _Worker] = {}
+        # The kinds of notes that were printed: each is printed once.
+        self._printed_notes: set[str] = set()
+        self.workers: list[_Worker] = []
+        try:
+            # All load the file at the same time.
+            for _ in range(num_workers):
+                self.workers.append(self._start_worker(kind.adapter))
+            if kind.describer:
+                self.workers.append(self._start_worker(kind.describer))
+            while not all(worker.is_ready for worker in self.workers):
+                wait_for_any([self], 1.0)
+                self.poll()
+        except WorkerError as error:
+            self.stop()
+            raise InputError(f"{kind.flag} {source}:{self.name}: {error}") from None
+        self.description = self.workers[-1].description
+        if kind.describer:
+            self.workers.pop().kill()
+        self._max_conversations = self.workers[0].max_conversations
+
+    @property
+    def has_free_worker(self) -> bool:
+        """Whether a worker is in no conversation."""
+        return any(not worker.held for worker in self.workers)
+
+    def open(self, seed: int, opening: Callable[[], Any], *, num_replies: int = 0) -> int:
+        """Open a conversation with the worker that has the fewest; returns its number.
+
+        seed: of the random generators. opening: returns the first message, as JSON; called again when the process is
+        replaced, it returns all that its successor has to be told. num_replies: that the code gives on the way to the
+        present one, each in its own time. Raises what `json.dumps` raises, WorkerError if no process starts.
+        """
+        worker = min(self.workers, key=lambda worker: len(worker.held))
+        if len(worker.held) >= self._max_conversations:
+            # A conversation that waited for another to end might wait for ever: episodes of a group begin together.
+            worker = self._start_worker(self._kind.adapter)
+            self.workers.append(worker)
+        number = next(self._numbers)
+        worker.open(number, _Conversation(seed, opening, num_replies, json.dumps(opening())))
+        self._worker_of[number] = worker
+        return number
+
+    def send(self, number: int, message: Any) -> None:
+        """Reply to the code's last reply; the code replies again."""
+        self._worker_of[number].send(number, message)
+
+    def close(self, number: int) -> None:
+        """End a conversation that waits for a message. There is no reply."""
+        self._worker_of.pop(number).close(number)
+
+    def seconds(self, number: int) -> float:
+        """Return how long the code has taken for a conversation in the process that has it."""
+        return self._worker_of[number].held[number].seconds
+
+    def flush(self) -> None:
+        """Send what `open`, `send` and `close` left to be sent, all in one piece. Raises WorkerError."""
+        for worker in self.workers:
+            worker.flush()
+
+    def poll(self) -> list[tuple[int, Reply]]:
+        """Return the replies that are there, in any order; send, and replace processes as needed.
+
+        Raises WorkerError if no process can be started in place of another.
+        """
+        replies = []
+        for worker in self.workers:
+            replies += worker.poll()
+            for kind, text in worker.take_notes().items():
+                # What user code prints is much the same on all ranks.
+                if kind != "printed" or rank() == 0:
+                    self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
+        for number, reply in replies:
+            if reply.is_last:
+                del self._worker_of[number]
+        return replies
+
+    def print_once(self, kind: str, text: str) -> None:
+        """Print a note on this rank unless one of this kind was printed before."""
+        if kind not in self._printed_notes:
+            self._printed_notes.add(kind)
+            print_here(f"note: {text}")
+
+    def give_up(self) -> None:
+        """Forget all conversations; kill the processes that have still to reply, so that no later reply is taken."""
+        self._worker_of.clear()
+        for worker in self.workers:
+            worker.give_up()
+
+    def stop(self) -> None:
+        """Kill the workers and the other processes of their sessions; later conversations start new ones."""
+        self.give_up()
+        for worker in self.workers:
+            worker.kill()
+
+
+def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
+    """Wait until a process of some pool has sent something, or is over its time, for at most `timeout_s` seconds.
+
+    Returns at once if no process has anything to send. Raises WorkerError.
+    """
+    poller = select.poll()
+    limits = []
+    for pool in pools:
+        pool.flush()
+        limits += [worker.register(poller) for worker in pool.workers if worker.is_busy]
+    if limits:
+        poller.poll(1000 * max(0.0, min(timeout_s, *limits)))
+
+
+@dataclass
+class _Conversation:
+    """A conversation as its worker has it; the first fields as in `Pool.open`.
+
+    message: that the process is to get, as JSON; None: to be made, since the process has to be told all.
+    is_there: whether the process has the conversation. seconds: that the code took in this process.
+    """
+
+    seed: int
+    opening: Callable[[], Any]
+    num_replies: int
+    message: str | None
+    is_there: bool = False
+    is_closing: bool = False
+    seconds: float = 0.0
+
+
+class _Worker:
+    """One process after another. Nothing here waits.
+
+    held: the conversations. is_ready: whether the process has loaded the code.
+    """
+
+    def __init__(self, kind: Kind, source: str, name: str, adapter: str, *, timeout_s: float):
+        """Start a process. Raises WorkerError if the system starts none."""
+        self._kind = kind
+        self._arguments = [adapter, source, name]
+        self._timeout_s = timeout_s
+        self.held: dict[int, _Conversation] = {}
+        # Conversations to be sent to; those to be opened before them, one at a time.
+        self._waiting: deque[int] = deque()
+        self._suspects: deque[int] = deque()
+        # Replies that are awaited, in the order of sending: when each was asked for, and for how long it may take.
+        self._awaited: dict[int, tuple[float, float]] = {}
+        self._notes: dict[str, str] = {}
+        self.description: Mapping[str, Any] = {}
+        self.max_conversations = sys.maxsize
+        self._is_async = False
+        self._is_running = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process that was started last; it may have ended."""
+        return self._process.pid
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the process has to send something."""
+        return self._is_running and (not self.is_ready or bool(self._awaited))
+
+    def open(self, number: int, conversation: _Conversation) -> None:
+        """Take a new conversation, which is replied to."""
+        self.held[number] = conversation
+        self._waiting.append(number)
+
+    def send(self, number: int, message: Any) -> None:
+        """Take a message of a conversation, which is replied to."""
+        if self.held[number].is_there:
+            self.held[number].message = json.dumps(message)
+        self._waiting.append(number)
+
+    def close(self, number: int) -> None:
+        """Let the code end a conversation that the process has; forget another one."""
+        if self.held[number].is_there:
+            self.held[number].is_closing = True
+            self._waiting.append(number)
+        else:
+            del self.held[number]
+
+    def give_up(self) -> None:
+        """Forget all conversations, and kill the process if it is in one."""
+        was_awaited = bool(self._awaited)
+        for forgotten in (self.held, self._waiting, self._suspects, self._awaited):
+            forgotten.clear()
+        if was_awaited:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and all others of its session; whatever is sent next starts another."""
+        self._is_running = False
+        self._process.kill()
+
+    def register(self, poller: select.poll) -> float:
+        """Register what there is to wait for. Returns the seconds until it has taken too long."""
+        self._process.register(poller)
+        return min(self._deadlines().values()) - time.monotonic()
+
+    def take_notes(self) -> dict[str, str]:
+        """Return what to tell the user, by its kind."""
+        notes, self._notes = self._notes, {}
+        return notes
+
+    def flush(self) -> None:
+        """Send what may be sent: all that waits, or a suspect alone. Raises WorkerError."""
+        if not self._waiting and not self._suspects:
+            return
+        if not self._is_running:
+            self._start()
+        if not self.is_ready or (self._suspects and self._awaited):
+            return
+        if self._suspects:
+            requests = [self._request(self._suspects[0])]
+        else:
+            requests = [self._request(number) for number in self._waiting]
+            self._waiting.clear()
+        self._process.write(b"".join(requests))
+
+    def poll(self) -> list[tuple[int, Reply]]:
+        """Send and read what can be; replace a process that died or takes too long. Returns the replies.
+
+        Raises WorkerError.
+        """
+        self.flush()
+        if not self.is_busy:
+            return []
+        if self._process.has_unsent and self._process.flush():
+            # A request's time begins when the process has it: this process may be late in sending the rest.
+            self._since = time.monotonic()
+        replies: list[tuple[int, Reply]] = []
+        lines, has_ended = self._read()
+        for line in lines:
+            answer = self._parsed(line)
+            if answer is None:
+                return replies + self._replace(NO_ANSWER)
+            if answer["printed"]:
+                self._notes["printed"] = answer["printed"]
+            if self.is_ready:
+                replies += self._received(answer)
+            else:
+                self._begin_serving(answer)
+        if has_ended:
+            return replies + self._replace(self._process.how_it_ended())
+        # After the read: this process may have been busy with something else when the answer came.
+        late = [number for number, deadline in self._deadlines().items() if time.monotonic() > deadline]
+        if late:
+            return replies + self._replace(self._too_long(), late[0])
+        self.flush()
+        return replies
+
+    def _start(self) -> None:
+        """Start a process, which says first what it has loaded."""
+        self.is_ready = False
+        self._key = secrets.token_hex(8)
+        # When the process could begin with what it does now.
+        self._since = time.monotonic()
+        try:
+            self._process: UserProcess = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
+        except OSError as error:
+            workers_flag = f"--{self._kind.called}-workers"
+            message = f"no process can be started for it: {error}; see {workers_flag}"
+            raise WorkerError(message, self._started_for()) from None
+        self._is_running = True
+        self._process.write(json.dumps({"id": self._key, "path": sys.path}).encode() + b"\n")
+
+    def _started_for(self) -> int | None:
+        """Return the number of a conversation that needs a process."""
+        return next(itertools.chain(self._suspects, self.held), None)
+
+    def _begin_serving(self, answer: Mapping[str, Any]) -> None:
+        """Take the first answer of a process. Raises WorkerError."""
+        if "error" in answer:
+            self.kill()
+            raise WorkerError(escaped(str(answer["error"])), self._started_for())
+        self.is_ready = True
+        self._is_async = answer["is_async"]
+        self.max_conversations = answer["max_conversations"] or sys.maxsize
+        self.description = answer["description"]
+
+    def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
+        """Kill a process that is of no use any more; returns the reply of the conversation that failed.
+
+        late: the number of the one that takes too long; of an `async def` it is one of those that may be to blame.
+        Raises WorkerError if the process was just being started.
+        """
+        self.kill()
+        if not self.is_ready:
+            raise WorkerError(escaped(why), self._started_for())
+        culprit = None
+        if self._suspects:
+            culprit = self._suspects.popleft()
+        elif not self._is_async:
+            culprit = late
+        self._suspects += [number for number in self._awaited if number != culprit]
+        self._awaited.clear()
+        for number in [number for number, conversation in self.held.items() if conversation.is_closing]:
+            del self.held[number]
+        self._suspects = deque(number for number in self._suspects if number in self.held)
+        self._waiting = deque(number for number in self._waiting if number in self.held)
+        for conversation in self.held.values():
+            conversation.is_there = False
+            conversation.message = None
+        if culprit is None or self.held.pop(culprit, None) is None:
+            return []
+        return [(culprit, Reply(error=why))]
+
+    def _request(self, number: int) -> bytes:
+        """Return the line that sends a conversation's message; awaits the answer to it from now on."""
+        conversation = self.held[number]
+        limit_s = self._timeout_s
+        request: dict[str, Any] = {"number": number}
+        message = conversation.message
+        if conversation.is_closing:
+            request["closes"] = True
+        elif not conversation.is_there:
+            request["seed"] = conversation.seed
+            limit_s *= conversation.num_replies + 1
+            message = message or json.dumps(conversation.opening())
+            conversation.seconds = 0.0
+        conversation.is_there = True
+        conversation.message = None
+        self._awaited[number] = (time.monotonic(), limit_s)
+        head = json.dumps({**request, "limit_s": limit_s})
+        # The message is JSON already: it was made once, when it was known.
+        return f'{head[:-1]}, "message": {message or "null"}}}\n'.encode()
+
+    def _deadlines(self) -> dict[int, float]:
+        """Return when the process has taken too long, by the conversation that is to blame; -1 for its start."""
+        if not self.is_ready:
+            return {-1: self._since + self._timeout_s + LOAD_TIMEOUT_S}
+        if self._is_async:
+            return {number: sent + limit + GRACE_S for number, (sent, limit) in self._awaited.items()}
+        # The first of them runs, since it was sent or the one before it ended; the others wait for it.
+        first = itertools.islice(self._awaited.items(), 1)
+        return {number: max(sent, self._since) + limit for number, (sent, limit) in first}
+
+    def _too_long(self) -> str:
+        return f"took more than {self._timeout_s:g} s {self._kind.too_long}"
+
+    def _read(self) -> tuple[list[bytes], bool]:
+        """Return the lines that have come, and whether no more will come."""
+        received = self._process.received
+        searched = len(received)
+        has_ended = False
+        size = -1
+        while not has_ended and size < len(received) <= MAX_ANSWER:
+            size = len(received)
+            has_ended = self._process.read()
+        if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
+            return [], has_ended  # a long line is split once, when it has come whole
+        *lines, rest = bytes(received).split(b"\n")
+        received[:] = rest
+        if len(rest) > MAX_ANSWER:
+            lines.append(b"")  # no answer
+        return lines, has_ended
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        """Return the answer in a line; None if it is not what the worker's own code sends."""
+        answer = None
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+        if not isinstance(answer, dict) or answer.get("id") != self._key:
+            return None
+        if not isinstance(answer.get("printed"), str) or not isinstance(answer.get("error", ""), str):
+            return None
+        if not self.is_ready:
+            return answer
+        is_awaited = answer.get("number") in self._awaited and "facts" in answer and "seconds" in answer
+        return answer if is_awaited and answer.keys() & {"reply", "error", "is_late"} else None
+
+    def _received(self, answer: Mapping[str, Any]) -> list[tuple[int, Reply]]:
+        """Take an answer; returns the reply in it, unless it is of a conversation that was closed."""
+        number = answer["number"]
+        del self._awaited[number]
+        self._since = time.monotonic()
+        if self._suspects:
+            self._suspects.popleft()
+        conversation = self.held[number]
+        conversation.seconds += answer["seconds"]
+        conversation.num_replies += 1
+        error = self._too_long() if "is_late" in answer else answer.get("error")
+        is_last = answer.get("is_last", True)
+        if is_last:
+            del self.held[number]
+        if not conversation.is_closing:
+            return [(number, Reply(answer.get("reply"), error, is_last, answer["facts"]))]
+        if error:
+            self._notes["failed at its end"] = error
+        return []

@@ -1,0 +1,70 @@
+"""Find a user's functions, and show what they raise. Standard library only: a worker starts quickly."""
+
+import importlib
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Of this package.
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+# How many characters of each the trainer receives.
+MAX_TRACEBACK = 4000
+MAX_REPR = 80
+
+
+def find_function(source: str, name: str) -> Callable[..., Any] | str:
+    """Return the function `name` of a file or module, or why there is none. Raises what the user's code raises."""
+    found = find_functions(source, [name])
+    return found if isinstance(found, str) else found[0]
+
+
+def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
+    """Return functions of one file or module, or why there is none. Raises what the user's code raises."""
+    if source.endswith(".py"):
+        module = _run_file(source)
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+                raise
+            return f"there is no module {error.name!r} here; is it installed?"
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        return f"{source} has no function {missing[0]}"
+    return [getattr(module, name) for name in names]
+
+
+def _run_file(file: str) -> types.ModuleType:
+    """Run a Python file as a module."""
+    module = types.ModuleType(f"user_file_{os.path.basename(file).removesuffix('.py')}")
+    module.__file__ = file
+    # dataclasses and pickle look a class's module up there.
+    sys.modules[module.__name__] = module
+    with open(file, "rb") as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+    return module
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of the value's repr, or its type where it has none (an int of thousands of digits)."""
+    try:
+        return repr(value)[:MAX_REPR]
+    except Exception:
+        return f"a value of {type(value)} that cannot be shown"
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback without its first frames, of this package; the middle of a very long one is left out."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if len(text) <= MAX_TRACEBACK:
+        return text
+    half = MAX_TRACEBACK // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"
