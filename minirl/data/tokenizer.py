@@ -161,8 +161,8 @@ class Tokenizer:
         """Return the text that the chat template makes of messages, tools and arguments (None: the tokenizer's own).
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
-        answer continues that message, as in TRL. Raises InputError naming `place` and the folder if the template refuses
-        the messages, takes too long or writes too much.
+        answer continues that message, as in TRL. Raises InputError naming `place` and the folder if the template
+        refuses the messages, takes too long or writes too much.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
