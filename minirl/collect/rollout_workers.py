@@ -13,12 +13,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minirl.episodes.episode import Episode, Generate, Turn, returned_rewards
-from minirl.episodes.program import Ended, Failed, Reply
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.program import Failed, Reply
+from minirl.episodes.remote import opening, read_reply, take_facts, turns_message
 from minirl.errors import InputError, RolloutError
 from minirl.files.redaction import escaped
 from minirl.ranks import watchdog
@@ -109,9 +111,11 @@ class RolloutWorkers:
         # That a process takes at a time.
         self._max_episodes = self.workers[0].max_episodes
 
-    def begin(self, episode: Episode) -> int:
-        """As `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
+    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
+        """See `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
         number = next(self._numbers)
+        for turn in turns:
+            episode.take(turn)
         try:
             worker = min(self.workers, key=lambda worker: worker.num_episodes)
             if worker.num_episodes >= self._max_episodes:
@@ -128,8 +132,8 @@ class RolloutWorkers:
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        """As `Host`."""
-        self._of_episode[number].ask(number)
+        """See `Host`."""
+        self._of_episode[number].take(number, turn)
 
     def close(self, number: int) -> None:
         """As `Host`."""
@@ -183,14 +187,11 @@ class RolloutWorkers:
 class _Hosted:
     """An episode as its worker has it.
 
-    asked: what its function has asked for, answer by answer.
     is_there: whether the process has it. is_closing: whether it is to end without a reply. seconds: that its function
     has taken in this process.
     """
 
     episode: Episode
-    begin: dict[str, Any]
-    asked: list[dict[str, Any]] = field(default_factory=list)
     is_there: bool = False
     is_closing: bool = False
     seconds: float = 0.0
@@ -235,20 +236,13 @@ class _Worker:
 
     def begin(self, number: int, episode: Episode) -> None:
         """Call the function for a new episode. Raises what `json.dumps` raises of its row."""
-        row = episode.row
-        columns = {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place}
-        begin = {
-            "row": columns,
-            "seed": episode.seed,
-            "max_tokens": episode.max_tokens,
-            "tools": episode.tools,
-            "prompt_ids": episode.prompt_ids,
-            "is_chat": episode.is_chat,
-            "temperature": episode.temperature,
-            "environment": episode.environment,
-        }
-        json.dumps(begin)
-        self._hosted[number] = _Hosted(episode, begin)
+        json.dumps(episode.header)
+        self._hosted[number] = _Hosted(episode)
+        self.ask(number)
+
+    def take(self, number: int, turn: Turn) -> None:
+        """Give an episode the turn that it asked for, which is replied to."""
+        self._hosted[number].episode.take(turn)
         self.ask(number)
 
     def ask(self, number: int) -> None:
@@ -391,10 +385,9 @@ class _Worker:
         if hosted.is_closing:
             request |= {"close": True}
         elif hosted.is_there:
-            request |= {"turns": [_fields(turns[-1])]}
+            request |= turns_message(hosted.episode, turns[-1:])
         else:
-            all_turns = [_fields(turn) for turn in turns]
-            request |= {"begin": hosted.begin, "turns": all_turns, "asked": hosted.asked}
+            request |= opening(hosted.episode)
             num_pieces = 1 + len(turns)
             hosted.seconds = 0.0
         limit_s = self._timeout_s * num_pieces
@@ -443,7 +436,14 @@ class _Worker:
         if not self.is_ready:
             return answer
         number = answer.get("episode")
-        if number not in self._awaited or not _has_rewards(answer, len(self._hosted[number].episode.rewards)):
+        if number not in self._awaited or "facts" not in answer:
+            return None
+        try:
+            if answer["facts"] is not None:
+                take_facts(self._hosted[number].episode, answer["facts"])
+            if answer.get("reply") is not None:
+                answer["reply"] = read_reply(answer["reply"])
+        except (InputError, KeyError, TypeError):
             return None
         return answer
 
@@ -456,64 +456,14 @@ class _Worker:
             self._suspects.popleft()
         hosted = self._hosted[number]
         hosted.seconds += answer["seconds"]
-        for index, given in answer["rewards"]:
-            hosted.episode.rewards[index] = given
-        hosted.episode.environment = answer["environment"]
-        for unseen in answer["unseen"]:
-            hosted.episode.branches[unseen].drops_last = True
-        asked = answer.get("asked")
-        if isinstance(asked, dict):
-            hosted.asked.append(asked)
-            return [(number, Generate(**{**asked, "stop": tuple(asked["stop"])}))]
+        reply = answer.get("reply")
+        if isinstance(reply, Generate):
+            return [(number, reply)]
         del self._hosted[number]
         error = self._lateness() if "is_late" in answer else answer.get("error")
         if hosted.is_closing:
             if error:
                 self._notes["failed at its end"] = error
             return []
-        return [(number, Failed(error) if error else Ended(answer["returned"], answer["reason"]))]
-
-
-def _has_rewards(answer: Mapping[str, Any], num_places: int) -> bool:
-    """Whether an answer has rewards, and an environment, as the worker's own code sends them.
-
-    num_places: of the episode's rewards.
-    """
-    if not isinstance(answer.get("environment"), dict | None):
-        return False
-    try:
-        for index, given in answer["rewards"]:
-            if type(index) is not int or not 0 <= index < num_places or None in given.values():
-                return False
-            returned_rewards(given)
-        returned = answer.get("returned", {})
-        returned_rewards(returned)
-    except (InputError, AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return isinstance(returned, dict)
-
-
-def _fields(turn: Turn) -> dict[str, Any]:
-    """A turn for its episode's process."""
-    message: dict[str, Any] = {}
-    message_error = None
-    try:
-        message = turn.message
-    except InputError as error:  # raised there if the function asks for the message
-        message_error = str(error)
-    return {
-        "ids": turn.ids,
-        "logprobs": turn.logprobs,
-        "versions": turn.versions,
-        "finish_reason": turn.finish_reason,
-        "branch": turn.branch,
-        "start": turn.start,
-        "limit": turn.limit,
-        "prompt_ids": turn.prompt_ids,
-        "appended": turn.appended,
-        "inserted": turn.inserted,
-        "text": turn.text,
-        "message": message,
-        "message_error": message_error,
-        "answer": turn.answer,
-    }
+        failed_or_ended: Reply = Failed(error) if error else answer["reply"]
+        return [(number, failed_or_ended)]

@@ -5,22 +5,15 @@ message, an answer that is one word, and the new messages is rendered in its pla
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
-# What may be appended between two turns: text, token ids or messages.
-After = str | Sequence[int] | Messages
 # Words, that a template may not mistake for anything else.
 _ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
-
-
-def is_messages(after: After) -> TypeGuard[Messages]:
-    """Whether it is a list of messages, good or bad ones, rather than of token ids."""
-    return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
 def is_message(value: Any) -> bool:

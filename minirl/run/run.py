@@ -28,7 +28,7 @@ from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
 from minirl.episodes.episode import RolloutFunction
-from minirl.episodes.runner import EpisodeLimits
+from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
 from minirl.model.batch_invariance import product_dtype
@@ -492,13 +492,12 @@ class Run:
         add_rewards(metrics, "reward", self._reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         if self.config.decode_budget is not None:
-            metrics.add_total("count/restarted", self._collector.take_num_restarted())
+            metrics.add_total("count/restarted", self._collector.take_count("restarted"))
         if self.config.on_rollout_error == "end":
-            metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
+            metrics.add_total("count/rollout_errors", self._collector.take_count("rollout_errors"))
         if self.tokenizer.tools:
-            num_results, num_errors = self._collector.take_num_tool_results()
-            metrics.add_total("count/tool_results", num_results)
-            metrics.add_total("count/tool_errors", num_errors)
+            metrics.add_total("count/tool_results", self._collector.take_count("tool_results"))
+            metrics.add_total("count/tool_errors", self._collector.take_count("tool_errors"))
         self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self.config.eval_every)
