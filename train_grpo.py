@@ -45,10 +45,12 @@ from minirl.objective.losses import (
 )
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
+from minirl.report.progress import show_progress
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run import Run
+from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
 from minirl.training.scoring import refuse_gradient, score_batch
@@ -261,20 +263,21 @@ def main(config: Config) -> int:
     check(config)
     if config.dry_run:
         return dry_run(config)
-    run = Run(config, name="grpo")
-    policy, optimizer = run.load_trainable(run.model_config, run.model_folder)
-    engine = run.make_engine(policy)
+    setup = Setup(config, name="grpo")
+    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    engine = setup.make_engine(policy)
     reference = None
     if config.has_reference:
-        reference = run.load_reference()
-    collector = run.make_collector(
+        reference = setup.load_reference()
+    collector = setup.make_collector(
         engine,
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
         max_refills=config.max_refills if config.dynamic_sampling else None,
         frozen=[] if reference is None else [reference],
     )
-    progress = run.begin({"policy": (policy, optimizer)}, collector)
+    run = Run(setup, {"policy": (policy, optimizer)}, collector)
+    progress = run.progress
 
     for step in run.steps():
         metrics = StepMetrics(step)
@@ -303,7 +306,7 @@ def main(config: Config) -> int:
         batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts)).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
         if reference is not None:  # advantages may have a KL term
-            batch = reference.add_to(batch, run.show_progress("score", microbatches))
+            batch = reference.add_to(batch, show_progress("score", microbatches))
         batch = batch.to(torch.device("cpu"))
         advantages = token_advantages(config, *rewards, table, batch)
         batch = batch.replace(
@@ -318,7 +321,7 @@ def main(config: Config) -> int:
         metrics.begin("update")
         sampled_version: int | None = progress.update
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
-            for i, sequences in enumerate(run.show_progress("update", minibatch)):
+            for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one

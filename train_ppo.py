@@ -46,10 +46,12 @@ from minirl.objective.losses import (
 )
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
+from minirl.report.progress import show_progress
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script
 from minirl.run.run import Run
+from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
 from minirl.training.frozen_models import values_of
@@ -207,25 +209,27 @@ def main(config: Config) -> int:
     check(config)
     if config.dry_run:
         return dry_run(config)
-    run = Run(config, name="ppo")
-    policy, optimizer = run.load_trainable(run.model_config, run.model_folder)
-    value_config, value_folder = value_model_source(config, run)
-    value, value_optimizer = run.load_trainable(value_config, value_folder)
-    engine = run.make_engine(policy)
+    setup = Setup(config, name="ppo")
+    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    value_config, value_folder = value_model_source(config, setup)
+    value, value_optimizer = setup.load_trainable(value_config, value_folder)
+    engine = setup.make_engine(policy)
     reference = None
     if config.has_reference:
-        reference = run.load_reference()
-    frozen = [run.frozen(value.decoder, values_of, ["values", "end_values"])]
+        reference = setup.load_reference()
+    frozen = [setup.frozen(value.decoder, values_of, ["values", "end_values"])]
     if reference is not None:
         frozen.append(reference)
-    collector = run.make_collector(engine, rollout, frozen=frozen)
-    progress = run.begin(
+    collector = setup.make_collector(engine, rollout, frozen=frozen)
+    run = Run(
+        setup,
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         collector,
         folders={"value": value_folder},
         extra={"kl_coef": config.kl_reward_coef},
         resolved={"value_lr": config.value_peak_lr},
     )
+    progress = run.progress
 
     for step in run.steps():
         metrics = StepMetrics(step)
@@ -244,7 +248,7 @@ def main(config: Config) -> int:
         batch = exchange(rewarded.rollouts, table, plan.rank_of, streams).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
         for model in frozen:
-            batch = model.add_to(batch, run.show_progress("score", microbatches))
+            batch = model.add_to(batch, show_progress("score", microbatches))
         batch = batch.to(torch.device("cpu"))
         end_values = batch.end_values[batch.last_index]
         kl = kl_to_reference(batch)
@@ -287,7 +291,7 @@ def main(config: Config) -> int:
         metrics.begin("update")
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             sampled_version = progress.update if progress.update % config.updates_per_step == 0 else None
-            for i, sequences in enumerate(run.show_progress("update", minibatch)):
+            for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
                 values = value_batch(value.module, micro)
@@ -324,19 +328,19 @@ def main(config: Config) -> int:
     return run.close()
 
 
-def value_model_source(config: Config, run: Run) -> tuple[ModelConfig, Path]:
+def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
     """Shape and folder of the value model, which must read the policy's tokens. Raises InputError."""
-    folder = run.saved_folder("value")
+    folder = setup.saved_folder("value")
     if folder is None and config.value_model:
         folder = resolve_folder(config.value_model, flag="--value-model")
-    folder = folder or run.model_folder
+    folder = folder or setup.model_folder
     model_config = dataclasses.replace(read_config(folder), scalar_head=True)
-    vocabulary = run.tokenizer.backend.get_vocab().items()
+    vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
-    is_too_short = model_config.max_position_embeddings < run.max_tokens
+    is_too_short = model_config.max_position_embeddings < setup.max_tokens
     if not vocabulary <= value_vocabulary or is_too_short:
         raise InputError(
-            f"--value-model {folder}: must read the policy's tokens, up to {run.max_tokens} of them"
+            f"--value-model {folder}: must read the policy's tokens, up to {setup.max_tokens} of them"
         )
     return model_config, folder
 

@@ -1,15 +1,15 @@
-"""What stands around the model, at real sizes: CPU seconds of one rank for rewards, exchange, layouts, files and data.
+"""The work around the model at real sizes: CPU seconds of one rank for rewards, exchange, layouts, files and data.
 
     PYTHONPATH=. python benchmarks/around_the_model.py [--rollouts 8192] [--rows 100000]
 
 No model: the rollouts have random tokens, a prompt of 200 and completions of 900 on average, 16 of a prompt. The
 tokenizer is a byte-level BPE of 8,192 tokens, trained here on random words. Each row is the CPU time of this process,
-of all its threads; `of this thread` is what the step itself waits for.
+of all its threads; the step itself waits only for `of this thread`.
 
 judge: `reward_rollouts` with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and
 the exchange at one rank. streams: the microbatches of a batch, and a number for each sequence spread over its tokens.
 layouts: of all microbatches, without the portable kernel's index. log_rollouts: writing the texts. data: reading and
-checking a JSONL file of rows of about 190 bytes, and the requests of one step; memory is what a process has grown by.
+checking a JSONL file of rows of about 190 bytes, and the requests of one step; memory is the growth of the process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from minirl.training.batch import exchange, gather_table
 VOCAB_SIZE = 8192
 GROUP_SIZE = 16
 PROMPT_TOKENS = 200
-MAX_TOKENS = 16_384  # of a microbatch
+MAX_TOKENS = 16_384  # limit of a microbatch
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def make_rollouts(count: int, prompts: PromptStream) -> list[Rollout]:
 
 
 def measure_step(count: int, folder: Path) -> None:
-    """What happens to a step's rollouts before and after the model."""
+    """Process a step's rollouts as a step does before and after the model."""
     process_group.start(device="cpu")
     rows = [Row(f"row {i}", {"answer": i}, f"f:{i}") for i in range(count // GROUP_SIZE)]
     prompts = PromptStream(

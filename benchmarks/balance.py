@@ -4,7 +4,7 @@ No model and no process group.
 
     python benchmarks/balance.py [--sequences 512] [--ranks 8] [--max-tokens 8192]
 
-Lengths are `shortest` + a geometric number, at most `longest`. Imbalance is tokens of the fullest rank / mean - 1: the
+Lengths are `shortest` + a geometric number, up to `longest`. Imbalance is tokens of the fullest rank / mean - 1: the
 share of the time of an update that the average rank waits for the fullest, if time is proportional to tokens.
 `plan_microbatches` ("planned") is compared with two ways to give every rank the same number of sequences: consecutive
 ones ("contiguous") and every n-th one ("round_robin"). `used_frac` is tokens / (microbatches x --max-tokens), over all

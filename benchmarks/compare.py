@@ -15,7 +15,7 @@ from statistics import median
 
 
 def result_of(command: str, timeout_s: float) -> dict:
-    """Run a command to its end; the object on its RESULT line. Raises RuntimeError with its errors if there is none."""
+    """Run a command; returns the object on its RESULT line. Raises RuntimeError with its errors if it prints none."""
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -29,7 +29,7 @@ def spread(values: list[float]) -> str:
 
 
 def print_comparison(metric: str, commands: list[str], results: list[list[dict]]) -> None:
-    """A line for each command. results: of each command, by round; the first command is the base."""
+    """Print a line for each command. results: by command and round; the first command is the base."""
     num_rounds = len(results[0])
     print(f"\n{metric}: median (range), ratio to the first: median (range), {num_rounds} rounds")
     for command, found in zip(commands, results, strict=True):

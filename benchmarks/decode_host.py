@@ -37,7 +37,7 @@ def no_sample(hidden: Tensor, head: Tensor, **_: object) -> tuple[Tensor, Tensor
 
 
 def step_ms(num_requests: int, context: int, *, num_ending: int) -> list[float]:
-    """Thread CPU of each step, with so many requests that end in each."""
+    """Thread CPU of each step, with this many requests ending in each."""
     limit = NUM_STEPS + 20
     load = Load(num_requests, num_requests * (context + limit + 300), num_requests, 1, context, 8)
     requests = [dataclasses.replace(request, max_new_tokens=limit) for request in requests_of(load)]

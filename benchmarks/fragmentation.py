@@ -1,11 +1,11 @@
-"""Whether each step of a real size finds its memory in what the step before has left, counted without a GPU.
+"""Does each step of a real size find its memory in what the previous step left? Counted without a GPU.
 
     python benchmarks/fragmentation.py [--shape qwen2.5-1.5b]
 
 Meta tensors go through the model's own code at the sizes that `auto` chooses for cards of 80 GB, and each storage is
 taken from a model of torch's caching allocator: it cuts blocks out of segments, merges free neighbours, and gives back
-to the card only segments in which nothing is used. Segments here are of fixed sizes, the harder case; runs ask for
-expandable ones, of which all that is not used can be given back. What FSDP and CUDA graphs take is written down here.
+to the card only segments in which nothing is used. Segments here have fixed sizes, the harder case; runs ask for
+expandable ones, whose unused parts can all be given back. The memory of FSDP and CUDA graphs is written down here.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Block:
 
 
 class CachingAllocator:
-    """torch's `CUDACachingAllocator` with its default settings, of a card with so many free bytes."""
+    """torch's `CUDACachingAllocator` with its default settings, on a card with `capacity` free bytes."""
 
     def __init__(self, capacity: float):
         self.capacity = capacity
@@ -89,7 +89,7 @@ class CachingAllocator:
         self._free: dict[tuple[str, bool], list[tuple[int, int, Block]]] = {}
 
     def allocate(self, num_bytes: int, stream: str) -> Block:
-        """A block of at least so many bytes: of the smallest free one that is large enough, or of a new segment."""
+        """Return a block of at least this many bytes, from the smallest free one that fits or a new segment."""
         size = max(512, math.ceil(num_bytes / 512) * 512)
         is_small = size <= MB
         pool = (stream, is_small)
@@ -235,7 +235,7 @@ class Replay:
             self.backward(part, is_last=i == len(MICROBATCHES) - 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        empty(GATHER_BYTES // 2)  # twice so many bytes, in fp32
+        empty(GATHER_BYTES // 2)  # twice as many bytes, in fp32
 
     @torch.no_grad()
     def generate(self) -> None:
@@ -256,14 +256,14 @@ class Replay:
 
     @torch.no_grad()
     def score(self) -> None:
-        """Bring the reference to the device, if there is one, and run it over a microbatch."""
+        """Bring a reference to the device and run it over a microbatch; without one do nothing."""
         for _ in self.work.frozen:
             parked = [empty(*p.shape, dtype=p.dtype) for p in self.parameters]
             score_batch(self.model, self._microbatch(1.0), temperature=1.0)
             del parked
 
     def backward(self, part: float, *, is_last: bool) -> None:
-        """A microbatch, and what FSDP does with a unit's gradients once it has them all."""
+        """Run a microbatch; FSDP reduces a unit's gradients once it has them all."""
         unit_of = {parameter: i for i, unit in enumerate(self.units) for parameter in unit}
         missing = [len(unit) for unit in self.units]
         sent: list[Tensor] = []
@@ -275,7 +275,7 @@ class Replay:
                 parameter.grad = None
             missing[unit_of[parameter]] -= 1
             if missing[unit_of[parameter]] == 0 and (is_last or self.sums_always):
-                # What a unit sends is kept until the next one has sent.
+                # A unit's send buffer is kept until the next unit has sent.
                 sent[:] = [*sent, self._sum_over_ranks(self.units[unit_of[parameter]])][-1:]
 
         hooks = [
@@ -308,7 +308,7 @@ class Replay:
         return (math.ceil(len(parameter) / self.work.num_shards), *parameter.shape[1:])
 
     def _microbatch(self, part: float) -> Batch:
-        """Of this part of the most tokens, selected from a batch of twice as many."""
+        """A microbatch with this share of the most tokens, selected from a batch of twice as many."""
         num_sequences = int(part * self.sizes.max_tokens_per_microbatch) // SEQUENCE
         lengths = (SEQUENCE,) * (2 * num_sequences)
         stream = empty(sum(lengths))
@@ -353,7 +353,7 @@ def make_workload(
 
 
 def auto_sizes(work: memory.Workload) -> memory.Sizes:
-    """Those that a card of 80 GB gets."""
+    """Return the sizes that a card of 80 GB gets."""
     return memory.choose_sizes(work, FREE, dict.fromkeys(memory.Sizes.__dataclass_fields__, "auto"))
 
 

@@ -1,10 +1,10 @@
-"""Everything that is to be seen on a GPU, unattended and within ten minutes: what is right, and how fast it is.
+"""Check on a GPU, unattended and within ten minutes, that everything is right and how fast it is.
 
     python benchmarks/gpu_check.py [--write] [--only NAME ...] [--out FILE.json]
     python benchmarks/gpu_check.py --device cpu    # the same program, small, without a GPU
 
-Each check is a process of its own with a time limit, so that one failure does not hide the others. Every figure stands
-beside what is expected of it; `!` marks those that are outside. The exit code is 1 if a check failed or a figure is
+Each check runs in its own process with a time limit, so that one failure does not hide the others. The table shows the
+expected range of every figure; `!` marks those that are outside. The exit code is 1 if a check failed or a figure is
 outside. `--write` puts the table into benchmarks/GPU.md.
 """
 
@@ -35,9 +35,9 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class Check:
-    """A check, what is expected of its figures as (lowest, highest), and its time limit in seconds.
+    """A check, the expected ranges of its figures as (lowest, highest), and its time limit in seconds.
 
-    A bound of None means that there is none. Figures without an entry are only shown.
+    None leaves a side of a range open. Figures without an entry are only shown.
     """
 
     run: Callable[["Place"], Figures]
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass
 class Outcome:
-    """What came of a check."""
+    """The result of a check."""
 
     name: str
     status: str  # "ok", "failed" or "too slow"
@@ -153,7 +153,7 @@ def ppo(place: Place) -> Figures:
 
 
 def real_size(place: Place, script: str) -> Figures:
-    """Three steps of 1.5B random parameters at the sizes that are chosen, on a card of 80 GB; on the CPU of a few."""
+    """Three steps of 1.5B random parameters at the automatic sizes, on a card of 80 GB; on the CPU a tiny model."""
     from cuda_decode import write_random_model
 
     from minirl.run.embedded_model import save_tokenizer
@@ -291,7 +291,7 @@ LIMITS = {
     "L40": (0.86e12, 181e12),
     "4090": (1.0e12, 165e12),
 }
-# Without a device there is nothing to learn in so few steps, and no roofline.
+# Without a device the few steps learn nothing, and there is no roofline.
 NOT_ON_CPU = (
     "last_reward",
     "update_mfu",
@@ -303,7 +303,7 @@ NOT_ON_CPU = (
 
 
 def limits_of(name: str) -> tuple[float, float]:
-    """Bandwidth and arithmetic of a card; an H100's if it is none of those known."""
+    """Bandwidth and arithmetic of a card; an H100's for an unknown card."""
     for card, limits in LIMITS.items():
         if card in name:
             return limits
@@ -350,7 +350,7 @@ def run_to_end(script: str, *flags: str, place: Place, ranks: int = 1) -> tuple[
 
 
 def run_alone(name: str, device: str, folder: Path) -> Outcome:
-    """Run a check in a process of its own. Its runs go into the folder, where they share the embedded model."""
+    """Run a check in its own process. Its runs go into the folder, where they share the embedded model."""
     check = CHECKS[name]
     began = time.monotonic()
     command = [sys.executable, __file__, "--here", name, "--device", device, "--folder", str(folder)]
@@ -373,7 +373,7 @@ def run_alone(name: str, device: str, folder: Path) -> Outcome:
 
 
 def outside(name: str, figure: str, value: float | str, device: str) -> bool:
-    """Whether a figure is not what is expected of it."""
+    """Return whether a figure is outside its expected range."""
     if isinstance(value, str) or (device == "cpu" and figure in NOT_ON_CPU):
         return False
     low, high = CHECKS[name].expected.get(figure, (None, None))
@@ -381,7 +381,7 @@ def outside(name: str, figure: str, value: float | str, device: str) -> bool:
 
 
 def is_good(outcome: Outcome, device: str) -> bool:
-    """Whether a check ended, with all its figures as expected."""
+    """Return whether a check finished with all figures as expected."""
     missing = CHECKS[outcome.name].expected.keys() - outcome.figures.keys()
     if device == "cpu":
         missing -= set(NOT_ON_CPU)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/head_memory.py [--vocab 151936] [--dtype float32]
 
 `full` makes all logits at once in the given dtype and widens them. `full_wide` widens the factors first, so that its
-error is as small as minirl's. Each variant runs in a process of its own (Linux, CPU). `extra_mib` is the peak of the
+error is as small as minirl's. Each variant runs in its own process (Linux, CPU). `extra_mib` is the peak of the
 first forward and backward above the inputs and the head's gradient. `cpu_s` is the median over the runs of both passes.
 `error` is the greatest difference of a gradient from that in float64, at a small shape, relative to the greatest
 gradient.
@@ -98,7 +98,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     """The figures of one variant, in this process."""
     dtype = getattr(torch, args.dtype)
     width = args.hidden
-    # Load the libraries, with inputs that are too small to leave memory behind.
+    # Load the libraries with inputs too small to leave memory allocated.
     make_gradients(variant, 64, 64, 64, dtype)()
     gradients = make_gradients(variant, args.vocab, width, args.tokens, dtype)
     seconds = []

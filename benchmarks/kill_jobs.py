@@ -118,14 +118,14 @@ class Killer:
         self.rng = random.Random(seed)
 
     def run_to_end(self, name: str) -> None:
-        """Start the run's job again and again until it ends by itself with exit code 0."""
+        """Start the run's job again and again until it exits 0 without a kill."""
         is_done = False
         while not is_done:
             job = start(self.script, self.runs, name)
             is_done = self._end_or_kill(job, name)
 
     def _end_or_kill(self, job: subprocess.Popen, name: str) -> bool:
-        """Wait for a random time, then kill the job if it still runs. Whether it has ended with exit code 0."""
+        """Wait for a random time, then kill the job if it still runs. Returns whether it exited 0."""
         if self.num_kills == self.max_kills:
             return job.wait() == 0
         try:

@@ -4,8 +4,8 @@
 
 Meta tensors go through the code that CUDA tensors take, and nothing is computed: each operation of torch and each
 Triton kernel that would be launched is counted with the bytes that it reads and writes (a Triton kernel as if it read
-or wrote each argument once). A wait is what stops the host until the device has come so far: reading a number, a
-result whose shape depends on values, a copy from or to pageable memory. A microbatch is forward, loss, backward and
+or wrote each argument once). A wait stops the host until the device has caught up: reading a number, a result whose
+shape depends on values, a copy from or to pageable memory. A microbatch is forward, loss, backward and
 metrics, and its head has as many rows as the batch has loss tokens. Neither FSDP nor the optimizer is counted. bf16.
 """
 
@@ -88,7 +88,7 @@ ALLOCATIONS = {
     aten.empty_strided.default,
     aten.new_empty_strided.default,
 }
-# They read as many rows of the first argument as the result has.
+# They read only as many rows of the first argument as the result has.
 GATHERS = {
     aten.index.Tensor,
     aten.index_select.default,
@@ -103,13 +103,13 @@ SCATTERS = {
     aten.scatter_add_.default,
     aten.index_add_.default,
 }
-# What they find in the first argument is overwritten unread.
+# They overwrite the first argument without reading it.
 WRITES = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}
 
 
 @dataclasses.dataclass
 class Counts:
-    """What was counted. by_name: launches and bytes of each operation."""
+    """The counts. by_name: launches and bytes of each operation."""
 
     launches: int = 0
     waits: int = 0
@@ -130,7 +130,7 @@ class Counts:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts operations on meta tensors as if they were CUDA's. What depends on values gets made-up ones."""
+    """Counts operations on meta tensors as if they were CUDA's. Results that depend on values get made-up ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class LaunchCounter(TorchDispatchMode):
         return torch.empty(num_found, mask.ndim, dtype=torch.int64, device=META)
 
     def _as_numbers(self, index: Tensor | None) -> Tensor | None:
-        """An index tensor with numbers in place of a mask, which CUDA makes of it too."""
+        """Replace a mask by an index tensor of numbers, as CUDA does."""
         if index is None or index.dtype != torch.bool or not index.is_meta:
             return index
         return self._nonzero(index)[:, 0]
@@ -243,7 +243,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what runs on meta tensors in the block, with the choices that the code makes for CUDA in bf16."""
+    """Count operations on meta tensors in the block, with the choices that the code makes for CUDA in bf16."""
     counter = LaunchCounter()
     counts = counter.counts
 

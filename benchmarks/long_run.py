@@ -1,4 +1,4 @@
-"""Whether memory and disk use stay bounded: resident memory and number of files in a long run, at each tenth of it.
+"""Do memory and disk use stay bounded? Resident memory and number of files at each tenth of a long run.
 
 python benchmarks/long_run.py [--num-steps 500] [--script train_ppo.py]
 """

@@ -6,9 +6,9 @@
 Both sides get the same completions, rewards and logprobs of the policy and of the old, reference and sampling models,
 in float64: groups of three completions of 1 to 20 tokens, some cut off, one group of equal rewards. TRL's side is its
 `_generate_and_score_completions` (advantages, masks, importance weights) and `_compute_loss`, with sampling, rewards
-and the forward pass replaced by the given numbers. minirl's side are the functions of `train_grpo.py`, with a preset or
-flags. Printed are the greatest differences of the loss, relative to TRL's, and of d loss / d logprob, relative to the
-greatest of TRL's. Exits with 1 above the tolerance, with 2 without TRL.
+and the forward pass replaced by the given numbers. minirl's side is the functions of `train_grpo.py`, with a preset or
+flags. The output has the greatest differences of the loss, relative to TRL's, and of d loss / d logprob, relative to
+the greatest of TRL's. Exits with 1 above the tolerance, with 2 without TRL.
 
 Conventions that differ, and are made equal here or left out:
 - To a std minirl adds 1e-6 and TRL 1e-4: here --advantage-eps 1e-4. TRL weights the KL term in the loss by the ratio;
@@ -90,13 +90,13 @@ class Example:
 
 
 def make_example(seed: int) -> Example:
-    """Random completions; each has moved from the old policy by a step of its own, of 1e-4 to 0.5 per token."""
+    """Random completions; each has moved from the old policy by its own step, of 1e-4 to 0.5 per token."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LIMIT + 1, (NUM_COMPLETIONS,), generator=random)
     lengths[:3] = torch.tensor([1, LIMIT, LIMIT])
     lengths.clamp_(max=LIMIT if seed % 2 else LIMIT // 2)  # none is cut off in every second batch
     is_cut = lengths == LIMIT
-    is_cut[1] = False  # it ends by itself, at the limit
+    is_cut[1] = False  # it ends with a stop token, at the limit
     ids = []
     for length, is_completion_cut in zip(lengths.tolist(), is_cut.tolist(), strict=True):
         last = TOKEN if is_completion_cut else EOS
@@ -155,7 +155,7 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
 
 
 def minirl_loss(config: Config, x: Example) -> Tensor:
-    """What `train_grpo.main` does with the example, by the functions of the script."""
+    """Run the example through the functions of the script, as `train_grpo.main` does."""
     batch, new = make_batch(x)
     rewards = x.rewards.clone()
     if config.overlong_buffer:

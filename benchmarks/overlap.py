@@ -1,10 +1,10 @@
-"""What overlap hides: steps with a slow reward, a reference model, and 4 of 64 completions ten times as long.
+"""How much overlap hides: steps with a slow reward, a reference model, and 4 of 64 completions ten times as long.
 
     python benchmarks/overlap.py TOKENIZER [--base CHECKOUT] [--per call] [--workers 4] [--num-runs 3]
 
 TOKENIZER is a Hugging Face folder with a small vocabulary; the model is a random one of 3M parameters. Runs
-train_grpo.py on two CPU ranks, in turns with that of another checkout of minirl if one is given, and prints the medians
-of a step's seconds by cause. The first step of each run is left out. `--per completion`: the reward sleeps 60 ms for
+train_grpo.py on two CPU ranks, in turns with that of another checkout of minirl (`--base`), and prints the medians of a
+step's seconds by cause. The first step of each run is left out. `--per completion`: the reward sleeps 60 ms for
 each.
 """
 
@@ -44,7 +44,7 @@ def run_skewed() -> None:
     """Under torchrun: a script whose training completions have given lengths. sys.argv: the script and its flags."""
     from minirl.data.prompts import PromptStream
 
-    # An older checkout has another name for it.
+    # Older checkouts use another name.
     name = "request" if hasattr(PromptStream, "request") else "_request"
     original = getattr(PromptStream, name)
 

@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256])
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 9)))
     args = parser.parse_args()
-    # Compiled anew, whatever an earlier run has left.
+    # Compile again, whatever an earlier run left in the cache.
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         return show(args)

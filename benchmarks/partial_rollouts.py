@@ -1,13 +1,13 @@
-"""What partial rollouts are worth: the same completions collected with and without a decode budget, in turns.
+"""The gain of partial rollouts: the same completions collected with and without a decode budget, in turns.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/partial_rollouts.py [--lengths skewed|equal]
     OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --standalone --nproc-per-node 2 benchmarks/partial_rollouts.py
     PYTHONPATH=. python benchmarks/partial_rollouts.py --learn MODEL --data PROMPTS.jsonl
 
 A step takes 8 prompts x 8 completions: of 80 tokens, and 4 of 800 (skewed); or of 260 each (equal). The model is
-random, with 1.6M parameters, and is not trained. Steps count when as much is in flight as ever. Figures are medians
+random, with 1.6M parameters, and is not trained. Steps count once the number in flight is steady. Figures are medians
 over steps: seconds and CPU seconds of rank 0, each also over the tokens that the step takes; `prefill_tokens` of all
-ranks has what paused rollouts take to go on; ages are in steps, of the tokens taken.
+ranks includes resuming paused rollouts; ages are in steps, of the tokens taken.
 
 --learn trains MODEL, a small Hugging Face folder, by `train_grpo.py` on the prompts of --data: without a budget, with
 one, and with importance weights besides. Completions have 64 tokens and a budget of 16, so that each is sampled by the
@@ -78,7 +78,7 @@ LENGTHS: dict[str, Callable[[RolloutId], int]] = {"skewed": skewed, "equal": equ
 
 
 class Prompts(PromptStream):
-    """Prompts whose completions end at lengths of their own."""
+    """Prompts whose completions end at given lengths."""
 
     def __init__(self, tokenizer: Tokenizer, length_of: Callable[[RolloutId], int]):
         rows = [Row(text, {}, f"prompt {i}") for i, text in enumerate(prompt_texts(64))]
@@ -86,7 +86,7 @@ class Prompts(PromptStream):
         self._length_of = length_of
 
     def request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
-        """As `PromptStream.request`."""
+        """The request of `PromptStream.request`, with the given length."""
         request = super().request(rollout_id, prompt_ids, temperature)
         return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())
 
@@ -106,7 +106,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_engine(device: torch.device) -> Engine:
-    """An engine that has a place for all that is in flight, over a random model."""
+    """An engine with a place for every rollout in flight, over a random model."""
     torch.manual_seed(0)
     model = Transformer(config_from_dict(SHAPE))
     for parameter in model.parameters():
@@ -164,7 +164,7 @@ def generate(args: argparse.Namespace) -> None:
         )
         for budget in (None, args.budget)
     }
-    # What is in flight grows in the first steps, which are decoded in several rounds, and less and less later.
+    # The number in flight grows in the first steps, which decode in several rounds, then ever less.
     longest = max(map(LENGTHS[args.lengths], (RolloutId(0, sample) for sample in range(GROUP_SIZE))))
     num_before = 4 * (longest // args.budget)
     steps: dict[int | None, list[dict[str, float]]] = {budget: [] for budget in collectors}

@@ -204,7 +204,7 @@ def main() -> None:
         return total, products.floor(backward=backward) / REPEATS
 
     update()  # a warm-up
-    # All times before the profiler, which leaves much behind.
+    # Take all times before the profiler runs, which leaves much memory allocated.
     generate_s, generate_floor_s = timed(generate, backward=False)
     update_s, update_floor_s = timed(update, backward=True)
     found = by_kind(generate, outside="engine")

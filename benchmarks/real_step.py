@@ -41,7 +41,7 @@ def letters(prompts, completions, **kwargs):
 
 
 def make_model(tokenizer: Path, folder: Path, **shape: int) -> int:
-    """Write a random model with this tokenizer, of SHAPE but for `shape`; returns its number of parameters."""
+    """Write a random model with this tokenizer and SHAPE updated by `shape`; returns its number of parameters."""
     folder.mkdir()
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
@@ -107,7 +107,7 @@ def show(job: subprocess.Popen, folder: Path, num_parameters: int) -> None:
 
 
 def resident_mib_of_ranks(agent: int) -> list[float]:
-    """Resident memory of the processes that torchrun has started; none while they start or end."""
+    """Resident memory of the processes that torchrun started; empty while they start or end."""
     try:
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text()
         return [resident_mib(int(pid)) for pid in children.split()]

@@ -1,4 +1,4 @@
-"""What waiting for replies costs: 256 episodes of 4 turns, whose environment takes 50 ms for each of its 3 replies.
+"""The cost of waiting for replies: 256 episodes of 4 turns, whose environment takes 50 ms for each of 3 replies.
 
     python benchmarks/replies.py TOKENIZER [--seconds 0.05] [--no-async] [--workers 1] [--num-runs 3]
 
@@ -35,17 +35,17 @@ def in_turn(episode):
         time.sleep({seconds})
         yield episode.generate(after="reply ", max_tokens=32)
 """
-# The causes of a step's time in which the engine works.
+# The causes of a step's time during which the engine works.
 ENGINE = ("prefill", "decode")
 
 
 def step_times(folder: Path, flags: list[str]) -> list[dict[str, float]]:
-    """The seconds by cause of a run's steps but the first."""
+    """The seconds by cause of a run's steps without the first."""
     name = f"run{len(list(folder.glob('runs/run*')))}"
     flags = [*flags, "--run-name", name]
     run = start_script("train_grpo.py", *flags, runs=folder / "runs", ranks=1, stdout=subprocess.DEVNULL)
     if run.wait() != 0:
-        sys.exit(f"the run has failed, exit code {run.returncode}")
+        sys.exit(f"the run failed, exit code {run.returncode}")
     return seconds_by_cause(folder / "runs" / name)
 
 

@@ -1,4 +1,4 @@
-"""Do TRL's own reward functions give in minirl what they give in TRL? Rewards and advantages compared.
+"""Do TRL's own reward functions give the same in minirl and in TRL? Rewards and advantages compared.
 
     pip install trl==1.16.0 math_verify    # the CPU will do
     PYTHONPATH=. python benchmarks/rewards.py
@@ -6,9 +6,9 @@
 TRL's side is its trainer's `_generate_and_score_completions`, with generation and the forward pass replaced: its code
 calls the functions and makes advantages of what they return. minirl's side loads the same functions by the names that
 `--reward` takes, each in its worker process, and makes advantages of groups. Both get the same chat prompts, with a
-column `solution`, and the same completions: answers right, wrong, unreadable and missing, some repetitive. One function
-is of this file's own making: an `async def` that says None to every second completion. The advantages are compared once
-with all rewards, and once with those alone that may be None, so that some completions have none at all.
+column `solution`, and the same completions: answers right, wrong, unreadable and missing, some repetitive. This
+file adds an `async def` that returns None for every second completion. The advantages are compared once with all
+rewards, and once with only those that may be None, so that some completions have none at all.
 TRL holds rewards in fp32, so they are compared after rounding, and advantages to 1e-5. Exits with 1 above that, with 2
 without TRL.
 """

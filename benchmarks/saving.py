@@ -1,4 +1,4 @@
-"""What saving costs a run: the wall seconds of `train_grpo.py` on two ranks with a checkpoint every N steps.
+"""The cost of saving: the wall seconds of `train_grpo.py` on two ranks with a checkpoint every N steps.
 
     python benchmarks/compare.py --metric step_s "python benchmarks/saving.py --num-steps 100 --save-every 0" \
         "python benchmarks/saving.py --num-steps 100 --save-every 50" \

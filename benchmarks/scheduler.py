@@ -1,4 +1,4 @@
-"""What the scheduler does with far more requests than places, at real sizes. Exact counts, on any machine.
+"""Counts of the scheduler with far more requests than places, at real sizes. Exact on any machine.
 
     PYTHONPATH=. python benchmarks/scheduler.py
 

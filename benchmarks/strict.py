@@ -1,4 +1,4 @@
-"""What it costs that sampled and training logprobs are equal bit for bit: minirl against itself without it. On the CPU.
+"""The cost of equal bits in sampled and training logprobs: minirl against itself without them. On the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/strict.py MODEL [--dtype bfloat16]
 
@@ -59,7 +59,7 @@ def decode_attend(q: Tensor, layout: DecodeLayout, layer: int) -> Tensor:
 
 
 def packed_attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-    """Causal attention of each sequence of a packed stream by itself."""
+    """Causal attention of a packed stream, one sequence at a time."""
     parts = []
     for x in (q, k, v):
         # Repeat shared prompts, so that each sequence is whole.

@@ -40,7 +40,7 @@ class WeightWatch:
         self.accept()
 
     def accept(self) -> None:
-        """Take the present write counters and bits as the state to compare with. Addresses stay the first ones."""
+        """Take the current write counters and bits as the state to compare with. Addresses stay the first ones."""
         weights = self.policy.compute_weights
         self.versions = {name: weight._version for name, weight in weights.items()}
         self.bits = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/window.py [--sequences 8] [--tokens 4096] [--dtype bfloat16]
 
 A small random model, once with a window in every layer and once without. All sequences grow together and none stops.
-The two models take turns, --span tokens at a time. A step is what the engine does in one: extending the sequences in
-the cache, the layout, the forward pass and the sample. Once the window is full, its time and its blocks should stay
+The two models take turns, --span tokens at a time. A step is the engine's: extending the sequences in the cache,
+the layout, the forward pass and the sample. Once the window is full, its time and its blocks should stay
 constant.
 """
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the prompts, the clocks and the RESULT line. Not a program.
+"""Shared by the benchmarks: the prompts, the clocks and the RESULT line. Not a program.
 
 The prompts are random characters, 12 to 120 of them, the same in every run. With a character-level tokenizer and random
 weights over a vocabulary of V, the lengths of completions are about geometric with mean V, so that requests end at all
@@ -48,7 +48,7 @@ def start_script(
 
 
 def seconds_by_cause(run: Path) -> list[dict[str, float]]:
-    """What the account of time says of each step of a run but the first: seconds by cause."""
+    """The account of time of each step of a run without the first: seconds by cause."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {name[5:]: value for name, value in step.items() if name.startswith("time/")} for step in steps[1:]
@@ -95,7 +95,7 @@ def make_requests(
 
 
 class ComputedTokens:
-    """Counts the tokens that pass the first layer of a model, including the padding if there is any."""
+    """Counts the tokens that pass the first layer of a model, padding included."""
 
     def __init__(self, model: Transformer):
         self.total = 0

@@ -36,11 +36,11 @@ SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 
 
 def read_run(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """A run's name and the numbers of its steps. Raises InputError where there are none."""
+    """A run's name and the numbers of its steps. Raises InputError if there are no steps."""
     folder = find_run(name, "metrics.jsonl")
     lines, damaged = read_metrics(folder / "metrics.jsonl")
     for number in damaged:
-        print(f"note: {folder}/metrics.jsonl:{number} is no whole line and is left out", file=sys.stderr)
+        print(f"note: {folder}/metrics.jsonl:{number} is not a whole line and is left out", file=sys.stderr)
     if not lines:
         raise InputError(f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines

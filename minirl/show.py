@@ -1,7 +1,7 @@
 """A step's rollouts in the terminal: `python -m minirl.show RUN [STEP]`.
 
-RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default the last one that is kept. What was
-sampled and what the environment appended have a colour each, unless NO_COLOR is set or the output is no terminal.
+RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default the last one that is kept. Sampled and
+appended text have different colours, unless NO_COLOR is set or the output is not a terminal.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from minirl.errors import InputError, refuse
 from minirl.files.redaction import escaped
 from minirl.run.run_folder import find_run
 
-# Codes of a terminal's colours, by what is said in them.
+# Codes of a terminal's colours, by kind of text.
 COLORS = {"title": "1", "label": "2", "sampled": "32", "environment": "36"}
 # Of every line of a step's file.
 TYPES: Mapping[str, Any] = {
@@ -35,7 +35,7 @@ Paint = Callable[[str, str], str]
 
 
 def step_file(run: str, step: int | None) -> Path:
-    """The file of a step's rollouts; without a step, of the last one. Raises InputError if there is none."""
+    """The file of a step's rollouts; without a step, of the last one. Raises InputError if it is missing."""
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
     refuse(not files, f"{folder}: has no rollouts yet")
@@ -48,9 +48,9 @@ def step_file(run: str, step: int | None) -> Path:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a step, in the order of their ids. A line that is none is named on stderr and left out.
+    """The rollouts of a step, in the order of their ids. Any other line is named on stderr and left out.
 
-    Raises InputError if none is left.
+    Raises InputError if no rollout is left.
     """
     rollouts = []
     try:
@@ -65,13 +65,13 @@ def read_rollouts(path: Path) -> list[Rollout]:
         if is_rollout(rollout):
             rollouts.append(rollout)
         else:
-            print(f"note: {path}:{number} is no rollout and is left out", file=sys.stderr)
+            print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
     refuse(not rollouts, f"{path}: has no rollouts")
     return rollouts
 
 
 def is_rollout(line: Any) -> bool:
-    """Whether a line has what is shown of a rollout."""
+    """Return whether a line has the fields that are shown of a rollout."""
     if not isinstance(line, dict) or not all(isinstance(line.get(key), TYPES[key]) for key in TYPES):
         return False
     segments = line.get("segments", [])
@@ -82,7 +82,7 @@ def is_rollout(line: Any) -> bool:
 
 
 def _have(items: Any, *keys: str) -> bool:
-    """Whether it is a list of objects with these keys."""
+    """Return whether `value` is a list of objects with these keys."""
     if not isinstance(items, list):
         return False
     return all(isinstance(item, dict) and item.keys() >= set(keys) for item in items)
@@ -94,7 +94,7 @@ def name_of(rollout: Rollout) -> str:
 
 
 def chosen(rollouts: Sequence[Rollout], *, name: str | None, order: str | None, num: int) -> list[Rollout]:
-    """The rollout of this name; or the first so many, by "best" or "worst" reward. Raises InputError."""
+    """The rollout of this name, or the first `num`, by "best" or "worst" reward. Raises InputError."""
     if name is not None:
         found = [rollout for rollout in rollouts if name_of(rollout) == name]
         refuse(
@@ -141,7 +141,7 @@ def paragraphs(rollout: Rollout, paint: Paint) -> Iterator[str]:
 
 
 def turn_label(number: int, turn: Mapping[str, Any], count: str) -> str:
-    """What there is to say of a turn, beside its text."""
+    """The description of a turn, without its text."""
     facts = [f"turn {number}", count, str(turn["finish_reason"])]
     if turn["rewards"]:
         facts.append(listed(turn["rewards"]))
@@ -169,7 +169,7 @@ def listed(rewards: Any) -> str:
 
 
 def shown(number: Any) -> str:
-    """A number in short, or none where there is no reward."""
+    """A number in short, or "none" without a reward."""
     if isinstance(number, float):
         return f"{number:.4g}"
     return "none" if number is None else str(number)

@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from unittest import mock
@@ -16,8 +14,9 @@ import pytest
 
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
+from support.jobs import wait_for
 from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, read_metrics, run_in_pool, run_script, start_script, untimed, wait_for
+from support.scripts import ROOT, read_metrics, run_in_pool, run_script, start_script, untimed
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
 TOOL = ("--rollout", f"{EXAMPLE}:calculator")
@@ -151,7 +150,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 
 @pytest.mark.slow
 def test_row_12_a_run_with_a_tool_goes_on_after_a_kill_at_any_time(calling):
-    """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
+    """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     flags = (
         "--task",
         "calculator",
@@ -169,8 +168,7 @@ def test_row_12_a_run_with_a_tool_goes_on_after_a_kill_at_any_time(calling):
     job = start_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
     wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
     time.sleep(rng.uniform(0, 0.3))
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.kill()
     run_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
     assert bits_of(killed) == bits_of(calling / "whole")
     assert numbers_of(killed) == numbers_of(calling / "whole")

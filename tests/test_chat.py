@@ -15,7 +15,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
-from minirl.run.run import load_tokenizer, prompt_streams
+from minirl.run.load_prompts import load_tokenizer, prompt_streams
 from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
@@ -133,10 +133,10 @@ def test_messages_that_a_template_does_not_write_are_refused_by_row_and_folder(
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([{"role": "user"}], "is no message; expected role and content, both text"),
-        ([{"role": "user", "content": None}], "is no message"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "is no message"),
-        ([{"role": "user", "content": "a"}, 7], "7 is no message"),
+        ([{"role": "user"}], "is not a message; expected role and content, both text"),
+        ([{"role": "user", "content": None}], "is not a message"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "is not a message"),
+        ([{"role": "user", "content": "a"}, 7], "7 is not a message"),
         (
             [{"role": "assistant", "content": "a"}],
             "the last message is the assistant's.*append its beginning",

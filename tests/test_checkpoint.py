@@ -348,11 +348,11 @@ class TestWhatIsGoneOnFrom:
             "",
             "{",
             "[]",
-            '{"format": 1}',
-            '{"format": 1, "files": 3, "state": {"step": 2}, "world_size": 1}',
-            '{"format": 1, "files": {}, "state": {}, "world_size": 1}',
-            '{"format": 1, "files": {}, "state": [], "world_size": 1}',
-            '{"format": 1, "files": {}, "state": {"step": 2}, "world_size": null}',
+            '{"format": 2}',
+            '{"format": 2, "files": 3, "state": {"step": 2}, "world_size": 1}',
+            '{"format": 2, "files": {}, "state": {}, "world_size": 1}',
+            '{"format": 2, "files": {}, "state": [], "world_size": 1}',
+            '{"format": 2, "files": {}, "state": {"step": 2}, "world_size": null}',
         ],
     )
     def test_row_08_a_checkpoint_without_a_good_manifest_is_damaged(self, tmp_path, source, capsys, content):
@@ -394,7 +394,7 @@ class TestWhatIsGoneOnFrom:
         """Neither read nor taken for damage."""
         path = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
         path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-        with pytest.raises(InputError, match="has format 3, this version of minirl reads up to 2"):
+        with pytest.raises(InputError, match="has format 3, this version of minirl reads 2; resume"):
             open_at(tmp_path)
 
     def test_row_13_other_flags_are_listed_and_refused_without_force(self, tmp_path, source, capsys):

@@ -26,6 +26,7 @@ from support.scripts import run_in_pool
 from support.texts import TOKENS, save_tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), Path(__file__).parent / "pitfalls.md"]
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4".split()
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),
@@ -100,7 +101,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
             assert value is True or type(value)(text) == value
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_flag_that_a_page_names_exists(page):
     """Of the scripts, of torchrun, of pytest or of the commands that show a run."""
     known = {
@@ -133,9 +134,7 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda path: path.name)
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
@@ -241,9 +240,9 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
 
 def test_the_tools_that_a_script_tells_of_have_schemas():
     (source,) = (block for block in python_blocks("episodes.md") if "def lookup" in block)
-    names = {"Run": lambda config, name, tools: tool_schemas(tools), "config": None}
+    names = {"Setup": lambda config, name, tools: tool_schemas(tools), "config": None}
     exec(source, names)
-    (schema,) = names["run"]
+    (schema,) = names["setup"]
     assert schema["function"]["parameters"]["properties"]["query"]["description"] == "The term."
 
 

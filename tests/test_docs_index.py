@@ -1,4 +1,4 @@
-"""The numbered rows of docs/faults.md and docs/pitfalls.md have tests, and tests name rows that exist.
+"""The numbered rows of docs/faults.md and tests/pitfalls.md have tests, and tests name rows that exist.
 
 A test says which rows it holds: `row_12` in its name, `row-12` in a parameter's id, or "Fault 12" or "Pitfall 17" in
 its docstring. So tests may move from file to file.
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file())
-COUNTS = {"faults.md": 61, "pitfalls.md": 61}
-WITHOUT_A_TEST = {"faults.md": {45}, "pitfalls.md": {52}}
+COUNTS = {"docs/faults.md": 61, "tests/pitfalls.md": 61}
+WITHOUT_A_TEST = {"docs/faults.md": {45}, "tests/pitfalls.md": {52}}
 REASONS = ("out of scope", "does not apply")
 FAULTS_IN_A_NAME = re.compile(r"(?:^|_)rows?[-_](\d\d)(?:_and_(\d\d))?(?!\d)")
 NUMBERS = r" (\d+(?:(?:, | and )\d+)*)"
 IN_A_TEXT = {
-    "faults.md": re.compile(r"\bfaults?" + NUMBERS, re.IGNORECASE),
-    "pitfalls.md": re.compile(r"\bpitfalls?" + NUMBERS, re.IGNORECASE),
+    "docs/faults.md": re.compile(r"\bfaults?" + NUMBERS, re.IGNORECASE),
+    "tests/pitfalls.md": re.compile(r"\bpitfalls?" + NUMBERS, re.IGNORECASE),
 }
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
@@ -67,7 +67,7 @@ def numbers_in(text: str, document: str) -> set[int]:
 
 def rows_of(document: str) -> dict[int, str]:
     """The numbered rows of a document's tables."""
-    lines = (ROOT / "docs" / document).read_text().splitlines()
+    lines = (ROOT / document).read_text().splitlines()
     rows = [(int(line.split("|")[1]), line) for line in lines if re.match(r"\| *\d+ *\|", line)]
     assert len(rows) == len(dict(rows)), f"{document} has a number twice"
     return dict(rows)
@@ -78,7 +78,7 @@ def rows_with_a_test(document: str) -> set[int]:
     found: set[int] = set()
     for function in (function for tree in trees() for function in functions_in(tree)):
         found |= numbers_in(docstring(function), document)
-        if document == "faults.md":
+        if document == "docs/faults.md":
             found |= {number for name in name_and_ids(function) for number in faults_in(name)}
     return found
 
@@ -90,9 +90,9 @@ def test_numbers_are_read_from_names_and_docstrings():
     assert faults_in("row-24-0-d") == {24}
     assert faults_in("test_overlong_penalty_is_the_reference_row_of_32") == set()
     text = "Pitfalls 22, 28 and 39 among them; 5 others pass. Fault 4: all; pitfall 27 too."
-    assert numbers_in(text, "pitfalls.md") == {22, 27, 28, 39}
-    assert numbers_in(text, "faults.md") == {4}
-    assert numbers_in("A pitfall of 3 kinds", "pitfalls.md") == set()
+    assert numbers_in(text, "tests/pitfalls.md") == {22, 27, 28, 39}
+    assert numbers_in(text, "docs/faults.md") == {4}
+    assert numbers_in("A pitfall of 3 kinds", "tests/pitfalls.md") == set()
 
 
 @pytest.mark.parametrize("document", COUNTS)

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 import train_grpo
 import train_ppo
 from minirl.errors import InputError, RewardError
-from minirl.run import run as run_module
+from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
-from minirl.run.run import Run
+from minirl.run.setup import Setup
 from support.scripts import run_in_pool
 
 QWEN_05B = {
@@ -221,15 +221,15 @@ def test_the_embedded_model_is_not_made_and_no_folder_is(module, tmp_path, monke
 def test_a_script_that_lacks_the_call_trains_nothing():
     """A copy of an older script takes the flag too."""
     with pytest.raises(InputError, match="--dry-run: this script lacks"):
-        Run(RunConfig(dry_run=True), name="old")
+        Setup(RunConfig(dry_run=True), name="old")
 
 
 def set_free(rank, num_bytes):
     """Have runs of this process find so many bytes free; None: as many as there are."""
-    run_module.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
+    setup.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
 
 
-FREE_BYTES = run_module.free_bytes
+FREE_BYTES = setup.free_bytes
 
 
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):

@@ -38,8 +38,8 @@ from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_adapter import call_reward
 from minirl.run.config import RunConfig, check_shared
-from minirl.run.load_task import load_task
-from minirl.run.run import rollout_workers
+from minirl.run.load_prompts import load_tokenizer
+from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, sums
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import CHATML, TOKENS, save_chat_tokenizer, save_tokenizer
@@ -464,7 +464,7 @@ def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_sta
     monkeypatch, kind, reward, gives_reward
 ):
     workers = types.SimpleNamespace(gives_reward=gives_reward)
-    monkeypatch.setattr("minirl.run.run.load_rollout", lambda *_, **__: workers)
+    monkeypatch.setattr("minirl.run.load_task.load_rollout", lambda *_, **__: workers)
     expected = rf"--reward {reward}: --{kind} a.py:b gives no such reward; .*`environments`: --reward FILE.py"
     with pytest.raises(InputError, match=expected):
         rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=(reward,)))
@@ -583,7 +583,6 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
 
 def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
     """Refused with the tokenizer, before there is a model."""
-    from minirl.run.run import load_tokenizer
 
     tools = load("tools", "add")
     save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")

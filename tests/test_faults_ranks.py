@@ -7,13 +7,8 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,9 +18,8 @@ from safetensors.torch import load_file
 from minirl.errors import GuardError, InputError
 from minirl.ranks import process_group, watchdog
 from minirl.report.metrics import StepMetrics
+from support.jobs import ROOT, started, torchrun, wait_for
 
-ROOT = Path(__file__).parent.parent
-SLACK = 4  # a loaded machine gets so many times the seconds of an idle one
 PRELUDE = """
 import os, signal, sys, time
 from minirl.ranks import process_group, watchdog
@@ -63,67 +57,11 @@ run_script(train_grpo.main, train_grpo.Config, description="", presets=train_grp
 """
 
 
-@dataclass
-class Job:
-    """Processes, one for each rank (or torchrun alone), and the files that take their output."""
-
-    processes: list[subprocess.Popen]
-    files: list[Path]
-
-    def output(self, rank: int) -> str:
-        return self.files[rank].read_text(errors="replace")
-
-    def until(self, text: str, *ranks: int) -> None:
-        """Wait until these ranks have printed the text."""
-        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 120)
-
-    def codes(self, within: float) -> list[int]:
-        """Exit codes; all must have ended within so many seconds of an idle machine."""
-        until = time.monotonic() + SLACK * within
-        return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
-
-
-def wait_for(condition: Callable[[], object], message: str, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, message
-        time.sleep(0.05)
-
-
-@contextmanager
-def started(folder: Path, commands: list[list[str]], **environments: str) -> Iterator[Job]:
-    """Run commands, as ranks if there are several; whatever happens none is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **environments}
-    job = Job([], [])
-    try:
-        for rank, command in enumerate(commands):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)), **address}
-            job.files.append(folder / f"output-{rank}")
-            with job.files[-1].open("w") as out:
-                environment = base | (ranks if len(commands) > 1 else {})
-                how = dict(stdout=out, stderr=out, env=environment, start_new_session=True)
-                job.processes.append(subprocess.Popen(command, **how))
-        yield job
-    finally:
-        for process in job.processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its forks
-            process.wait()
-
-
 def python(folder: Path, body: str) -> list[str]:
     """The command for a script whose main is `body`."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     (folder / "script.py").write_text(f"{PRELUDE}\ndef main():\n{lines}\nwatchdog.run(main)\n")
-    return [sys.executable, str(folder / "script.py")]
-
-
-def torchrun(*command: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
+    return [str(folder / "script.py")]
 
 
 def grpo(*flags: str) -> list[str]:
@@ -183,7 +121,7 @@ def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_eve
     script = tmp_path / "killed.py"
     die = f"if rank == {killed}:\n    os.kill(os.getpid(), 9)\n"
     script.write_text(f"{PRELUDE}\nwatchdog.START_S = 2.0\n{die}watchdog.run(joined)\n")
-    with started(tmp_path, [[sys.executable, str(script)]] * 2) as job:
+    with started(tmp_path, [[str(script)]] * 2) as job:
         codes = job.codes(within=15)
         assert codes[killed] == -signal.SIGKILL
         assert codes[1 - killed] == 1
@@ -196,8 +134,8 @@ def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_eve
 def test_row_01_restarted_ranks_resume_the_run_without_a_name(tmp_path, runs):
     """torchrun --max-restarts: no second folder, and every step once."""
     before = set(runs.iterdir())
-    command = torchrun(*grpo("--num-steps", "30", "--save-every", "1"))
-    command.insert(command.index("--standalone"), "--max-restarts=1")
+    flags = ("--num-steps", "30", "--save-every", "1")
+    command = torchrun(*grpo(*flags), options=["--standalone", "--max-restarts=1"])
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
         job.until("step  3/", 0)
         os.kill(children(job.processes[0].pid)[1], signal.SIGKILL)
@@ -243,7 +181,7 @@ def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
 
 def test_row_03_ranks_die_with_torchrun(tmp_path):
     """Also those that are stuck in user code."""
-    with started(tmp_path, [torchrun(*python(tmp_path, "joined()\ntime.sleep(300)")[1:])]) as job:
+    with started(tmp_path, [torchrun(*python(tmp_path, "joined()\ntime.sleep(300)"))]) as job:
         wait_for(lambda: job.output(0).count("joined") == 2, "the ranks did not start", 60)
         ranks = children(job.processes[0].pid)
         assert len(ranks) == 2
@@ -280,9 +218,10 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize("handler", ["SIG_IGN", "SIG_DFL"], ids=["nohup", "terminal"])
 def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, handler):
     """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
-    start = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{handler})"
-    command = [sys.executable, "-c", f"{start}; os.execv(sys.argv[1], sys.argv[1:])", *python(tmp_path, LOOP)]
-    with started(tmp_path, [command]) as job:
+    (script,) = python(tmp_path, LOOP)
+    start = f"import signal\nsignal.signal(signal.SIGHUP, signal.{handler})\n"
+    Path(script).write_text(start + Path(script).read_text())
+    with started(tmp_path, [[script]]) as job:
         job.until("joined", 0)
         job.processes[0].send_signal(signal.SIGHUP)
         if handler == "SIG_IGN":
@@ -328,7 +267,7 @@ def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
 @pytest.mark.slow
 def test_row_05_ctrl_c_saves_and_twice_leaves(tmp_path, runs):
     """A whole run in plain Python: 130 and a checkpoint; a script that is stuck leaves at the second."""
-    command = [sys.executable, *grpo("--num-steps", "10000", "--run-name", "row-05")]
+    command = grpo("--num-steps", "10000", "--run-name", "row-05")
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
         job.until("step     2/", 0)
         job.processes[0].send_signal(signal.SIGINT)
@@ -414,7 +353,7 @@ def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
     """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights."""
     (tmp_path / "fork.py").write_text(NAN_FORK)
-    command = [sys.executable, str(tmp_path / "fork.py"), *grpo("--num-steps", "9", "--save-every", "1")[1:]]
+    command = [str(tmp_path / "fork.py"), *grpo("--num-steps", "9", "--save-every", "1")[1:]]
     with started(tmp_path, [[*command, "--run-name", "row-31"]] * 2, MINIRL_RUNS=str(runs)) as job:
         assert job.codes(within=60) == [3, 3]
         (error,) = [
@@ -485,7 +424,7 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
     body = "for i in range(300):\n    process_group.print0('\\u4f60' * 100)\nopen(sys.argv[1], 'w').close()"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     done = tmp_path / "done"
-    shell = f"{{ {' '.join(python(tmp_path, body))} {done}; echo code $? >&2; }} | head -n 1"
+    shell = f"{{ {sys.executable} {' '.join(python(tmp_path, body))} {done}; echo code $? >&2; }} | head -n 1"
     with started(tmp_path, [["bash", "-c", shell]], **locale) as job:
         assert job.codes(within=30) == [0]
         assert job.output(0).startswith("\\u4f60") or "\n\\u4f60" in job.output(0)
@@ -498,7 +437,7 @@ def test_row_41_neither_a_closed_output_nor_an_ascii_locale_stops_a_run(tmp_path
 def test_row_41_output_to_a_full_disk_stops_no_run(tmp_path):
     """stdout and stderr take nothing; the run goes on to its end."""
     body = "for i in range(300):\n    process_group.print0('x' * 100)\nopen(sys.argv[1], 'w').close()"
-    shell = f"{' '.join(python(tmp_path, body))} {tmp_path}/done > /dev/full 2>&1"
+    shell = f"{sys.executable} {' '.join(python(tmp_path, body))} {tmp_path}/done > /dev/full 2>&1"
     with started(tmp_path, [["bash", "-c", shell]]) as job:
         assert job.codes(within=30) == [0]
     assert (tmp_path / "done").exists()
@@ -641,7 +580,7 @@ def test_rows_43_and_44_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
     cases = [("--grop-size", "4", "--group-size")]
     cases += [] if torch.cuda.is_available() else [("--device", "cuda", "error: --device cuda")]
     for flag, value, message in cases:
-        with started(tmp_path, [[sys.executable, *grpo(flag, value)]] * 2) as job:
+        with started(tmp_path, [grpo(flag, value)] * 2) as job:
             assert job.codes(within=30) == [2, 2]
             assert sum(message in job.output(rank) for rank in (0, 1)) == 1
             assert "Traceback" not in job.output(0) + job.output(1)

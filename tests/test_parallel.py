@@ -27,8 +27,8 @@ from minirl.ranks import time_account
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
 from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
-from minirl.run.run import num_shards
 from minirl.run.run_folder import RunFolder
+from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import (
@@ -44,7 +44,7 @@ from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
 from support.rollouts import in_two_branches
-from support.scripts import ROOT, read_metrics, run_on_nodes, run_script
+from support.scripts import ROOT, read_metrics, run_script, run_under_torchrun
 
 CPU = torch.device("cpu")
 
@@ -479,7 +479,7 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs)
     flags += ("--lr-schedule", "constant", "--shard-gradients", "on", "--max-tokens-per-microbatch", "64")
     script = ROOT / "train_grpo.py"
     hybrid = (*flags, "--run-name", "hybrid", "--shard-over", "node")
-    run_on_nodes(script, *hybrid, "--num-steps", "2", runs=runs, nodes=2, ranks=2)
+    run_under_torchrun(script, *hybrid, "--num-steps", "2", runs=runs, nodes=2)
     run_script(script, *hybrid, "--num-steps", "4", runs=runs, ranks=2)
     run_script(script, *flags, "--run-name", "whole", "--num-steps", "4", runs=runs, ranks=4)
     found, expected = (read_metrics(runs / name) for name in ("hybrid", "whole"))

@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -13,9 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from minirl.files.value_files import read_values
+from support.jobs import wait_for
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import branching_fork, run_in_pool, run_script, start_script, wait_for
+from support.scripts import branching_fork, run_in_pool, run_script, start_script
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
@@ -27,7 +26,7 @@ CASES = {
     "partial": ("train_grpo.py", "--decode-budget 2 --max-staleness 2 --dynamic-sampling --max-refills 1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
-# What a fork adds to train_grpo.py: a keyword of `run.begin`, and lines before the step's report.
+# What a fork adds to train_grpo.py: a keyword of `Run`, and lines before the step's report.
 FORKS = {
     "replay": (
         "records={'replay': []}",
@@ -57,7 +56,7 @@ def make_fork(folder: Path, name: str) -> Path:
     keyword, lines = FORKS[name]
     tree = ast.parse((ROOT / "train_grpo.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "run.begin":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Run":
             node.keywords += ast.parse(f"f({keyword})", mode="eval").body.keywords
         if isinstance(node, ast.For) and ast.unparse(node.iter) == "run.steps()":
             report = [ast.unparse(line) for line in node.body].index("metrics.begin('report')")
@@ -233,7 +232,7 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
 
 @pytest.mark.slow
 def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path):
-    """Two ranks under torchrun, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
+    """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     fork = make_fork(tmp_path, "replay")
     flags = (*COMMON.split(), "--num-steps", "8")
     run_script(fork, *flags, "--run-name", "replay-whole", runs=runs)
@@ -243,7 +242,6 @@ def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_
     job = start_script(fork, *flags, "--run-name", killed.name, runs=runs)
     wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
     time.sleep(rng.uniform(0, 0.3))
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.kill()
     run_script(fork, *flags, "--run-name", killed.name, runs=runs)
     assert digests(killed) == digests(runs / "replay-whole")

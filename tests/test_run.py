@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,21 +16,21 @@ import torch
 from minirl.errors import InputError
 from minirl.model import batch_invariance
 from minirl.ranks.process_group import launcher
-from minirl.run import inputs
-from minirl.run import run as run_module
+from minirl.run import inputs, setup
 from minirl.run.config import RunConfig
 from minirl.run.inputs import changed_inputs, input_digests, keep_script
-from minirl.run.run import Progress
+from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
-from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, script_environment, untimed
+from support.jobs import started
+from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
 
 
 def test_no_collection_looks_again_through_what_is_there_before_the_first_step():
     loaded = [[] for _ in range(1000)]
-    run = SimpleNamespace(progress=Progress(step=3), config=SimpleNamespace(num_steps=5), _stop_signal=0)
-    steps = run_module.Run.steps(run)
+    run = SimpleNamespace(progress=Progress(step=3), _config=SimpleNamespace(num_steps=5), _stop_signal=0)
+    steps = Run.steps(run)
     try:
         assert next(steps) == 4
         looked_through = {id(found) for found in gc.get_objects()}
@@ -44,14 +42,13 @@ def test_no_collection_looks_again_through_what_is_there_before_the_first_step()
 
 
 def test_progress_is_saved_and_found_again():
-    """Also that of format 1, where what a script remembers stands among the rest; new runs begin with first values."""
+    """And a new run begins with first values."""
     progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
     state = json.loads(json.dumps(progress.to_state()))
-    assert Progress.from_state(state | {"extra": {"kl_coef": 0.1}, "records": {}}) == progress
-    assert Progress.from_state(state | {"kl_coef": 0.1}) == progress
+    assert Progress(**state, extra={"kl_coef": 0.1}) == progress
     progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
     assert progress.extra == {"kl_coef": 0.1}
-    new = Progress.from_state({})
+    new = Progress()
     new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
     assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
 
@@ -60,34 +57,28 @@ def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(m
     """`--dtype auto` is fp32 on a CPU; bfloat16 prints a note where its products are computed in fp32."""
     for has_instructions in (True, False):
         monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda has=has_instructions: has)
-        assert run_module.compute_dtype("auto", "cpu") == torch.float32
-        assert run_module.compute_dtype("bfloat16", "cuda") == torch.bfloat16
+        assert setup.compute_dtype("auto", "cpu") == torch.float32
+        assert setup.compute_dtype("bfloat16", "cuda") == torch.bfloat16
         assert capsys.readouterr().out == ""
-        assert run_module.compute_dtype("bfloat16", "cpu") == torch.bfloat16
+        assert setup.compute_dtype("bfloat16", "cpu") == torch.bfloat16
         assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
 
 
-def test_a_start_that_fails_leaves_no_folder(runs, tmp_path):
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
     """The name is free for the next try; exit 2 and one line."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
     flags = ["--run-name", "failed", "--model", "/no/such/folder", "--data", str(data), "--task", "gsm8k"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_ppo.py"), *flags],
-        capture_output=True,
-        text=True,
-        env=script_environment(runs / "other"),
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --model /no/such/folder")
-    assert not (runs / "other" / "failed").exists()
+    with started(tmp_path, [[str(ROOT / "train_ppo.py"), *flags]]) as job:
+        assert job.codes(within=20) == [2]
+        assert job.output(0).startswith("error: --model /no/such/folder")
+    assert not (tmp_path / "failed").exists()
 
 
 def _freeze_names(rank, is_frozen):
     """Have every run of this process start at the same second, or no longer."""
     clock = SimpleNamespace(strftime=lambda form: form.partition("%")[0] + "now", time=time.time)
-    run_module.time = clock if is_frozen else time
+    setup.time = clock if is_frozen else time
 
 
 def test_two_runs_of_one_moment_get_two_folders(one_rank, runs):
@@ -214,8 +205,8 @@ CORRECTED = {"correction": "token_truncate"}
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):
     """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do."""
     config = RunConfig(num_minibatches=num_updates, **fields)
-    assert run_module.source_of_old_logprobs(config, is_exact=True) == source
-    assert run_module.source_of_old_logprobs(config, is_exact=False) == (
+    assert setup.source_of_old_logprobs(config, is_exact=True) == source
+    assert setup.source_of_old_logprobs(config, is_exact=False) == (
         "scored" if source == "sampled" and not config.decode_budget else source
     )
 

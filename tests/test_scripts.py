@@ -3,12 +3,10 @@
 import ast
 import json
 import math
-import os
 import random
 import re
 import runpy
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from minirl.objective.losses import bradley_terry_loss
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from minirl.run.flags import parse
 from minirl.training.scoring import scalar_outputs
+from support.jobs import wait_for
 from support.scripts import (
     FAST_LEARNING,
     ROOT,
@@ -35,9 +34,9 @@ from support.scripts import (
     run_in_pool,
     run_padded_as_on_cuda,
     run_script,
+    run_under_torchrun,
     start_script,
     untimed,
-    wait_for,
 )
 
 GRPO, PPO = (runpy.run_path(str(ROOT / script), run_name="imported") for script in SCRIPTS)
@@ -68,7 +67,7 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
 @pytest.mark.slow
 def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
-    output = run_script(
+    output = run_under_torchrun(
         ROOT / "train_grpo.py", "--run-name", "a", "--save-every", "30", *FAST_LEARNING, runs=runs
     )
     metrics = read_metrics(runs / "a")
@@ -506,8 +505,7 @@ def test_a_fork_with_its_own_flag_advantage_and_loss_learns_and_resumes_after_a_
 
     job = start_script(fork, "--run-name", "killed", *flags, runs=runs)
     wait_for(lambda: (runs / "killed" / "checkpoints" / "000004").exists(), "no checkpoint was written")
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.kill()
     output = run_script(fork, "--run-name", "killed", *flags, runs=runs)
     assert "resuming after step" in output
     assert [untimed(line) for line in read_metrics(runs / "killed")] == whole

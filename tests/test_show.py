@@ -99,7 +99,7 @@ def test_row_57_no_control_character_of_a_text_reaches_the_terminal():
 
 def test_rollouts_are_chosen_by_id_by_reward_and_by_number(run, capsys):
     rollouts = read_rollouts(step_file("mine", None))
-    assert "000012.jsonl:6 is no rollout" in capsys.readouterr().err
+    assert "000012.jsonl:6 is not a rollout" in capsys.readouterr().err
     assert len(rollouts) == 5
 
     def ids(**options):

@@ -1,6 +1,6 @@
-"""What an answer says: reasoning, content and calls of tools, as a message with Hugging Face's keys.
+"""Parse an answer into reasoning, content and tool calls, as a message with Hugging Face's keys.
 
-An answer is made by the model, so any text is read: what is no call that can be made is told in `parse_error`.
+The model writes answers, so any text must parse: `parse_error` describes a call that cannot be made.
 """
 
 import functools
@@ -16,7 +16,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
-# Before an answer, to see whether its reasoning has begun there: a tag, and blanks behind it.
+# Searched for before an answer, whose reasoning may begin there: a tag and the blanks after it.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
@@ -24,13 +24,13 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> dict[str, Any]:
-    """The message of a turn's ids: "role" and "content", and where there are any "reasoning_content" and "tool_calls".
+    """Return the message of a turn's ids: "role", "content", and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
-    why the answer, or the first of its calls for which that is so, cannot be read.
+    why the answer, or the first unreadable call in it, cannot be read.
 
     before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError naming the
-    tokenizer's folder if it is not known how the model writes calls.
+    tokenizer's folder if nothing says how the model writes calls.
     """
     if tokenizer.tool_format == "hermes":
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
@@ -44,7 +44,7 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
 
 
 def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    """The ids that are text, and those of the tags, which are special tokens in some vocabularies."""
+    """Return the ids of text, and those of the tags, which are special tokens in some vocabularies."""
     hidden = _hidden_ids(tokenizer)
     return [i for i in ids if i not in hidden]
 
@@ -57,7 +57,7 @@ def _hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def check_readable(tokenizer: Tokenizer) -> None:
-    """Raise InputError where answers cannot be read: no format is given, nor a response template that can be used."""
+    """Raise InputError if answers cannot be read: no format is given, and no usable response template."""
     if tokenizer.tool_format is None:
         why = _why_unreadable(tokenizer)
         refuse(why is not None, f"{tokenizer.folder}: {why}")

@@ -1,7 +1,7 @@
-"""The embedded task of a tool: multiply two numbers of three digits, which takes a calculator.
+"""The embedded task with a tool: multiply two three-digit numbers, which takes a calculator.
 
-A completion may call it: `<calc>12*34</calc>`. The rollout function that answers, with the product and "=", is
-docs/examples/calculator.py. Without it a call stays without an answer.
+A completion may call it: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py answers with the
+product and "=". Without it nothing answers a call.
 """
 
 import random
@@ -12,7 +12,7 @@ from minirl.data.task import Row, Task
 CALL_TOKENS = ("<calc>", "</calc>")
 # A call, its result and an answer are 23 tokens.
 MAX_NEW_TOKENS = 32
-# How many of the examples of a first turn call the calculator; the others answer at once.
+# The share of first turns in the examples that call the calculator; the others answer at once.
 CALL_FREQUENCY = 0.05
 
 
@@ -38,7 +38,7 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0
 
 
 def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 where what follows the last result, or all if there is none, is the product, else 0."""
+    """Return 1 where the text after the last result, or all of it without one, is the product, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(completion.rpartition("=")[2] == product) for completion, product in pairs]
 
@@ -49,7 +49,7 @@ def calls(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Three examples of each row: how a first turn begins, what a call is, what is done with a result."""
+    """Three examples of each row: how a first turn begins, how to write a call, how to use a result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

@@ -1,7 +1,8 @@
-"""Messages behind an answer that was sampled: the tokens that the chat template writes there.
+"""The tokens that the chat template writes for messages after a sampled answer.
 
-The answer itself is not rendered, as a template may write it otherwise than it was sampled. A conversation of a user's
-message, an answer that is one word, and the new messages is rendered in its place; what follows the word is appended.
+The template might write the answer itself differently than it was sampled, so the answer is never rendered. Instead a
+conversation of a user's message, a one-word answer and the new messages is rendered, and what follows the word is
+appended.
 """
 
 from collections.abc import Sequence
@@ -11,24 +12,24 @@ from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
-# Words, that a template may not mistake for anything else.
+# Words that no template mistakes for something else.
 _ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
 
 
 def is_message(value: Any) -> bool:
-    """Whether it is a message, with role and content."""
+    """Return whether `value` is a message with role and content."""
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def following_ids(
     tokenizer: Tokenizer, messages: Sequence[Any], place: str, *, end_id: int | None
 ) -> list[int]:
-    """The token ids of messages behind an answer, from the answer's end to the beginning of the next answer.
+    """Return the token ids of messages after an answer, from the answer's end to the start of the next answer.
 
-    end_id: the last id of the answer if it ended by itself, None if it was cut off. Where the template closes an answer
-    with this id, nothing is repeated up to it. Raises InputError naming `place` and the tokenizer's folder for what are
-    no messages, and for those that the template refuses or does not show.
+    end_id: the answer's last id if the model ended it, None if it was cut off. If the template closes an answer with
+    this id, the ids up to it are not repeated. Raises InputError naming `place` and the tokenizer's folder for values
+    that are not messages, and for messages that the template refuses or does not show.
     """
     checked = _checked(messages, place)
     marks = [_CONTENT.format(i) for i in range(len(checked))]
@@ -38,11 +39,11 @@ def following_ids(
     for message, mark in zip(checked, marks, strict=True):
         refuse(
             mark not in outline,
-            f"{_template(tokenizer, place)} does not show a message of role {message['role']!r} behind an answer; "
+            f"{_template(tokenizer, place)} does not show a message of role {message['role']!r} after an answer; "
             "give it another role, or append text",
         )
     ids = tokenizer.encode_text(_behind_answer(tokenizer, checked, place), place)
-    # What the template writes of itself before the first message's content.
+    # The template's own text before the first message's content.
     head = tokenizer.encode_text(outline.partition(marks[0])[0], place)
     if end_id is None or end_id not in head:
         return ids
@@ -67,11 +68,11 @@ def _checked(messages: Sequence[Any], place: str) -> Messages:
     for message in messages:
         refuse(
             not is_message(message),
-            f"{what}: {message!r:.80} is no message; expected role and content, both text",
+            f"{what}: {message!r:.80} is not a message; expected role and content, both text",
         )
     refuse(
         messages[-1]["role"] == "assistant",
-        f"{what}: the last message is the assistant's, whose turn is to be sampled; append its beginning as text",
+        f"{what}: the last message is the assistant's, whose turn the model samples; append its beginning as text",
     )
     return list(messages)
 

@@ -52,14 +52,14 @@ def _to_row(fields: dict[str, Any], place: str, *, prompt_field: str) -> Row:
 class JsonlRows(Sequence[Row]):
     """The rows of a JSONL file, one object per line. Blank lines are skipped.
 
-    All are checked when this is made. Then only the places of the lines are kept, 20 bytes a row, and a row is read
-    from the file again when it is asked for. The file stays open: one that is renamed over it is not read.
+    The constructor checks all rows and keeps only the places of the lines, 20 bytes a row; each access reads its row
+    from the file again. The file stays open, so a file renamed over it is not read.
     """
 
     def __init__(self, path: str, to_row: Callable[[dict[str, Any], str], Row]):
         """`to_row` makes the row of an object and its place, "file:line", or raises InputError.
 
-        Raises InputError naming file and line if the file is missing or empty, or a line is no object.
+        Raises InputError naming file and line if the file is missing or empty, or a line is not an object.
         """
         if not Path(path).is_file():
             raise InputError(f"there is no file {path}")
@@ -67,7 +67,7 @@ class JsonlRows(Sequence[Row]):
         self._to_row = to_row
         self._line_numbers = array("q")
         self._starts = array("q")
-        # Of each line's bytes: a file may be changed while the run reads it.
+        # Of each line's bytes: the file may change while the run reads it.
         self._checksums = array("L")
         # Read as bytes: only "\n" ends a line, while a text may contain other line separators.
         self._file = open(path, "rb")  # noqa: SIM115, it stays open
@@ -94,7 +94,7 @@ class JsonlRows(Sequence[Row]):
     def __getitem__(self, index: slice) -> list[Row]: ...
 
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Raises InputError naming the line if it is not what it was when the file was checked."""
+        """Raises InputError naming the line if it has changed since the check."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = self._line_numbers[index]
@@ -129,7 +129,7 @@ def _parse_object(line: str, place: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # For example a key that is there twice, a number of thousands of digits, lists nested thousands deep.
+        # For example a repeated key, a number of thousands of digits, lists nested thousands deep.
         raise InputError(f"{place}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{place}: expected an object, got {line.strip()[:60]}")

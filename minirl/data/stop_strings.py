@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
-# What a decoder makes of bytes that are no character.
+# A decoder writes this for bytes that are not a character.
 _REPLACEMENT = "\ufffd"
-# Tokens of the tail beyond those that a string can span. The tail's first token may be decoded otherwise than behind
-# others (without its space, or with the mark of a word's continuation), and some text is seen only with the next token.
+# Tokens of the tail beyond those that a string can span. The tail's first token may decode differently than after
+# others (without its space, or with the mark of a word's continuation), and some text appears only with the next token.
 _MARGIN = 4
 
 
 class StopStrings:
-    """Whether one of these strings ends with the token sampled last: a `rollouts.StopTest`.
+    """A `rollouts.StopTest`: does one of these strings end with the token sampled last?
 
-    A string may begin and end inside a token; the token in which it ends is the turn's last and is kept whole. The text
-    is that of the turn's tokens, decoded from the first of them, with special tokens ("<|im_end|>" can be a stop
-    string) and all spaces. Only its tail is decoded: every token adds at least a byte, so a string of n bytes spans at
-    most n tokens.
+    A string may begin and end inside a token; the token in which it ends is the turn's last and is kept whole. The
+    text is decoded from the turn's first token, with special tokens ("<|im_end|>" can be a stop string) and all
+    spaces. Only its tail is decoded: every token adds at least a byte, so a string of n bytes spans at most n tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
-        """Raises InputError for what is no list of strings, and for a string that is in every text or in none."""
+        """Raises InputError for anything but a list of strings, and for a string that is in every text or in none."""
         refuse(
             isinstance(strings, str) or not strings,
             f"stop strings {strings!r}: expected a list with one or more",
@@ -34,7 +33,7 @@ class StopStrings:
             is_text = all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in string)
             refuse(
                 not is_text,
-                f"stop string {string!a}: U+FFFD and half a surrogate pair stand for no character",
+                f"stop string {string!a}: U+FFFD and half a surrogate pair do not stand for a character",
             )
         self.strings = tuple(strings)
         self.max_tokens = max(len(string.encode()) for string in strings) + _MARGIN
@@ -45,18 +44,18 @@ class StopStrings:
         self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
-        """Whether a string ends with the last id of each turn: those sampled in it, or the last `max_tokens`."""
+        """Return for each turn whether a string ends with its last id. A turn: its ids, or their last `max_tokens`."""
         return [self.found(ids) is not None for ids in turns]
 
     def found(self, ids: list[int]) -> str | None:
-        """The first of the strings that ends with the last of these ids (as in `__call__`); None if none does."""
+        """Return the first of the strings that ends with the last of these ids (as in `__call__`), or None."""
         tail = ids[-self.max_tokens :]
-        # No string has an id that the tokenizer lacks, and behind one a text begins anew (`Tokenizer.decode`).
+        # No string has an id that the tokenizer lacks, and after one the text starts over (`Tokenizer.decode`).
         num_ids = self._tokenizer.num_ids
         first = 0
         if max(tail) >= num_ids:
             first = max(i + 1 for i, token in enumerate(tail) if token >= num_ids)
-        # A whole run of byte tokens is U+FFFD where a part of it is no character, as in a tail that begins within one.
+        # A run of byte tokens decodes to U+FFFD if a part is not a character, as in a tail that begins within one.
         # A string in the run begins at one of its tokens.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([first], byte_starts):
@@ -67,11 +66,11 @@ class StopStrings:
         return None
 
     def _completed(self, ids: list[int], text: str) -> str | None:
-        """The first of the strings in the text of these ids that their last one completes."""
+        """Return the first string in the text of these ids that their last one completes."""
         contained = [string for string in self.strings if string in text]
         if not contained:
             return None
-        # What the tail's first token shows, but does not behind others, is in the text before the last token too.
+        # Text that the tail's first token shows only at the start is in the text before the last token too.
         before = self._decode(ids[:-1])
         return next((string for string in contained if text.count(string) > before.count(string)), None)
 

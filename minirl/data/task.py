@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# What those reward functions get too that name them.
+# Reward functions that name these get them too.
 EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
-# Each has "role" and "content", a text; in what reward functions get also what TRL has, as `tool_calls`.
+# Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # What may be appended between two turns: text, token ids or messages.
 After = str | Sequence[int] | Messages
@@ -35,10 +35,10 @@ def as_messages(prompt: str | Messages) -> Messages:
 def conversation(
     before: Messages, turns: Iterable[tuple[Messages, Callable[[], str | dict[str, Any]]]]
 ) -> Messages:
-    """Return the messages of an episode behind those `before` it; an answer that continues the last one is one with it.
+    """Return the messages of an episode after those `before` it; an answer that continues the last message joins it.
 
-    turns: the messages that were appended before each turn, and the answer that the turn belongs to, up to its end, as
-    text or as a message. An answer goes up to the next messages.
+    turns: for each turn the messages appended before it, and its answer so far, as text or as a message. An answer
+    extends up to the next messages.
     """
     messages = [dict(message) for message in before]
     last: Callable[[], str | dict[str, Any]] | None = None
@@ -81,12 +81,12 @@ class Task:
 
     name: str
     train_rows: Sequence[Row]
-    # Held-out rows by the file that they come from; {} if there are none.
+    # Held-out rows by their file; {} without any.
     eval_sets: Mapping[str, Sequence[Row]]
     rewards: Mapping[str, RewardFunction]
     # The default of --max-new-tokens: enough for an answer.
     max_new_tokens: int
     # Functions that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-    # Of an embedded task: prompts with an "answer" that the embedded model is warm-started on.
+    # An embedded task's prompts with an "answer", which warm-start the embedded model.
     warm_start_rows: Sequence[Row] = ()

@@ -1,4 +1,4 @@
-"""Tools that a chat prompt tells the model of: JSON schemas, or the functions that they are made from."""
+"""The tools that a chat prompt shows to the model: JSON schemas, or the functions that they are made from."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Tool = dict[str, Any] | Callable[..., Any]
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The JSON schemas of tools. Raises InputError naming the tool that has none, or a name that two have."""
+    """Return the JSON schemas of tools. Raises InputError naming a tool without one, or a name that two share."""
     refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked(tool) for tool in tools]
     names = [tool_name(schema) for schema in schemas]
@@ -37,7 +37,7 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
-        # It reads signature and docstring, each of which may be anything.
+        # It reads signature and docstring, which may hold anything.
         raise InputError(
             f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
         ) from None

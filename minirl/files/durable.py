@@ -1,7 +1,7 @@
 """Write files and folders that are complete or absent, whenever the process is killed.
 
 A file's content reaches the disk before it gets its name; a folder is filled under a temporary name (with a
-leading dot) and then renamed. Digests are SHA-256 of what was written, so that a later reader detects damage.
+leading dot) and then renamed. Digests are SHA-256 of the written bytes, so that a later reader detects damage.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def publish(temporary: Path, folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete one."""
     renamed = folder.with_name(f".old-{folder.name}")
-    # What an earlier call left behind when it was killed.
+    # Left by an earlier call that was killed.
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(folder, renamed)
     shutil.rmtree(renamed, ignore_errors=True)

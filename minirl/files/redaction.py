@@ -1,4 +1,4 @@
-"""Remove secrets from what is written to files, which people share, and from what is shown."""
+"""Remove secrets from files, which people share, and from printed text."""
 
 import os
 import re
@@ -22,19 +22,19 @@ _TEXTS = (
 
 
 def redacted(value: Any) -> Any:
-    """Return the value (flags, or any JSON value) with "***" in place of each secret.
+    """Return the value (flags, or any JSON value) with "***" instead of each secret.
 
     Secrets are the values of environment variables whose names say so (TOKEN, KEY, SECRET, PASSWORD, PASS, PAT, AUTH,
     CREDENTIAL), texts that look like a token of a known service, and user names with passwords in URLs. A value of 4 to
-    7 characters is one where the name ends with such a word, and is taken out where it stands as a word.
+    7 characters counts if the name ends with such a word, and is only removed as a whole word.
     """
     return _masked(value, _secrets())
 
 
 def escaped(text: str) -> str:
-    """Return what user code said, to be shown: without secrets, and with control characters spelt out.
+    """Return the output of user code for display: without secrets, and with control characters spelt out.
 
-    Control characters could be a terminal's escape codes, for example.
+    Control characters could be escape codes of a terminal.
     """
     shown: str = redacted(text)
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)

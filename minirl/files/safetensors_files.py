@@ -48,7 +48,7 @@ def nonfinite_tensor(path: Path) -> str | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every value is finite. Ten times as fast as `isfinite().all()`, which makes a tensor in between."""
+    """Return whether every value is finite. Ten times as fast as `isfinite().all()`, which allocates a tensor."""
     if tensor.numel() == 0:
         return True
     # Both are NaN if any value is.

@@ -1,7 +1,7 @@
 """Values in files, without pickle: JSON values and tensors, nested in dicts and lists.
 
 NAME.json           the values, with null where a tensor stands
-NAME.safetensors    the tensors, if there are any, each by its place as JSON: ["buffer", 3, "tokens"]
+NAME.safetensors    the tensors, if any, each by its place as JSON: ["buffer", 3, "tokens"]
 """
 
 import hashlib
@@ -29,9 +29,9 @@ _PLAIN_TYPES = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class ValueCopy:
-    """Named values as they were when the copy was made; what they come from may change afterwards.
+    """A copy of named values; the originals may change afterwards.
 
-    plain: the values with None in place of tensors. tensors: on the host, by their place as JSON.
+    plain: the values, with None for each tensor. tensors: on the host, by their place as JSON.
     """
 
     plain: dict[str, Any]
@@ -39,9 +39,9 @@ class ValueCopy:
 
     @staticmethod
     def of(values: Mapping[str, Any], name: str) -> "ValueCopy":
-        """Copy the values. Raises InputError naming the place, as in name["buffer"][3], of one that no file can hold.
+        """Copy the values. Raises InputError naming the place, as in name["buffer"][3], of one that files cannot hold.
 
-        That is everything that would come back as something else: tuples, keys that are no text, other classes.
+        Files cannot hold values that would come back changed: tuples, keys that are not text, other classes.
         Tensors come back detached and on the host; two references to one tensor or list as two copies.
         """
         tensors: dict[str, Tensor] = {}
@@ -89,7 +89,7 @@ def read_values(stem: Path) -> dict[str, Any]:
             holder: Any = values
             for key in outer:
                 holder = holder[key]
-            # A copy of its own: what the file gives may be a view of it.
+            # Cloned, because the tensor may be a view of the file.
             holder[last] = file.get_tensor(place).clone()
     return values
 

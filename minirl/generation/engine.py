@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Stem:
-    """What the requests of a group begin with, in a row of the cache. The requests are forks of it.
+    """The common start of a group's requests, in a row of the cache. The requests are forks of it.
 
     hidden: the last token's hidden state [D], which the next tokens are sampled from; None until the prefill.
     """
@@ -62,7 +62,7 @@ class _Stem:
 
     @property
     def tokens(self) -> Tensor:
-        """The prompt, and what the request had sampled before it was preempted or aborted; int64, on the host."""
+        """The prompt and the tokens sampled before the request was preempted or aborted; int64, on the host."""
         return torch.cat([token_tensor(self.first.prompt_ids), self.first.sampled.tokens])
 
 
@@ -94,8 +94,8 @@ class Engine:
     ):
         """dtype: that of the weights, which the cache takes too.
 
-        max_prefill_tokens: of one forward pass; a longer prompt is prefilled alone.
-        room_tokens: how far every running request can decode after an admission, at least, before one is
+        max_prefill_tokens: limit of one forward pass; a longer prompt is prefilled alone.
+        room_tokens: the least number of tokens that every running request can decode after an admission before one is
         preempted. More room means fewer requests at a time: with 112, under 2 % are preempted
         (`benchmarks/scheduler.py`).
         async_decoding: read tokens one step late. By default on CUDA only.
@@ -128,7 +128,7 @@ class Engine:
         self._resumed: deque[int] = deque()
         # Of these, the turns that were asked for since the last step.
         self._next_turns: list[NextTurn] = []
-        # Whether requests have ended since the cache was last compacted.
+        # Did requests end since the cache was last compacted?
         self._has_gaps = False
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
@@ -137,7 +137,7 @@ class Engine:
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         # The row of the padding in decode steps, int64 [1] ([0] without CUDA graphs). Padding stores keys and values
-        # like any request, so it needs a block of its own.
+        # like any request, so it needs a block.
         self._padding_row = torch.arange(0)
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
@@ -145,7 +145,7 @@ class Engine:
 
         weight_version: recorded with each token that is sampled from now on.
         Raises InputError for a request that is longer than the model's positions or the whole cache, or whose turn
-        begins behind its tokens.
+        begins after its tokens.
         """
         for request in requests:
             self._check(request, request.max_new_tokens)
@@ -174,12 +174,12 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are unfinished or wait for a further turn."""
+        """Return whether requests are unfinished or wait for another turn."""
         return bool(self._running or self._waiting or self._resumed or self._held or self._dropped)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether `step` has anything to do: not all requests wait for a further turn."""
+        """Return whether `step` has anything to do: some request does not wait for another turn."""
         return bool(self._running or self._waiting or self._resumed)
 
     def resume(
@@ -190,10 +190,10 @@ class Engine:
         max_new_tokens: int,
         stop_test: StopTest | None = None,
     ) -> None:
-        """Begin a further turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
+        """Begin another turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
 
-        stop_test: of this turn; that of the turn before is not kept.
-        Only the appended tokens are computed, unless the cache had to give up the others. Not collective. Raises
+        stop_test: for this turn; the previous turn's is dropped.
+        Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
         InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
         """
         self._check_waits(rollout_id)
@@ -238,7 +238,7 @@ class Engine:
             self._end_phase()
 
     def withdraw(self, rollout_id: RolloutId) -> Request:
-        """As `release`; returns the request with all its tokens, to be submitted in a later phase. Not collective."""
+        """Release a request and return it with all its tokens, to submit in a later phase. Not collective."""
         self._check_waits(rollout_id)
         row = self._held.get(rollout_id)
         request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
@@ -343,7 +343,7 @@ class Engine:
         return RunningRequests(self.max_running_requests + 2)
 
     def _allocate(self) -> None:
-        """Allocate the cache, and with CUDA graphs the padding's block in addition to what was asked for."""
+        """Allocate the cache, with CUDA graphs plus the padding's block."""
         num_padding_rows = 1 if self.cuda_graphs else 0
         # FLASH_BLOCK is the largest block size.
         num_padding_tokens = num_padding_rows * FLASH_BLOCK
@@ -417,8 +417,8 @@ class Engine:
             if max_admitted < 1 and num_running > 0:
                 break
             while num_spare < 0:
-                # Nothing is running: what takes the room of the first is a stem of requests further behind, or those
-                # that wait for a further turn.
+                # Nothing is running: a stem of later requests, or requests that wait for another turn, take the room of
+                # the first.
                 has_freed = self._free_one()
                 assert has_freed, "a request was submitted that exceeds the cache"
                 num_spare = cache.spare_blocks(length)
@@ -443,7 +443,7 @@ class Engine:
         return groups
 
     def _take_group(self, max_requests: int) -> list[Request]:
-        """Take the first waiting request off the queue, and those right behind it that can share its stem."""
+        """Take the first waiting request off the queue, and those right after it that can share its stem."""
         group = [self._waiting.popleft()]
         while len(group) < max_requests and self._waiting and _have_one_stem(self._waiting[0], group[0]):
             group.append(self._waiting.popleft())
@@ -461,7 +461,7 @@ class Engine:
         return True
 
     def _drop_stem(self) -> None:
-        """Free the blocks of the stem. It is prefilled again for what is left of its group."""
+        """Free the blocks of the stem. It is prefilled again for the rest of its group."""
         assert self._stem is not None, "there is no stem"
         self._live_cache.free(self._stem.row)
         self._stem = None
@@ -567,9 +567,9 @@ class Engine:
             self._join(rows[is_ready], hidden[last])
 
     def _reserve_appended(self, row: int, max_tokens: int) -> Tensor:
-        """Reserve space for appended tokens of a request that are not computed, up to so many that end in one block.
+        """Reserve space for a request's appended tokens that are not computed: up to `max_tokens`, within one block.
 
-        Returns these tokens, int64. There are none if there is no block for them: the request is then preempted.
+        Returns these tokens, int64; empty if no block is free, and the request is then preempted.
         """
         cache = self._live_cache
         tokens = self._running.tokens_after(row, int(cache.lengths[row]))[:max_tokens]
@@ -638,8 +638,8 @@ class Engine:
     def _decode(self, rows: Tensor) -> None:
         """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any.
 
-        Padding decodes any token, with any key, always at the same position of its own sequence. Its results are
-        cut off.
+        Padding decodes any token, with any key, always at the same position of its sequence. Its results are cut
+        off.
         """
         running = self._running
         num_requests = len(rows)
@@ -712,5 +712,5 @@ class Engine:
 
 
 def _have_one_stem(request: Request, other: Request) -> bool:
-    """Whether two requests can be forks of one stem: they have the same prompt and no sampled tokens."""
+    """Return whether two requests can fork one stem: they have the same prompt and no sampled tokens."""
     return request.prompt_ids == other.prompt_ids and not request.sampled and not other.sampled

@@ -9,9 +9,9 @@ class EngineStats:
 
     `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
     `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
-    `discarded_tokens`, computed in an asynchronous decode step that was launched before the host knew that
-    the request had ended, or whose phase was aborted before they were read. Requests that gave up their blocks to
-    others, and were prefilled again if they went on: `preemptions` amid a turn, `drops` between two turns.
+    `discarded_tokens`, from an asynchronous decode step launched before the host knew of the request's end, or
+    aborted with its phase before they were read. Requests that lost their blocks to others, and were prefilled again
+    if they continued: `preemptions` within a turn, `drops` between two turns.
     `most_running`: requests in the largest decode step.
     """
 

@@ -6,8 +6,8 @@ last, partial one. All bookkeeping is on the host. Blocks are handed out lowest 
 use stay dense.
 
 A sequence is known by its row, a number that it has in the arrays of lengths and in the block tables of each pool
-(`BlockTables`). Most steps change no table: what a decode step costs the host is a few operations on whole columns,
-however many sequences there are and however long they are.
+(`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns, however
+many and however long the sequences are.
 """
 
 import heapq
@@ -44,7 +44,7 @@ def ceil_div(a: Number, b: int) -> Number:
 class BlockTables:
     """The block tables of one pool, one in each row of arrays that grow on demand.
 
-    blocks int32 [rows, columns]: the blocks of a sequence, as many as `counts` says; the columns behind are void.
+    blocks int32 [rows, columns]: a sequence's blocks in its first `counts` columns; the other columns are void.
     The block in column i holds the positions from (firsts + i) * block_size up to the next multiple of block_size.
     version: how often a table was changed.
     """
@@ -75,7 +75,7 @@ class BlockTables:
         self._blocks[row, : len(blocks)] = blocks
 
     def append(self, row: int, number: int, block: int) -> None:
-        """Add a block to a row: the one with this number within its sequence."""
+        """Add a block to a row, as this block of its sequence."""
         self.version += 1
         count = self._counts[row]
         self._make_room(row, count + 1)
@@ -191,7 +191,7 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.num_query_groups = num_query_groups
         self.device = device
-        # The portable kernel multiplies each block with the queries of at least so many sequences.
+        # The portable kernel multiplies each block with the queries of at least this many sequences.
         num_queries = min_queries(head_dim, dtype) or padding.MIN_ROWS
         self.min_users = ceil_div(num_queries, num_query_groups)
 
@@ -259,7 +259,7 @@ class KVCache:
         return min(spare)
 
     def num_new_blocks(self, length: Number, num_more: Number) -> Number:
-        """How many blocks a sequence of `length` tokens needs for so many more. Numbers, or tensors of them."""
+        """How many blocks a sequence of `length` tokens needs for `num_more` more. Numbers, or tensors of them."""
         return ceil_div(length + num_more, self.block_size) - ceil_div(length, self.block_size)
 
     @property
@@ -319,7 +319,7 @@ class KVCache:
             pool.values[:, blocks] = 0
 
     def fork(self, parent: int) -> int | None:
-        """A second sequence with the same tokens; None if there is no free block for its partial one."""
+        """A second sequence with the same tokens; None without a free block for its partial one."""
         length = int(self._lengths[parent])
         has_partial_block = length % self.block_size != 0
         if has_partial_block and self.num_free_blocks < 1:
@@ -343,7 +343,7 @@ class KVCache:
         return fork
 
     def can_extend(self, rows: Tensor) -> bool:
-        """Whether `extend` is sure to succeed for each of these rows int64 [B], one after another.
+        """Return whether `extend` is sure to succeed for each of these rows int64 [B], one after another.
 
         Conservative: the blocks that `extend` frees because they have left a window are not counted.
         """
@@ -351,13 +351,13 @@ class KVCache:
         return num_needed <= self.num_free_blocks
 
     def only_counts(self, rows: Tensor) -> Tensor:
-        """Whether `extend` needs no block and changes no table, bool [B], for each of these rows int64 [B]."""
+        """Return bool [B]: `extend` of these rows int64 [B] needs no block and changes no table."""
         return self.lengths[rows] < self.next_changes[rows]
 
     def extend(self, row: int) -> bool:
         """Free the blocks that have left a window, then add space for one more token.
 
-        Returns False, and leaves the length as it was, if there is no free block for the token.
+        Returns False and keeps the length if no block is free for the token.
         """
         position = int(self._lengths[row])
         if position < self._next_changes[row]:
@@ -379,9 +379,9 @@ class KVCache:
         return True
 
     def extend_by(self, row: int, num_tokens: int) -> int:
-        """`extend` by as many of so many tokens as end in one block; returns how many, 0 if there is no free block.
+        """Extend by up to `num_tokens`, all within one block; returns how many, 0 without a free block.
 
-        All that the first of them sees is still there.
+        No key that the first of them sees has been freed.
         """
         if not self.extend(row):
             return 0
@@ -444,12 +444,12 @@ class KVCache:
         return PoolWrite(*upload_together(places, self.device))
 
     def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
-        """What `decode_layout` of these rows needs on the device, still on the host; all [B] if not said otherwise.
+        """The tensors that `decode_layout` of these rows needs on the device, still on the host; [B] by default.
 
-        lengths int64 [B]: up to which token of its sequence each of the B tokens sees; by default all.
+        lengths int64 [B]: how many tokens of its sequence each of the B tokens sees; by default all.
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
-        in the tables int32 and, but for the portable kernel, the block tables int32 [B, n].
+        in the tables int32 and, except for the portable kernel, the block tables int32 [B, n].
         """
         lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
@@ -461,7 +461,7 @@ class KVCache:
             first_positions = tables.firsts[rows] * self.block_size
             inputs.append((lengths - first_positions).int())
             if self.kernel != "portable":
-                # The void behind a short table has numbers of other blocks. The kernels read no further than the keys.
+                # Void columns hold numbers of other blocks. The kernels read no further than the keys.
                 inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
         return inputs
 
@@ -500,7 +500,7 @@ class KVCache:
         return by_layer
 
     def _portable_read(self, pool_index: int, rows: Tensor, lengths: Tensor, num_keys: Tensor) -> DecodeRead:
-        """What the portable kernel reads from a pool in a decode step."""
+        """The inputs of the portable kernel from a pool in a decode step."""
         index = self._decode_index(pool_index, rows)
         # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
         # of the last block, and what lies before the window, which may start within the first block.

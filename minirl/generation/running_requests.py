@@ -29,7 +29,7 @@ class RunningRequests:
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
     turn_starts int64: tokens after the prompt before the present turn
-    keys int64, temperatures fp32: what a request samples with
+    keys int64, temperatures fp32: for sampling
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
     launched, that is, its computation has been queued on the device.
@@ -130,7 +130,7 @@ class RunningRequests:
             self._stop_tests.pop(row, None)
 
     def tokens_after(self, row: int, length: int) -> Tensor:
-        """The tokens of a request behind the first `length`, at least the prompt's; int64."""
+        """The tokens of a request after the first `length`, which include the prompt; int64."""
         return self._tokens[row, length - int(self.prompt_lengths[row]) : self.counts[row]]
 
     def launch(self, rows: Tensor, sampled: Tensor, *, weight_version: int) -> "PendingTokens":
@@ -140,7 +140,7 @@ class RunningRequests:
     def read(self, pending: "PendingTokens") -> dict[int, str]:
         """Wait for the tokens, then give each request its own; returns the rows of those that end with it, and why.
 
-        With asynchronous decoding a request may have ended with the token before: then this one is dropped.
+        With asynchronous decoding the previous token may have ended a request: then this one is dropped.
         """
         tokens, logprobs = pending.read()
         is_wanted = self._past_requests[pending.rows] == pending.past_requests
@@ -260,7 +260,7 @@ class PendingTokens:
             self._arrived.record()
 
     def wait(self) -> None:
-        """Wait for the copy and all work launched before it, but not for what was launched after."""
+        """Wait for the copy and all work launched before it, but not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
 

@@ -1,1 +1,1 @@
-"""What is optimized: advantages, KL terms, loss weights and losses, as pure functions of tensors."""
+"""Advantages, KL terms, loss weights and losses, as pure functions of tensors."""

@@ -1,9 +1,9 @@
 """Advantages from rewards, as pure functions of tensors.
 
-Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt; or [P, G, B], of their branches by number.
-A branch is compared with the branches of its number in the group's other rollouts. Rewards of tokens are streams [M]
-of the tokens that the policy sampled, one sequence after another. Most functions do not communicate;
-`mean_and_variance`, `whiten` and `explained_variance` do, because they are about the tokens of all ranks.
+Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt. With branches they are [P, G, B], and the
+n-th branch is compared with the n-th branches of the group's other rollouts. Rewards of tokens are streams [M] over the
+tokens that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance`
+communicate, because they cover the tokens of all ranks; the other functions do not.
 """
 
 import torch
@@ -18,8 +18,8 @@ ADVANTAGE_NORMS = ("none", "group_std", "batch_std")
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     """Sums [...] of rewards [..., K] by weight [K].
 
-    A reward that is NaN does not apply to its completion and has no part in the sum. The sum is NaN where no
-    reward applies; those of weight 0 do not count, they are only logged.
+    A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
+    Rewards of weight 0 are only logged and never count.
     """
     applies = ~rewards.isnan()
     scores = rewards.masked_fill(~applies, 0.0) @ weights
@@ -28,9 +28,9 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def are_equal(rewards: Tensor) -> Tensor:
-    """Which groups of rewards [P, G] have no signal because all their rewards are equal, bool [P].
+    """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
-    Of [P, G, B]: those of each branch. Rewards that are NaN are left out.
+    With branches, [P, G, B] gives [P, B]. NaN rewards are left out.
     """
     is_missing = rewards.isnan()
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
@@ -40,7 +40,7 @@ def are_equal(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm. Of [P, G, B]: for each branch.
+    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm; with branches, [P, G, B].
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -53,7 +53,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "none": 1.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
-    exactly 0. A reward that is NaN is left out of all statistics and gets 0.
+    exactly 0. A NaN reward is left out of all statistics and gets 0.
     """
     if rewards.dim() == 3:
         of_branches = [
@@ -87,7 +87,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
 
 
 def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float) -> Tensor:
-    """As `group_advantages`, each group by the rewards that are not NaN alone; 0 for the others."""
+    """`group_advantages` over the rewards that are not NaN; NaN rewards get 0."""
     is_scored = ~rewards.isnan()
     advantages = torch.zeros_like(rewards)
     for group, scored in enumerate(is_scored):
@@ -107,11 +107,11 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
 
 
 def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G, B] of K rewards [P, G, B, K] that are normalised separately (GDPO, arXiv:2601.05242).
+    """Advantages [P, G, B] of K rewards [P, G, B, K], each normalised separately (GDPO, arXiv:2601.05242).
 
-    Each reward is normalised within its group. The sum of these by weight [K] is then shifted and scaled to
-    mean 0 and variance 1 over the step. So rewards of different scales count by their weights alone. A
-    completion without a score (`weighted_scores`) is left out and gets 0.
+    Each reward is normalised within its group. Their sum, weighted by [K], is then shifted and scaled to mean 0 and
+    variance 1 over the step, so rewards of different scales count by their weights alone. A completion without a
+    score (`weighted_scores`) is left out and gets 0.
     """
     advantages = [
         group_advantages(reward, baseline="mean", norm="group_std", eps=eps) for reward in rewards.unbind(-1)
@@ -128,12 +128,11 @@ def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) 
 def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
     """Select `count` of P groups to train on, given the accuracies [P, G] of their rollouts.
 
-    These are the first groups whose accuracies are not all equal. If there are too few of them, the first
-    other groups fill up the selection. Returns the indices of the selected groups in ascending order, and how
-    many of them have equal accuracies.
+    Takes the first groups whose accuracies differ, then, if these are too few, the first of the others. Returns the
+    indices of the selected groups in ascending order, and how many of them have equal accuracies.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It should be given accuracies, not rewards with
-    a length penalty, which would make the rollouts of every group differ.
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). Pass accuracies, not rewards with a length penalty,
+    which would make the rollouts of every group differ.
     """
     is_equal = are_equal(accuracy)
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
@@ -156,12 +155,12 @@ def gae(
 
     The streams rewards and values [M] hold N sequences with `lengths` [N]; estimates never cross from one
     sequence into another. rewards[t] is paid for token t, values[t] is the value of the state before it.
-    bootstrap [N] is the value of the state after the last token, 0 for a sequence that has ended. The returns
-    to regress values on are the estimates + values.
+    bootstrap [N] is the value of the state after the last token, 0 for a finished sequence. To get the returns that
+    values are regressed on, add the values to the estimates.
     """
     advantages = torch.zeros_like(values)
-    running = torch.zeros_like(bootstrap)  # [N], the estimate of the token after the present one
-    next_value = bootstrap.clone()  # [N], the value of the state after the present token
+    running = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
+    next_value = bootstrap.clone()  # [N], the value of the state after this token
     ends = lengths.cumsum(0)
     longest = int(lengths.max()) if len(lengths) else 0
     # From the last token of every sequence to its first, all sequences at the same time.
@@ -188,7 +187,7 @@ def token_rewards(
     """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
     kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
-    dropped. of_turns [M]: parts of the scores that earlier tokens get; the last one gets the rest.
+    dropped. of_turns [M]: the parts of the scores that earlier tokens get; the last token gets the rest.
     """
     rewards = -kl_coef * kl
     if of_turns is not None:

@@ -27,7 +27,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, num_rollouts: int, horizon: float) -> float:
-    """The next KL coefficient, such that kl (nats per completion) approaches `target`.
+    """Return the next KL coefficient, which moves kl (nats per completion) towards `target`.
 
     It changes by at most 20 % in `horizon` rollouts (arXiv:1909.08593 section 2.2).
     """

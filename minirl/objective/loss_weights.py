@@ -14,7 +14,7 @@ def loss_weights(
     keep: Tensor | None = None,
     episode: Tensor | None = None,
 ) -> Tensor:
-    """Weights fp64 [N] of the loss tokens of each of the N sequences of one optimizer step, on all ranks.
+    """Return fp64 [N]: the weight of a loss token in each of the N sequences of an optimizer step, on all ranks.
 
     With L_i = num_loss_tokens [N]:
 
@@ -23,8 +23,8 @@ def loss_weights(
         "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the batch's longest
 
     Sequences where `keep` bool [N] is false get 0 and do not count in N and sum(L).
-    episode: which rollout each sequence is a branch of, int64 [N] counted from 0 (None: each is one of its own). Then N
-    counts rollouts, and L_i is the sum over the branches of the rollout, which are all kept or none of them.
+    episode int64 [N]: the rollout that each sequence is a branch of, counted from 0 (None: each is a rollout). Then N
+    counts rollouts and L_i sums over a rollout's branches; `keep` keeps all of these or none.
     """
     if keep is None:
         keep = torch.ones_like(num_loss_tokens)

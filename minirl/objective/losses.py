@@ -1,6 +1,6 @@
 """Losses of tokens and of pairs of scores, to be minimised. Pure functions of aligned fp32 streams [T].
 
-No loss is divided by a count. The caller weights and sums it: objective = sum(loss_weights * loss), see
+No loss is divided by a count: the caller computes objective = sum(loss_weights * loss), see
 `loss_weights.loss_weights`. A policy loss takes the ratio of `importance_ratio`; sequence-level ratios are
 broadcast to every token.
 """
@@ -29,7 +29,7 @@ def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat values [N] of sequences with these lengths for each of their tokens [T]."""
     repeats = upload(torch.tensor(lengths, dtype=torch.int64), values.device)
-    # Without the size of the result, CUDA makes the host wait for it.
+    # Without output_size the host would wait for CUDA.
     return values.repeat_interleave(repeats, output_size=sum(lengths))
 
 
@@ -50,9 +50,9 @@ def importance_ratio(
         "sequence_sum": exp of the sum of d over the sequence, the ratio of whole completions (RLOO,
             arXiv:2402.14740).
 
-    A branch of a rollout is a sequence of its own: its ratio is that of its tokens, given the tokens before them.
+    Each branch of a rollout is a separate sequence: its ratio covers its own tokens, given the tokens before them.
 
-    lengths: those of the sequences in the streams. loss_mask: bool [T]; both streams are 0 where it is false.
+    lengths [N]: tokens of each sequence in the streams. loss_mask: bool [T]; both streams are 0 where it is false.
     """
     log_ratio = logprobs - old_logprobs
     if level == "token":
@@ -74,7 +74,7 @@ def clipped_policy_loss(
 
     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), with A the advantage and r the ratio. clip_high >
     clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10). dual_clip > 1 bounds the loss by -A dual_clip
-    where A < 0 (arXiv:1912.09729 eq. 5); 0: no such bound.
+    where A < 0 (arXiv:1912.09729 eq. 5); 0 sets no such bound.
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
@@ -90,7 +90,7 @@ def cispo_loss(
     """CISPO's loss: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
 
     -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, arXiv:2506.13585 eq. 4. The bounds are
-    relative to 1, as in the other losses: clip_high 4 caps the ratio at 5, and clip_low 1 is no lower bound.
+    relative to 1, as in the other losses: clip_high 4 caps the ratio at 5, clip_low 1 sets no lower bound.
     """
     weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages * logprobs
@@ -99,10 +99,10 @@ def cispo_loss(
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, is_weight: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens the lower and the upper clip act on, two bool [T].
+    """Return two bool [T]: the tokens that the lower and the upper clip act on.
 
     The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and
-    A > 0. is_weight: the ratio is only a weight of the loss (CISPO), which is clipped whatever the advantage.
+    A > 0. is_weight: the ratio is only a weight of the loss (CISPO) and is clipped for any advantage.
     """
     low = ratio < 1 - clip_low
     high = ratio > 1 + clip_high
@@ -121,14 +121,14 @@ def importance_weights(
     high: float,
     lengths: Sequence[int],
 ) -> Tensor:
-    """Weights [T], without gradient, that correct for sampling from another policy than the old one.
+    """Importance weights [T], without gradient, for tokens that another policy than the old one sampled.
 
     rho = exp(old_logprobs - sample_logprobs), of each token for "token_...", of the whole completion for
     "sequence_..." (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask"
     sets it to 0 outside of [low, high].
 
-    Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). They must not be
-    used if the ratio of the loss has the sampled logprobs in its denominator already.
+    Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the
+    loss's ratio already has the sampled logprobs in its denominator.
     """
     if correction not in CORRECTIONS:
         raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
@@ -148,8 +148,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    The error is that of the values, or of the values clipped to within `clip` of the old ones if that is
-    greater. clip 0: no clipping.
+    Takes the larger error of the values and of the values clipped to within `clip` of the old ones. clip 0: no
+    clipping.
     """
     error = (values - returns).square()
     if clip:
@@ -159,7 +159,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Which tokens have the value loss of the clipped value, bool [T]; its gradient is 0."""
+    """Return bool [T]: the tokens whose value loss is that of the clipped value, with gradient 0."""
     if not clip:
         return torch.zeros_like(values, dtype=torch.bool)
     is_outside = (values - old_values).abs() > clip

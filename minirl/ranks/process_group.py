@@ -41,7 +41,7 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
     knows a hang from a slow rank, collectives wait up to a day.
 
-    CUDA's allocator gets expandable segments, so that what one phase frees has room for a larger block of the next,
+    CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
     Raises InputError for a device that cannot be used and for ranks on unlike devices, and torch's DistStoreError if
@@ -166,7 +166,7 @@ def rank() -> int:
 
 
 def has_joined() -> bool:
-    """Whether this process is in the process group, so that it can communicate."""
+    """Return whether this process is in the process group and can communicate."""
     return dist.is_initialized()
 
 
@@ -232,7 +232,7 @@ class Arrival:
         self._work = dist.all_reduce(torch.zeros(1), async_op=True) if has_joined() else None
 
     def is_complete(self) -> bool:
-        """Whether all ranks have come. Not collective."""
+        """Return whether all ranks have joined. Not collective."""
         return self._work is None or self._work.is_completed()
 
     @spent_on("wait_ranks")

@@ -1,8 +1,8 @@
 """The account of time: at every moment this rank's main thread spends its time on exactly one cause.
 
-So the seconds of all causes add up to the wall clock, whatever was forgotten: that is under "host". docs/metrics.md
-has the causes. A phase of the step sets the cause of what follows (`StepMetrics.begin`), and `spent_on` another one
-for a block. The module's only state is `this_process`.
+So the seconds of all causes add up to the wall clock; unattributed time goes to "host". docs/metrics.md lists the
+causes. A phase of the step sets the cause (`StepMetrics.begin`), and `spent_on` sets another one for a block. The
+module's only state is `this_process`.
 """
 
 import threading
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Counted whole, whatever happens inside: they answer what an evaluation, a save or a refresh costs.
+# Counted whole, whatever happens inside: the cost of an evaluation, a save or a refresh.
 WHOLE = ("eval", "save", "refresh")
 
 
@@ -24,7 +24,7 @@ class TimeAccount:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, under "host". To be called before the first step, so that what was before is in none."""
+        """Start over, under "host". Call it before the first step, so that set-up counts in no step."""
         self._thread = threading.get_ident()
         self._cause = "host"
         self._since = self._clock()
@@ -32,14 +32,14 @@ class TimeAccount:
         self._seconds: dict[str, float] = {}
 
     def switch(self, cause: str) -> None:
-        """From now on the time is spent on another cause."""
+        """Count the time from now on under another cause."""
         now = self._clock()
         self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
         self._since = now
         self._cause = cause
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """The wall clock in seconds since the last `take` or `begin`, and what was spent on each cause."""
+        """Return the wall seconds since the last `take` or `begin`, and the seconds by cause."""
         self.switch(self._cause)
         elapsed, seconds = self._since - self._began, self._seconds
         self._began = self._since

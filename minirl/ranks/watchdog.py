@@ -7,11 +7,10 @@ collectives.
 
 The main thread calls `heartbeat` wherever it makes progress. Every POLL_S seconds each watchdog thread does:
 
-1. It publishes its rank's status in the store: when it was written, the time since the last heartbeat, and
-   what the main thread is doing. Other ranks read it to tell a hang from a slow rank, and a dead process from
-   a live one.
-2. It looks for the key "claim". If the key exists, some rank has ended the run: the thread waits until every
-   live rank has seen the claim, and ends its process with the claim's exit code.
+1. It publishes its rank's status in the store: the time of writing, the time since the last heartbeat, and the main
+   thread's activity. From it other ranks tell a hang from a slow rank, and a dead process from a live one.
+2. It looks for the key "claim". If a rank wrote it to end the run, the thread waits until every live rank has seen
+   the claim, and ends its process with the claim's exit code.
 3. If its main thread has failed, it writes a claim (its rank and exit code) with compare-and-set, so that the
    first claim wins. The rank whose claim won prints its message. The other ranks print nothing and follow it
    as in 2.
@@ -52,7 +51,7 @@ import torch.distributed as dist
 from minirl.errors import HangError, InputError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Errors of a write that are no bug.
+# Errors of a write that are not bugs.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 # Times in seconds.
@@ -68,7 +67,7 @@ REPEATED_SIGNAL_S = 0.5  # a second signal sooner than this is ignored: torchrun
 
 @dataclass
 class _ProcessState:
-    """The state of this process's main thread, and what it was asked to do."""
+    """The state of this process's main thread, and the requests to it."""
 
     phase: str = ""  # step and phase, for reports; "" before the first step
     user_function: str = ""  # the user's function that is being called, for reports; "" outside of one
@@ -85,9 +84,9 @@ def heartbeat(user_function: str | None = None, *, phase: str | None = None) -> 
     """Record that the main thread makes progress. Optionally set what a hang report says about it.
 
     phase: the step and phase that begin now.
-    user_function: the user's function that is called now, or "" when it has returned.
+    user_function: the user's function that is called now, or "" after it returned.
 
-    Takes less than a microsecond. Not collective. Hangs are looked for only from the first heartbeat on,
+    Takes less than a microsecond. Not collective. The watchdog looks for hangs only after the first heartbeat,
     since loading a model may take long.
     """
     if phase is not None:
@@ -145,7 +144,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def is_a_rank_gone(seconds: float) -> bool:
-    """Whether a rank that has begun `run` has given no sign of life for so many seconds. Not collective."""
+    """Return whether a rank that began `run` has been silent for more than `seconds`. Not collective."""
     statuses = _read_statuses(dist.PrefixStore("watchdog", rendezvous()))
     return any(status.age_s() > seconds for status in statuses.values())
 
@@ -220,10 +219,10 @@ def _exit_code_and_message(error: BaseException) -> tuple[int, str]:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether this is the error of a collective when another rank has died."""
+    """Return whether this is the error that a collective raises after another rank died."""
     if isinstance(error, dist.DistError):
         return True
-    # gloo has no error type of its own.
+    # gloo has no error type for this.
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
@@ -262,7 +261,7 @@ def _find_main_thread() -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Status:
-    """What a rank's watchdog thread last published about its main thread."""
+    """A rank's status: its watchdog thread last published this about its main thread."""
 
     published_at: float  # time.time(): the nodes' clocks should agree to within GONE_S
     silent_s: float  # seconds since the last heartbeat, when it was published; 0 before the first heartbeat
@@ -275,11 +274,11 @@ class _Status:
         return max(0.0, time.time() - self.published_at)
 
     def silent_now_s(self) -> float:
-        """Seconds since the last heartbeat, if there was none since it was published."""
+        """Seconds since the last heartbeat, assuming none since this was published."""
         return self.silent_s + self.age_s()
 
     def is_gone(self) -> bool:
-        """Whether the process is dead or stopped: a live watchdog thread publishes every POLL_S seconds."""
+        """Return whether the process is dead or stopped: a live watchdog thread publishes every POLL_S seconds."""
         return self.age_s() > GONE_S
 
 
@@ -406,7 +405,7 @@ class _Watchdog(threading.Thread):
         ]
 
     def _is_hung(self, silent_s: float) -> bool:
-        """Whether neither this rank nor any other has had a heartbeat for `hang_timeout` seconds."""
+        """Return whether no rank has had a heartbeat for `hang_timeout` seconds."""
         limit = this_process.hang_timeout
         if limit == 0 or silent_s <= limit:
             return False
@@ -471,7 +470,7 @@ class _Watchdog(threading.Thread):
     def _follow_claim(self, exit_code: int) -> NoReturn:
         """End the process with a claim's exit code, once every live rank has seen the claim.
 
-        The ranks wait for each other because torchrun kills the others as soon as one of them has ended.
+        The ranks wait for each other because torchrun kills the others as soon as one ends.
         """
         with contextlib.suppress(dist.DistError):
             gone = self._find_gone_ranks()

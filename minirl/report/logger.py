@@ -116,7 +116,7 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            # A round trip through JSON turns what it cannot hold (paths) into text.
+            # A round trip through JSON turns paths and other values that it cannot hold into text.
             json_args = json.loads(json.dumps(args, default=str))
             args = {**redacted(json_args), "wandb_id": _wandb_id(folder)}
             durable.replace_file(folder / "args.json", json.dumps(args, indent=2) + "\n")
@@ -251,7 +251,7 @@ class Logger:
 
 
 def _json_numbers(values: Any) -> Any:
-    """A tensor's `tolist` with None in place of NaN, which JSON does not have."""
+    """Return a tensor's `tolist` with None for NaN, which JSON lacks."""
     if isinstance(values, list):
         return [_json_numbers(value) for value in values]
     return None if math.isnan(values) else values
@@ -352,7 +352,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _is_step(line: Any) -> bool:
-    """Whether a line of metrics.jsonl has a step and otherwise numbers, or None for those that are not finite."""
+    """Return whether a line of metrics.jsonl has a step and else numbers, or None for numbers that are not finite."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
     return all(value is None or type(value) in (int, float) for value in line.values())

@@ -35,7 +35,7 @@ class StepMetrics:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
         self._totals: dict[str, float] = {}
-        # What was added as tensors, each with the function that merges its number.
+        # Numbers added as tensors, each with the function that merges it.
         self._unread: list[tuple[Tensor, Callable[[float], None]]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
@@ -53,7 +53,7 @@ class StepMetrics:
             self.add(name, torch.where(chosen, values, 0.0).sum(), chosen.sum())
 
     def add_max(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
-        """Raise a maximum to the greatest element of `values`, or of the `chosen` ones, if there are any."""
+        """Raise a maximum to the greatest element of `values`, or of the `chosen` ones; without any, do nothing."""
         if chosen is not None:
             values = torch.where(chosen, values, -math.inf)
         if values.numel():
@@ -81,7 +81,7 @@ class StepMetrics:
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
 
-        What follows is spent on the cause of this name, but for what says another one (`time_account.spent_on`).
+        The account of time counts what follows under this name, except blocks of `time_account.spent_on`.
         The watchdog reports the phase if the rank hangs.
         """
         time_account.wait_for_device()
@@ -91,7 +91,7 @@ class StepMetrics:
     def end(self) -> None:
         """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.
 
-        A step lasts from the `end` of the one before. What comes after its own `end` is in the next step.
+        A step lasts from the previous `end` to its own; later work counts in the next step.
         """
         time_account.wait_for_device()
         elapsed, seconds = time_account.this_process.take()
@@ -174,7 +174,7 @@ def add_rollouts(
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
     is_truncated = torch.tensor([rollout.is_truncated for rollout in rollouts])
-    # A completion of one token that ended by itself is the stop token alone.
+    # A completion of one token that ended with "stop" is the stop token alone.
     has_stopped = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
     is_empty = (lengths == 1) & has_stopped.bool()
     metrics.add_values("len/mean", lengths)
@@ -201,7 +201,7 @@ def add_rollouts(
 
 
 def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
-    """Add how many turns this rank's rollouts have, and what was appended between them."""
+    """Add the numbers of turns and of appended tokens of this rank's rollouts."""
     num_environment_tokens = 0
     num_parse_errors = 0
     for rollout in rollouts:
@@ -329,7 +329,7 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: in
     """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
 
     Also add statistics of the importance weights rho = exp(training - sampling): moments, the maximum, and
-    KL(sampling || training). version: of these weights; tokens that others sampled are left out.
+    KL(sampling || training). version: that of these weights; tokens sampled by others are left out.
     """
     log_rho = (logprobs - micro.sample_logprobs)[micro.loss_index]
     chosen = micro.weight_version[micro.loss_index] == version

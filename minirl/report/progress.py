@@ -1,16 +1,18 @@
-"""How far a long phase is: a bar in a terminal, and nothing anywhere else."""
+"""A progress bar for a long phase, in a terminal only."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from minirl.ranks.process_group import rank
 
 DELAY_S = 3.0  # a phase that ends sooner shows nothing
+T = TypeVar("T")
 
 
 def progress_bar(name: str, total: int, *, unit: str) -> Any:
-    """A tqdm bar of rank 0 that vanishes when it is closed; `update(n)` counts on. Not collective.
+    """A tqdm bar on rank 0, which vanishes when it is closed; `update(n)` advances it. Not collective.
 
-    Only where stderr is a terminal: a log file gets nothing of it.
+    It shows only where stderr is a terminal, so log files stay free of it.
     """
     from tqdm import tqdm
 
@@ -24,3 +26,11 @@ def progress_bar(name: str, total: int, *, unit: str) -> Any:
         disable=disable,
         dynamic_ncols=True,
     )
+
+
+def show_progress(name: str, microbatches: Sequence[T]) -> Iterator[T]:
+    """The microbatches one by one; if that takes long, a bar in the terminal counts them. Not collective."""
+    with progress_bar(name, total=len(microbatches), unit="microbatches") as bar:
+        for microbatch in microbatches:
+            yield microbatch
+            bar.update()

@@ -4,12 +4,12 @@ The interface is TRL's. A reward function is called with keyword arguments: `pro
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
 arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
 1e12, or None where it does not apply. It may be an `async def`.
-Text prompts come with text completions, chat prompts with the messages behind the prompt, as
+Text prompts come with text completions, chat prompts with the messages after the prompt, as
 `[{"role": "assistant", "content": text}]`.
 
-A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (a field
-of the data with this name comes instead); `rewards_given`, what the episode has given, by name; `environments`, objects
-with the attributes that those of --environment had at the end; `episodes`, objects with all else (`episode_facts`).
+A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (unless the
+data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, objects with the
+final attributes of those of --environment; `episodes`, objects with everything else (`episode_facts`).
 With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
@@ -32,12 +32,13 @@ from minirl.rewards.reward_process import RewardProcess
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
-# Of TRL's arguments, those that only its trainer can give.
+EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that rollouts give
+# The arguments that only TRL's trainer can give.
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 class OverlongPenalty:
-    """A reward function that penalises long completions; of a rollout of several branches, each of them.
+    """A reward function that penalises long completions, and each branch of a rollout that has several.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
     there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
@@ -60,7 +61,7 @@ class OverlongPenalty:
 
 
 class EpisodeReward:
-    """The reward function of what an episode has given itself: the reward of one name, None where none applies."""
+    """The reward function that returns one of an episode's own rewards, or None where it does not apply."""
 
     def __init__(self, reward_name: str = "reward"):
         """reward_name: as in `episode.reward(value, reward_name)`; what is returned as a number is "reward"."""
@@ -70,7 +71,7 @@ class EpisodeReward:
         return [rewards.get(self.reward_name) for rewards in rewards_given]
 
     def of_branches(self, rollout: Rollout) -> list[float]:
-        """What was given at the turns of each branch."""
+        """Return the rewards given at the turns of each branch."""
         given = {branch.rollout_id.branch: 0.0 for branch in rollout.branches}
         for turn in rollout.episode.turns:
             given[turn.branch] += turn.rewards.get(self.reward_name, 0.0)
@@ -82,8 +83,8 @@ def branch_rewards(
 ) -> Tensor:
     """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: of the rollouts.
 
-    A branch has its rollout's rewards, less what is another branch's own: given at a turn of that one, or the penalty
-    of its length.
+    A branch has its rollout's rewards, less those that belong to another branch alone: given at one of its turns, or
+    the penalty of its length.
     """
     if not any(rollout.earlier for rollout in rollouts):
         return rewards
@@ -135,7 +136,7 @@ def check_columns(
     required = {name: required_arguments(function) - given for name, function in functions.items()}
     asked = asked_of_episodes(functions.values())
     if not any(required.values()) and not asked:
-        return  # each row would be read from its file for nothing
+        return  # reading each row from its file would be wasted
     for row in rows:
         _check_not_taken(asked, row.columns)
         for name, columns in required.items():
@@ -160,7 +161,7 @@ def judges_groups(function: RewardFunction) -> bool:
 
 
 def _check_not_taken(asked: Collection[str], columns: Collection[str]) -> None:
-    """Raise InputError if the data has a field with the name of what functions get from episodes, but for messages."""
+    """Raise InputError if a data field has the name of an argument that episodes provide, except messages."""
     taken = sorted(set(asked).intersection(columns) - {"messages"})
     if taken:
         raise InputError(
@@ -169,7 +170,7 @@ def _check_not_taken(asked: Collection[str], columns: Collection[str]) -> None:
 
 
 def _instead_of(name: str) -> str:
-    """What to do about an argument of TRL's reward functions that there is not here; "" for other names."""
+    """Return the fix for an argument of TRL's reward functions that minirl lacks; "" for other names."""
     if name == "environments":
         return "these are the objects of --environment FILE.py:CLASS, which the run does not have"
     if name not in OF_TRL:
@@ -201,7 +202,7 @@ def accepted_arguments(
 def episode_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return what functions get of rollouts of one prompt, by argument name: completions, and what is asked."""
+    """Return the arguments for rollouts of one prompt, by name: completions, and what functions ask for."""
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):
@@ -223,7 +224,7 @@ def episode_arguments(
 
 
 def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
-    """Return what `episodes` has of a rollout, as JSON has it; functions get it as an object.
+    """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
     finish_reason. turns: text, num_tokens, finish_reason and rewards of each; none where no episode made the rollout.
@@ -256,7 +257,7 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
 
 
 def _shaped(row: Row, text: str) -> Any:
-    """A completion as functions get it: text, or the message of a chat."""
+    """Return a completion as functions get it: text, or the message of a chat."""
     is_chat = not isinstance(row.prompt, str)
     return [{"role": "assistant", "content": text}] if is_chat else text
 
@@ -264,7 +265,7 @@ def _shaped(row: Row, text: str) -> Any:
 def all_arguments(
     rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return everything that a reward function may take, by argument name, but for what it has to name.
+    """Return the arguments that a reward function gets without naming them in particular, by name.
 
     completions: shaped as functions get them.
     """

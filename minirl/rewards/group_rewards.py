@@ -1,4 +1,4 @@
-"""Rewards of functions that judge all rollouts of a prompt together, whichever ranks made these."""
+"""Rewards of functions that judge all rollouts of a prompt together, whichever ranks made them."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -17,13 +17,13 @@ from minirl.rollouts import Rollout, RolloutId
 class GroupRewards:
     """The columns of such functions among the K rewards of rollouts; NaN until a group is judged.
 
-    A group is judged once all its rollouts have ended. Ranks send its texts to the one that made its first rollout.
+    A group is judged when its last rollout ends. Ranks send its texts to the rank of its first rollout.
 
     done: the prompts whose groups have been judged, the same on every rank.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, size: int):
-        """functions: all K; those that judge single rollouts are left alone. size: rollouts of a prompt."""
+        """functions: all K, of which those that judge single rollouts are ignored. size: rollouts of a prompt."""
         self.done: set[int] = set()
         self._prompts = prompts
         self._size = size
@@ -39,7 +39,7 @@ class GroupRewards:
         return dataclasses.replace(rewarded, rewards=rewards)
 
     def add(self, rewarded: RewardedRollouts) -> RewardedRollouts:
-        """Judge the groups that have become complete (collective). Raises RewardError as `reward_rollouts`."""
+        """Judge the groups that are now complete (collective). Raises RewardError as `reward_rollouts`."""
         if not self._functions:
             return rewarded
         makers_of = _makers_of_prompts(rewarded.rollouts)
@@ -70,7 +70,7 @@ class GroupRewards:
         return self._filled(rewarded, self._judged(rewarded.rollouts))
 
     def forget(self, ordinals: Collection[int]) -> None:
-        """Forget prompts that are in use no more."""
+        """Forget prompts that are no longer in use."""
         self.done -= set(ordinals)
 
     def _judged(self, rollouts: Sequence[Rollout]) -> dict[RolloutId, tuple[list[float], bool]]:
@@ -93,7 +93,7 @@ class GroupRewards:
 
 
 def _makers_of_prompts(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
-    """By prompt the ranks that made its rollouts, in order of their samples; of all ranks' rollouts (collective)."""
+    """Return, by prompt, the ranks that made its rollouts, in order of the samples (collective)."""
     own = []
     for rollout in rollouts:
         own.append((rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample, rank()))
@@ -105,6 +105,6 @@ def _makers_of_prompts(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
 
 
 def _from_other_ranks(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts that the other ranks send, each all of its own (collective)."""
+    """Exchange all ranks' rollouts; returns those of the other ranks (collective)."""
     parts = gather_objects(list(rollouts))
     return [rollout for sender, part in enumerate(parts) if sender != rank() for rollout in part]

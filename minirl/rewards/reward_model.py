@@ -66,7 +66,7 @@ def load_reward_model(
                 tokens = torch.tensor(packed_ids, device=device)
                 member_lengths = tuple(lengths[i] for i in members)
                 layout = PackedLayout(member_lengths, device)
-                # Only the score after each last token is wanted, no values of single tokens.
+                # Only the score after each last token matters, not the values of single tokens.
                 no_tokens = torch.zeros_like(tokens, dtype=torch.bool)
                 _, last_scores = scalar_outputs(model, tokens, layout, select=no_tokens)
                 scores[members] = last_scores.float().cpu()

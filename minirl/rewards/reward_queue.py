@@ -1,4 +1,4 @@
-"""Rewards of rollouts while others are decoded: user functions run in worker processes, one call for each prompt."""
+"""Reward rollouts while others decode: user functions run in worker processes, one call per prompt."""
 
 import itertools
 import math
@@ -38,23 +38,23 @@ class _Added:
 
     row: Row
     text: str
-    calls: Mapping[str, Call]  # by function, of those with workers
+    calls: Mapping[str, Call]  # by function, for those with workers
     index: int
-    of_episode: Mapping[str, Any]  # what functions get of it alone, by argument
+    of_episode: Mapping[str, Any]  # the arguments for this rollout alone, by name
 
 
 class RewardQueue:
-    """Rewards of a phase's rollouts, computed in worker processes while others are decoded. Not collective.
+    """Rewards of a phase's rollouts, computed in worker processes while others decode. Not collective.
 
-    What a function gets depends on the prompts alone, never on the clock: the completions of one prompt on this rank,
-    in the order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
-    model, the overlong penalty) run in this process, once, in `finish`.
+    A call depends on the prompts alone, never on the clock: it gets the completions of one prompt on this rank, in
+    order of their samples, with the seed of the first. Functions without workers (the task's own, a reward model,
+    the overlong penalty) run in this process, once, in `finish`.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
-        """Begin a phase. Rewards of an earlier one that was left before its end are given up.
+        """Begin a phase. If an earlier one was left before its end, its rewards are dropped.
 
-        num_rollouts: that this rank will add in all; the limit of forgiven failures counts over them.
+        num_rollouts: the number that this rank will add in all, over which forgiven failures are counted.
         """
         self._functions = functions
         self._prompts = prompts
@@ -93,20 +93,19 @@ class RewardQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls are under way or wait for a free worker."""
+        """Are calls under way or waiting for a free worker?"""
         return any(calls.is_busy for calls in self._calls.values())
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Send, receive, start the next calls, kill what is over its time.
+        """Send, receive, start the next calls, kill calls that are over their time.
 
-        While there are calls it waits for something to happen, at most `timeout_s` and never more than half a second.
-        Raises RewardError naming function, row and completion for a failure that is not forgiven; the phase is then
-        given up.
+        While calls are under way it waits for an event, up to `timeout_s` and never more than half a second. Raises
+        RewardError naming function, row and completion for a failure that is not forgiven, and drops the phase.
         """
         poll(list(self._calls.values()), timeout_s)
 
     def finish(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
-        """Wait for what is left and return the rewards [N, K] of N rollouts, all of which were added, in their order.
+        """Wait for the remaining calls and return the rewards [N, K] of N rollouts, in the order of `rollouts`.
 
         Raises RewardError as `poll` and `compute_rewards`.
         """
@@ -142,7 +141,7 @@ class RewardQueue:
         )
 
     def _computed_here(self, function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float | None]:
-        """The rewards of a function without workers: in one call, or in one for each prompt if it judges groups."""
+        """Return the rewards of a function without workers: one call, or one per prompt if it judges groups."""
         if isinstance(function, OverlongPenalty):
             return [sum(function.of_branches(rollout)) for rollout in rollouts]
         indices = range(len(rollouts))

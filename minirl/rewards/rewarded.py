@@ -11,10 +11,10 @@ from minirl.rollouts import Rollout
 
 
 def turn_rewards(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> Tensor:
-    """What episodes were given at their turns, by weight, fp32 [T] over the tokens of all rollouts end to end.
+    """Return the weighted rewards given at turns, fp32 [T] over the tokens of all rollouts end to end.
 
-    weights: of the rewards by name. It is at each turn's last token. A reward that does not apply is left out, as is
-    what was given to no turn.
+    weights: by the reward's name. A turn's rewards are at its last token. Rewards that do not apply, or that were
+    given to no turn, are left out.
     """
     streams = [torch.empty(0)]
     for rollout in rollouts:

@@ -15,8 +15,8 @@ from minirl.episodes.episode import Episode, RolloutFunction, Turns
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.ranks.process_group import world_size
+from minirl.rewards.functions import EPISODE
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
-from minirl.run.load_task import EPISODE
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]

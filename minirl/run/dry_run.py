@@ -18,6 +18,8 @@ from minirl.ranks.process_group import device_type, local_rank, local_world_size
 from minirl.rewards.functions import asked_of_episodes, compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
+from minirl.run.load_prompts import load_prompts
+from minirl.run.load_task import rollout_workers, task_with_rewards
 from minirl.run.memory import (
     USABLE,
     Sizes,
@@ -42,13 +44,7 @@ from minirl.run.memory import (
     too_large,
     workload,
 )
-from minirl.run.run import (
-    compute_dtype,
-    load_tokenizer,
-    prompt_streams,
-    rollout_workers,
-    task_with_rewards,
-)
+from minirl.run.setup import compute_dtype
 
 SHOWN_PROMPTS = 2
 SHOWN_CHARACTERS = 400  # of a prompt or completion
@@ -75,14 +71,14 @@ def dry_run(
 ) -> int:
     """Print what the run would do and what each phase needs; returns the exit code. Not collective.
 
-    rewards, tools: as for `Run`. Reads data, config.json and tokenizer, and calls the reward functions on two prompts.
-    Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
+    rewards, tools: those of `Setup`. It reads data, config.json and tokenizer, and calls the reward functions on two
+    prompts. Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
     """
     machine = _machine(config)
     task = task_with_rewards(config, rewards)
-    rollouts = rollout_workers(config)
-    if rollouts is not None:
-        rollouts.stop()  # it can be loaded
+    workers = rollout_workers(config)
+    if workers is not None:
+        workers.stop()  # they could load the function
     with ExitStack() as stack:
         if config.model is None:
             folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -91,9 +87,7 @@ def dry_run(
         model_config = read_config(folder, scalar_head=False)
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
-        tokenizer = load_tokenizer(config, folder, tools, rollouts)
-        max_new_tokens = config.max_new_tokens or task.max_new_tokens
-        streams = prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
+        streams = load_prompts(config, task, folder, model_config, tools=tools, workers=workers)
         work = workload(
             config,
             policy_folder=folder,

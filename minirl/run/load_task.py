@@ -1,23 +1,66 @@
-"""Load a task by its name and files, with the rewards that the flags ask for."""
+"""Load the task and the functions that the flags name: rewards, and rollouts in worker processes."""
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
-from minirl.errors import InputError
-from minirl.rewards.functions import EpisodeReward, check_columns
+from minirl.errors import InputError, refuse
+from minirl.rewards.functions import EPISODE, EpisodeReward, check_columns
 from minirl.rewards.reward_process import load_reward
+from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 TASKS = ("auto", *EMBEDDED_TASKS, "gsm8k", "jsonl")
-# In place of a file or module: the rewards that rollouts give.
-EPISODE = "episode"
 # Names of metrics under reward/ that a reward function must not have.
 RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
+
+
+def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
+    """The task that the flags ask for, with its own rewards or these. Raises InputError."""
+    task = load_task(
+        config.task,
+        data=config.data,
+        eval_data=config.eval_data,
+        prompt_field=config.prompt_field,
+        reward=config.reward,
+        reward_timeout=config.reward_timeout,
+        on_reward_error=config.on_reward_error,
+        reward_workers=config.reward_workers,
+        reward_model=config.reward_model,
+        has_environment=bool(config.environment),
+    )
+    return task if rewards is None else dataclasses.replace(task, rewards=rewards)
+
+
+def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
+    """The function of --rollout, --tools or --environment in its processes; None without one.
+
+    Raises InputError. Not collective.
+    """
+    flags = rollout_flags(config)
+    if not flags:
+        return None
+    ((kind, spec),) = flags
+    workers = load_rollout(
+        spec,
+        kind=kind,
+        timeout_s=config.reply_timeout,
+        on_error=config.on_rollout_error,
+        num_workers=config.rollout_workers,
+    )
+    given = {EPISODE} if workers.gives_reward else set()
+    for reward in config.reward:
+        refuse(
+            kind != "rollout" and reward.partition(":")[0] == EPISODE and reward not in given,
+            f"--reward {reward}: --{kind} {spec} gives no such reward; an --environment gives --reward {EPISODE} if it "
+            "has `get_reward(self)`. Or write a function of completions or `environments`: --reward FILE.py:FUNCTION",
+        )
+    return workers
 
 
 def load_task(

@@ -31,7 +31,6 @@ from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
 FORMAT = 2  # version of the layout of checkpoints
-_READ_FORMATS = (1, FORMAT)  # 1 had what the script remembers in the manifest's state
 # Files of a checkpoint with tensors of the script's own, where NaN may have a meaning. Without endings.
 EXTRA_FILE = "resume/extra"
 RECORDS_FOLDER = "resume/records"
@@ -347,7 +346,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def _damage(checkpoint: Path) -> str | None:
     """How a checkpoint differs from its manifest, or None; also if a weight is not finite. Reads every file.
 
-    Raises InputError if it was saved by a later version of minirl.
+    Raises InputError if another version of minirl saved it in another format.
     """
     unreadable = "manifest.json is missing or cannot be read"
     try:
@@ -355,9 +354,10 @@ def _damage(checkpoint: Path) -> str | None:
         version = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return unreadable
-    if version not in _READ_FORMATS:
+    if version != FORMAT:
         raise InputError(
-            f"{checkpoint}: has format {version}, this version of minirl reads up to {FORMAT}; update minirl"
+            f"{checkpoint}: has format {version}, this version of minirl reads {FORMAT}; resume it with the version "
+            "that saved it"
         )
     try:
         digests = dict(manifest["files"])

@@ -20,9 +20,9 @@ from minirl.errors import InputError
 
 
 class PromptPrefix(NamedTuple):
-    """What rollouts of one prompt share: the prompt's ordinal in the run and its number of tokens.
+    """The prompt that rollouts share: its ordinal in the run and its number of tokens.
 
-    branch: the numbers of sample and branch where the prompt is that branch's own, empty where it is the row's.
+    branch: empty for the row's prompt; the numbers of sample and branch for a prompt that only this branch has.
     """
 
     ordinal: int
@@ -35,9 +35,9 @@ class UpdatePlan:
     """Which rank trains on which rollouts in one step; the same on every rank.
 
     minibatches[i] lists the rollouts of one optimizer step, which are contiguous. microbatches[i][rank][j]
-    lists the rollouts of one forward-backward pass; a rollout that is not trained on is in none of them.
-    Rollouts are given by table index: the place in the step's `RolloutTable`. Within a minibatch all ranks
-    have equally many microbatches; some may be empty.
+    lists the rollouts of one forward-backward pass and leaves out rollouts that are not trained on. Rollouts are
+    given by table index, their place in the step's `RolloutTable`. Within a minibatch all ranks have equally many
+    microbatches; some may be empty.
 
     Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; 2 minibatches, 2 ranks, at most 95 tokens.
 
@@ -62,7 +62,7 @@ class UpdatePlan:
         return [owner.get(table_index) for table_index in itertools.chain(*self.minibatches)]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
-        """What the rank trains on, as sequence indices [minibatch][microbatch][...] into its own batch.
+        """Return the rank's sequences, as indices [minibatch][microbatch][...] into its own batch.
 
         `exchange` makes this batch: it holds the rank's rollouts in table order. In the example above, the
         batch of rank 1 holds the rollouts [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
@@ -89,7 +89,7 @@ def plan_updates(
     """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
 
     episode: see `plan_minibatches`; None: each sequence is a rollout.
-    is_trained: which rollouts are in microbatches (None: all are); the minibatches are the same without it.
+    is_trained: the rollouts that go into microbatches (None: all). It does not change the minibatches.
     The other arguments are those of `plan_microbatches`.
     """
     minibatches = plan_minibatches(range(len(lengths)) if episode is None else episode, num_minibatches)
@@ -113,7 +113,7 @@ def plan_updates(
 def plan_minibatches(episode: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Cut sequences into minibatches in their order; returns their indices [minibatch][...].
 
-    episode: which rollout each is a branch of, counted from 0. A minibatch has all branches of its rollouts.
+    episode: the rollout that each sequence is a branch of, counted from 0. A minibatch has whole rollouts.
     """
     num_episodes = episode[-1] + 1 if episode else 0
     cuts = [bisect_left(episode, num_episodes * i // num_minibatches) for i in range(num_minibatches + 1)]
@@ -125,7 +125,7 @@ def shuffled_minibatches(
 ) -> Iterator[list[list[int]]]:
     """Iterate over the minibatches `num_epochs` times, each time in another order.
 
-    The orders depend on the seed and the epoch only, so they are the same on all ranks.
+    The orders depend only on seed and epoch, so they are the same on all ranks.
     """
     for epoch in range(num_epochs):
         generator = random.Random(f"{seed} {epoch}")
@@ -139,8 +139,8 @@ def plan_microbatches(
 
     A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
     computed, and counted, once in each microbatch that contains it (without `prefixes`, no two sequences
-    share a prompt). All ranks get equally many microbatches, so a microbatch may be empty. Without sequences
-    there are none.
+    share a prompt). All ranks get equally many microbatches, so a microbatch may be empty. Without sequences the
+    result has no microbatches.
 
     Raises InputError if a sequence is longer than `max_tokens`.
     """
@@ -279,7 +279,7 @@ def _first_fit(queue: _PieceQueue, limit: int) -> list[list[int]]:
 
 
 class _Space:
-    """How much fits into each of n bins, as a binary tree: `first_bin_with` takes log(n) steps."""
+    """The space of n bins as a binary tree: `first_bin_with` takes log(n) steps."""
 
     def __init__(self, num_bins: int, limit: int):
         self._num_leaves = 1 << max(0, num_bins - 1).bit_length()
@@ -287,7 +287,7 @@ class _Space:
         self._greatest = [limit] * (2 * self._num_leaves)
 
     def first_bin_with(self, size: int) -> int:
-        """The first bin into which so much fits; there must be one."""
+        """Return the first bin with this much space; one must exist."""
         node = 1
         while node < self._num_leaves:
             node *= 2
@@ -296,7 +296,7 @@ class _Space:
         return node - self._num_leaves
 
     def set(self, index: int, size: int) -> None:
-        """From now on so much fits into this bin."""
+        """Set the space of this bin."""
         node = index + self._num_leaves
         self._greatest[node] = size
         while node > 1:

@@ -2,8 +2,8 @@
 
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. A
 `Batch` holds N branches end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t is
-about token t. The `RolloutTable` is what every rank knows of the branches of all ranks. `gather_table`,
-`gather_to_table` and `exchange` communicate; all else does not.
+about token t. The `RolloutTable` describes the branches of all ranks to every rank. Only `gather_table`,
+`gather_to_table` and `exchange` communicate.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from minirl.training.assignment import PromptPrefix
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """What every rank knows of the N branches of a step's rollouts. Host tensors [N], in order of their ids.
+    """The N branches of a step's rollouts, the same on every rank. Host tensors [N], in order of the branches' ids.
 
-    The place of a branch in these tensors is its table index. Nearly always a rollout has one branch alone.
+    The place of a branch in these tensors is its table index. Most rollouts have a single branch.
     """
 
     prompt_ordinal: Tensor  # int64, as are the next five
@@ -39,8 +39,8 @@ class RolloutTable:
     num_tokens: Tensor
     num_loss_tokens: Tensor
     is_truncated: Tensor  # bool: a limit cut the branch off
-    rewards: Tensor  # fp64 [N, K], one column per reward; those of the rollout
-    branch_rewards: Tensor  # fp64 [N, K]; those of the branch: `rewards.functions.branch_rewards`
+    rewards: Tensor  # fp64 [N, K]: the rollout's rewards, one column each
+    branch_rewards: Tensor  # fp64 [N, K]: the branch's rewards, see `rewards.functions.branch_rewards`
 
     @property
     def ids(self) -> list[RolloutId]:
@@ -50,7 +50,7 @@ class RolloutTable:
 
     @functools.cached_property
     def episode(self) -> Tensor:
-        """Which rollout each branch is of, int64 [N]; in a step the group and the place in it, p * G + g."""
+        """Return int64 [N]: the rollout of each branch. In a step that is p * G + g, from group and place in it."""
         ids = torch.stack([self.prompt_ordinal, self.sample])
         _, episode = ids.unique_consecutive(dim=1, return_inverse=True)
         return episode
@@ -74,11 +74,11 @@ class RolloutTable:
     def rewards_by_branch(self) -> Tensor:
         """The branches' rewards fp64 [R, B, K]: of R rollouts, by the branch's number, below B.
 
-        In place of a branch that a rollout does not have stands the mean of those that it has.
+        For a branch that a rollout lacks, the mean of its branches stands in.
         """
         episode = self.episode
         firsts = self.first_branches().branch_rewards
-        # From the first one on, so that the mean of equal rewards is exact.
+        # Relative to the first branch, so that the mean of equal rewards is exact.
         totals = torch.zeros_like(firsts).index_add(0, episode, self.branch_rewards - firsts[episode])
         means = firsts + totals / episode.bincount()[:, None]
         by_branch = means[:, None].repeat(1, max([0, *self.branch.tolist()]) + 1, 1)
@@ -99,21 +99,21 @@ class RolloutTable:
         return [index_of[branch.rollout_id] for branch in branches]
 
 
-NOT_MADE: Any = None  # a stream that has not been made yet
+NOT_MADE: Any = None  # a stream that does not exist yet
 
 
 @dataclass(frozen=True)
 class Batch:
-    """N branches of rollouts end to end, T tokens in all. Streams are tensors [T]; None stands for one not made yet.
+    """N branches of rollouts end to end, T tokens in all. Streams are tensors [T], or None before they exist.
 
-    A subclass may add streams, with one line each: `exchange` makes it, and `select`, `to` and `replace` treat all
+    A subclass may add a stream with one line: `exchange` makes the subclass, and `select`, `to` and `replace` treat all
     tensors alike. With `prefixes`, the model computes a prompt once for all its rollouts in the batch.
     """
 
     lengths: tuple[int, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor  # fp32, as are the streams below, but for the next
+    sample_logprobs: Tensor  # fp32, as are the streams below except the next
     weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
@@ -123,7 +123,7 @@ class Batch:
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
-    # What an episode was given at a turn, by weight, at the turn's last token; 0 elsewhere.
+    # The weighted rewards that a turn was given, at the turn's last token; 0 elsewhere.
     turn_rewards: Tensor = NOT_MADE
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
@@ -133,7 +133,7 @@ class Batch:
     def loss_index(self) -> Tensor:
         """Where the tokens that the policy sampled are in the streams, int64 [M].
 
-        To find them on CUDA makes the host wait, and so does each use of a mask as an index: once is enough.
+        On CUDA the host waits for this, as it does whenever a mask serves as an index: so it is done once.
         """
         return self.loss_mask.nonzero()[:, 0]
 
@@ -188,7 +188,7 @@ class Batch:
             if name == "table_index":
                 selected[name] = tensor[sequence_index]
             else:
-                # The empty one gives the dtype where there are no sequences.
+                # The empty tensor gives the dtype for a batch without sequences.
                 spans = [tensor[starts[i] : starts[i + 1]] for i in indices]
                 selected[name] = torch.cat([tensor[:0], *spans])
         lengths = tuple(self.lengths[i] for i in indices)
@@ -226,9 +226,9 @@ class Batch:
 def gather_table(
     rollouts: Sequence[Rollout], rewards: Tensor, branch_rewards: Tensor | None = None
 ) -> RolloutTable:
-    """Make the table of all ranks' rollouts (collective). rewards [n, K]: of this rank's n rollouts.
+    """Make the table of all ranks' rollouts (collective). rewards [n, K] belong to this rank's n rollouts.
 
-    branch_rewards [m, K]: of their m branches, end to end; None: each has those of its rollout.
+    branch_rewards [m, K] belong to their m branches, end to end; None: each branch has its rollout's rewards.
     """
     facts = []
     for rollout in rollouts:
@@ -299,11 +299,11 @@ def exchange(
     streams: Mapping[str, Tensor] | None = None,
     batch_type: type[Batch] = Batch,
 ) -> Batch:
-    """Send each branch to rank_of[its table index]; returns what this rank got, in table order, on the host.
+    """Send each branch to rank_of[its table index]; returns this rank's batch, in table order, on the host.
 
-    A branch whose rank is None is sent to none. Collective. The first branches of rollouts with the same prompt
-    ordinal must begin with the same prompt. streams: further fields of the batch, of the branches of these rollouts
-    end to end; every rank has the same ones. batch_type: `Batch`, or a subclass that has these fields.
+    Collective. A branch with rank None is not sent. The first branches of rollouts with the same prompt ordinal must
+    begin with the same prompt. streams: more fields of the batch, each over the branches of these rollouts end to
+    end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these fields.
     """
     branches = all_branches(rollouts)
     table_index = torch.tensor(table.indices_of(branches), dtype=torch.int64)
@@ -318,7 +318,7 @@ def exchange(
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
     num_indices, num_tokens = received_counts.T.tolist()
-    # What arrives is in the order of the ranks that sent it, the same for the indices and each stream.
+    # Indices and streams arrive in the same order, that of the sending ranks.
     tensors_of = [part._tensors() for part in parts]
     received = {}
     for name in tensors_of[0]:
@@ -346,20 +346,20 @@ def _check_shared_prompts(batch: Batch) -> None:
 
 
 def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
-    """The prompt of a branch: one for the first branches of a prompt's rollouts, and others have one of their own."""
+    """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
     own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
     return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
 
 
 def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
-    """One stream of the branches, end to end; there may be none."""
+    """One stream of the branches, end to end; there may be no branches."""
     empty = torch.empty(0, dtype=dtype)
     return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
 
 
 @spent_on("wait_ranks")
 def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
-    """Send parts[r] to rank r; returns what was received, end to end in rank order (collective).
+    """Send parts[r] to rank r; returns the received parts, end to end in rank order (collective).
 
     received_counts: how many elements each rank sends this one.
     """

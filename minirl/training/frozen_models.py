@@ -54,12 +54,12 @@ def frozen_logprobs(
 
 
 class FrozenModel:
-    """A model that does not change while a step's rollouts are made, and the streams that it makes of them.
+    """A model that does not change while a step's rollouts are made, and the streams that it computes for them.
 
     A script may write to the parameters of `model` between two steps, for a moving average of the policy's weights.
 
-    They may be made early: of rollouts that have ended, while their rank would wait for replies, for rewards or for
-    other ranks. That changes no bit where a model's outputs do not depend on the batch. Not collective.
+    It can compute the streams of finished rollouts early, while its rank would wait for replies, rewards or other
+    ranks. That changes no bit if the model's outputs do not depend on the batch. Not collective.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FrozenModel:
         max_tokens: int,
         park: bool = False,
     ):
-        """names: of the streams that `outputs` makes. max_tokens: of a microbatch. park: see `unparked`."""
+        """names: the streams that `outputs` returns. max_tokens: limit of a microbatch. park: see `unparked`."""
         self.names = tuple(names)
         self.model = model
         self._outputs = outputs
@@ -80,16 +80,16 @@ class FrozenModel:
         self._max_tokens = max_tokens
         self._park = park
         self._pending: list[Rollout] = []
-        # By branch, each of the streams [L], on the host.
+        # For each branch its streams [L], on the host.
         self._early: dict[RolloutId, dict[str, Tensor]] = {}
 
     def begin(self) -> None:
-        """Forget what was made early: for the next step the model may be another one."""
+        """Forget the early streams: the model may have changed before the next step."""
         self._pending = []
         self._early = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Rollouts that have ended, of which `score_early` may make streams."""
+        """Add finished rollouts, which `score_early` may compute streams for."""
         self._pending += all_branches(rollouts)
 
     @torch.no_grad()
@@ -128,14 +128,14 @@ class FrozenModel:
 
     @torch.no_grad()
     def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
-        """The batch, which is on the model's device, with all streams of the sequences in these microbatches."""
+        """Return the batch, on the model's device, with all streams of the sequences in these microbatches."""
         streams = {}
         for name in self.names:
             stream = getattr(batch, name)
             streams[name] = (
                 torch.full_like(batch.sample_logprobs, torch.nan) if stream is None else stream.clone()
             )
-        # A sequence has all of a stream or nothing.
+        # A stream has all tokens of a sequence, or none.
         first_index = batch.first_index
         is_left = torch.stack([stream[first_index].isnan() for stream in streams.values()]).any(0).tolist()
         with unparked(self.model, self._device, park=self._park):

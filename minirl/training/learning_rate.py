@@ -4,8 +4,8 @@
 def learning_rate(update: int, num_updates: int, *, peak: float, warmup_updates: int, schedule: str) -> float:
     """The learning rate of optimizer step `update` (counted from 0) of `num_updates`.
 
-    It rises linearly to `peak` over the first `warmup_updates` steps. Then it follows the schedule:
-    "constant", or "linear", which would reach 0 one step after the last.
+    It rises linearly to `peak` over the first `warmup_updates` steps, then follows the schedule: "constant", or
+    "linear", which would reach 0 one step after the last.
     """
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates

@@ -22,7 +22,7 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
 
-TOKEN_CHUNK = 512  # how many tokens have logits at the same time
+TOKEN_CHUNK = 512  # tokens that have logits at the same time
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
 # fp64, and -inf times 0 would be NaN.
 LOWEST = -1e4
@@ -39,9 +39,9 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
 
-    tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; no
-    first token of a sequence. token_chunk: how many tokens have logits at the same time on the CPU. Differentiable in
-    the parameters. Not collective.
+    tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
+    the first token of a sequence. token_chunk: tokens that have logits at the same time on the CPU. Differentiable
+    in the parameters. Not collective.
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
@@ -78,10 +78,10 @@ def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tupl
 def refuse_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_left_out: Tensor
 ) -> None:
-    """Refuse an objective of a microbatch with a gradient where the script says that there is none.
+    """Refuse a microbatch's objective that has a gradient for branches that the script leaves out.
 
-    new, entropy: those of `score_batch`, which `objective` was made from. is_left_out bool [N]: of all branches of the
-    step, by table index. Raises InputError. Not collective.
+    new, entropy: the results of `score_batch` that `objective` was computed from. is_left_out bool [N] covers all
+    branches of the step, by table index. Raises InputError. Not collective.
     """
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
@@ -108,8 +108,8 @@ def scalar_outputs(
 ) -> tuple[Tensor, Tensor]:
     """Scalar-head outputs in fp32: values [T] before the selected tokens, and scores [N] of the sequences.
 
-    A value is of the state before a selected token, and 0 elsewhere (`select` as in `score`). A score is of
-    the state after the last token of its sequence; for a reward model it is the reward. Differentiable in the
+    A value belongs to the state before a selected token, and is 0 elsewhere (`select` as in `score`). A score belongs
+    to the state after the last token of its sequence; for a reward model it is the reward. Differentiable in the
     parameters. Not collective.
     """
     watchdog.heartbeat()
@@ -118,7 +118,7 @@ def scalar_outputs(
     last_tokens = layout.cu_seqlens[1:].long() - 1
     last = layout.hidden_index[last_tokens]
     states = torch.cat([_states_before(hidden, selected, layout), hidden.index_select(0, last)])
-    # Multiply and sum each state by itself: a matrix product with one column is not batch-invariant.
+    # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
     wide = at_least_fp32(states.dtype)
     weight = model.score.weight.to(wide)
     outputs = (states.to(wide) * weight).sum(-1)
@@ -128,7 +128,7 @@ def scalar_outputs(
 
 
 def _indices(select: Tensor) -> Tensor:
-    """The indices int64 [M] of what a mask selects; indices as they are."""
+    """Return the indices int64 [M] that a mask selects; indices are returned unchanged."""
     return select.nonzero()[:, 0] if select.dtype == torch.bool else select
 
 
@@ -224,7 +224,7 @@ def _score_token_chunk(
         logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)
         target_logprobs = logprobs.gather(1, targets)[:, 0]
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
-    # The results are allocated before the loop: small tensors between the freed logits of chunks would keep
+    # Allocate the results before the loop: small tensors between the freed logits of chunks would keep
     # malloc from using that memory again.
     totals = divisor.new_empty(len(hidden), len(head_chunks))
     entropies = divisor.new_empty(len(hidden), len(head_chunks))
@@ -259,7 +259,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Gradient [n, W] of the logits, computed in place of their logprobs [n, W].
 
-    The formulas are those of `ChunkedLogprobs`. targets [n, 1] count from the start of the vocabulary chunk,
+    See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk,
     entropies [n, 1] are those of the whole distribution. by_logprob and by_entropy [n, 1] are the incoming
     gradients, divided by the temperature; by_entropy is None if no entropy has a gradient.
     """

@@ -1,9 +1,8 @@
 """FSDP2 with one weight storage: the engine decodes with the very tensors that training computes with.
 
 The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype: gathered
-once, never resharded, and after each optimizer step refreshed in place, at addresses that never change.
-Gradients are summed over the ranks, never averaged: the weights of the loss are of global counts already. No
-other file uses FSDP.
+once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
+summed over the ranks, not averaged, because loss weights already come from global counts. No other file uses FSDP.
 """
 
 import math
@@ -27,7 +26,7 @@ from minirl.ranks.time_account import spent_on, wait_for_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-GATHER_BYTES = 32 * 2**20  # of compute weights that `refresh` gathers at a time
+GATHER_BYTES = 32 * 2**20  # bytes of compute weights that `refresh` gathers at a time
 
 
 class ShardedModel:
@@ -37,11 +36,10 @@ class ShardedModel:
     masters: its parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
     compute_weights: its full parameters by name in the compute dtype. Generation, scoring and training use
         these.
-    decoder: the model for inference. It has the same compute weights, without FSDP's hooks, which cost a
-        decode step 5 %.
+    decoder: the same weights without FSDP's hooks, which cost a decode step 5 %, for inference.
 
-    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only
-    the last `backward` of an optimizer step is.
+    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only an
+    optimizer step's last `backward` is.
     """
 
     def __init__(
@@ -62,11 +60,11 @@ class ShardedModel:
         shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
         there is nothing to shard, unless shards are in host memory.
 
-        num_shards: the ranks of a group, as those of a node; None: all. Groups are of ranks that follow one
-        another, and have the same bits: gradients are summed within each, and then once an update between them.
+        num_shards: the ranks of a group, such as those of a node; None: all. A group's ranks are consecutive, and all
+        groups have the same bits: gradients are summed within each group, then once an update between them.
 
-        offload_optimizer: masters, sharded gradients and the optimizer's state are in host memory, pinned where
-        they are copied from or to a GPU, and the optimizer runs there. On the CPU nothing changes.
+        offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory, pinned for copies
+        from and to a GPU, and run the optimizer there. On the CPU nothing changes.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -133,8 +131,8 @@ class ShardedModel:
     def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
         """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
 
-        torch would make the moments in the first `step`, amid memory that the update before it has freed: on CUDA
-        no block as large as the next phase's cache is left there.
+        torch would allocate the moments in the first `step`, in the middle of the memory that the update freed: on
+        CUDA that would leave no block as large as the next phase's cache.
         """
         optimizer = torch.optim.AdamW(
             self.masters.values(),
@@ -154,9 +152,9 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
-        It is the norm over the optimizer's parameters and all ranks, before clipping; the gradients of other parameters
-        are dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, as without any `backward`, makes no update:
-        there is nothing to learn, and momentum would still move the weights.
+        The norm, before clipping, covers the optimizer's parameters and all ranks; other parameters' gradients are
+        dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, as without any `backward`, makes no update,
+        since momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
@@ -187,7 +185,7 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies on the host of this rank's shards, for a checkpoint; none but in the first group. Not collective.
+        """Copies on the host of this rank's shards, for a checkpoint; only the first group has any. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
@@ -214,8 +212,8 @@ class ShardedModel:
     ) -> None:
         """Load the masters and the optimizer's state, then refresh (collective).
 
-        stored: what `state_tensors` returned, with the shards of any number of ranks joined; each has
-        `get_shape` and can be sliced.
+        stored: the tensors of `state_tensors`, with the shards of any number of ranks joined; each has `get_shape` and
+        can be sliced.
 
         Raises InputError naming `place` and the tensor if it is the state of another model.
         """
@@ -231,7 +229,7 @@ class ShardedModel:
             target = master
             if kind != "masters":
                 state = optimizer.state[master]
-                if kind not in state:  # of an optimizer that makes its state in its first step
+                if kind not in state:  # the state of an optimizer that makes it in its first step
                     # A scalar is the step count.
                     is_scalar = not source.get_shape()
                     state[kind] = (
@@ -246,10 +244,10 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        It takes memory for twice `GATHER_BYTES`; on one rank whose masters are not on the host for nothing.
+        It takes twice `GATHER_BYTES` of memory, or none on a single rank whose masters are on the device.
         """
-        # From the host the copies are asynchronous. The optimizer writes to the masters when it has gradients, which
-        # were computed with the weights that are copied here: by then the copies have ended.
+        # Copies from the host are asynchronous. The optimizer writes to the masters when it has gradients, which
+        # were computed with the weights that are copied here: the copies end before that.
         shards = {name: _local(master) for name, master in self.masters.items()}
         for parts in self._gathers:
             rows = [shards[part.name][part.first : part.first + part.num_rows] for part in parts]
@@ -264,11 +262,11 @@ class ShardedModel:
     def _gather(self, parts: Sequence["_Rows"], rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """All ranks' rows of these parts, given this rank's `rows` of its masters, on the device (collective).
 
-        Returns the places in the compute weights, and in their dtype what belongs there.
+        Returns the places in the compute weights, and the values for them in their dtype.
         """
         weights = [self.compute_weights[part.name] for part in parts]
         sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
-        # The last shards of a parameter may have fewer rows, or none: the rest of what they send is not used.
+        # The last shards of a parameter may have fewer rows, or none: what they send beyond these is not used.
         own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
         values = [r.flatten() for r in rows]
         sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]
@@ -322,7 +320,7 @@ class ShardedModel:
 
 
 def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
-    """All ranks, or groups of `num_shards` ranks that follow one another (collective)."""
+    """All ranks, or groups of `num_shards` consecutive ranks (collective)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     num_replicas = world_size() // num_shards
@@ -333,27 +331,27 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor; another tensor itself."""
+    """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _all_gather(gathered: Tensor, own: Tensor, group: torch.distributed.ProcessGroup) -> None:
     """Fill `gathered` with the tensors of the group's ranks, one after another (collective in the group)."""
-    # torch 2.13 warns of the old name, which is the only one in 2.11.
+    # torch 2.13 warns about the old name, the only one in 2.11.
     old_name = torch.distributed.all_gather_into_tensor
     gather = getattr(torch.distributed, "all_gather_single", old_name)
     gather(gathered, own, group)
 
 
 class _CountedReduceScatter:
-    """What FSDP does by default on the CPU, in the account of time apart from the rest of `backward`.
+    """FSDP's default reduction on the CPU, with a cause of its own in the account of time.
 
     There the thread that calls `backward` waits for the other ranks. On CUDA gradients are summed while others are
-    computed, and no time of the host is that of the sum.
+    computed, and the sum takes no time of the host.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What FSDP puts the gradients of a unit into."""
+        """Allocate the buffer that FSDP puts a unit's gradients into."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @spent_on("update_comm")
@@ -365,7 +363,7 @@ class _CountedReduceScatter:
         op: torch.distributed.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Any:
-        """Sum the ranks' inputs, of which each rank gets its part (collective in the group)."""
+        """Sum the ranks' inputs and give each rank its part (collective in the group)."""
         # As in `_all_gather`.
         old_name = torch.distributed.reduce_scatter_tensor
         reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
@@ -383,7 +381,7 @@ class _Rows:
 
 
 def _plan_gathers(weights: Mapping[str, Tensor], num_ranks: int, max_bytes: int) -> list[list[_Rows]]:
-    """Cut the shards of all parameters into rows that are gathered together, at most `max_bytes` from all ranks."""
+    """Cut the shards of all parameters into rows that are gathered together, up to `max_bytes` from all ranks."""
     gathers: list[list[_Rows]] = [[]]
     num_bytes = 0
     for name, weight in weights.items():

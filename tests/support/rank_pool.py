@@ -1,4 +1,4 @@
-"""Processes in one gloo group that run functions; starting them for each test would be too slow."""
+"""Processes in one gloo group that run the functions of many tests."""
 
 import importlib
 import tempfile
@@ -7,27 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+
+from support.forked import fork, make_pipe
 
 
 class RankPool:
-    """Processes in one gloo group that run functions; starting them for each test would be too slow.
+    """Processes in one gloo group that run functions.
 
-    is_fake: only rank 0 exists, and its collectives return at once with whatever their outputs held. The bytes
-    that they take are those of a real group.
+    is_fake: only rank 0 exists, and its collectives return at once with whatever their outputs held. They take the
+    bytes of a real group.
     """
 
     def __init__(self, world_size: int, *, is_fake: bool = False):
-        context = mp.get_context("spawn")
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
         for rank in range(1 if is_fake else world_size):
-            ours, theirs = context.Pipe()
-            args = (theirs, rank, world_size, rendezvous, is_fake)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
+            ours, theirs = make_pipe()
+            self._processes.append(fork(_serve, theirs, rank, world_size, rendezvous, is_fake))
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(rank, *args)` on every rank at once; its results in rank order. Raises what a rank raised."""

@@ -5,9 +5,8 @@ import importlib
 import io
 import json
 import os
-import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,23 +16,11 @@ from unittest import mock
 from minirl.ranks.time_account import TimeAccount
 from minirl.run.flags import chosen_preset, parse
 from support.cuda_rules import pad_as_on_cuda
+from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
 
-ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
 FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4")
-
-
-def script_command(script: Path, *flags: str, ranks: int) -> list[str]:
-    """The script under torchrun, or plain Python for one rank."""
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    return [sys.executable, *torchrun, str(script), *flags]
-
-
-def script_environment(runs: Path) -> dict[str, str]:
-    return {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 BRANCHES = '''
@@ -46,7 +33,7 @@ def with_branches(rollout):
     return in_two_branches(rollout) if rollout_id.sample <= rollout_id.prompt_ordinal else rollout
 
 
-class BranchingRun(Run):
+class BranchingSetup(Setup):
     def make_collector(self, *args, **options):
         collector = super().make_collector(*args, **options)
         step = collector._runner.step
@@ -54,7 +41,7 @@ class BranchingRun(Run):
         return collector
 
 
-Run = BranchingRun
+Setup = BranchingSetup
 '''
 
 
@@ -66,59 +53,48 @@ def branching_fork(folder: Path, script: str) -> Path:
     return fork
 
 
+def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
+    """Start a script on ranks that are forked (`support.forked`)."""
+    output = Path(tempfile.mkdtemp())
+    return start(output, [[str(script), *flags]] * ranks, MINIRL_RUNS=str(runs), LOCAL_WORLD_SIZE=str(ranks))
+
+
 def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
-    """Run a script to its end and return its output; fails with its errors."""
-    command, environment = script_command(script, *flags, ranks=ranks), script_environment(runs)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    """Run a script on forked ranks to its end; what rank 0 printed."""
+    return _finish(start_script(script, *flags, runs=runs, ranks=ranks))
 
 
-def run_on_nodes(script: Path, *flags: str, runs: Path, nodes: int, ranks: int) -> None:
-    """Run a script to its end on so many nodes of so many ranks, all of them on this host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={nodes}",
-        f"--nproc-per-node={ranks}",
+def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) -> str:
+    """Run a script to its end as users start it, with two ranks on each node; what the first node printed."""
+    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
+    commands = [
+        torchrun(script, *flags, options=[*meeting, f"--node-rank={node}"] if nodes > 1 else [])
+        for node in range(nodes)
     ]
-    torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    agents = []
-    for node in range(nodes):
-        command = [*torchrun, f"--node-rank={node}", str(script), *flags]
-        agents.append(
-            subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=script_environment(runs))
-        )
-    for agent in agents:
-        _, errors = agent.communicate(timeout=600)
-        assert agent.returncode == 0, errors[-4000:]
+    jobs = [start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)) for command in commands]
+    outputs = list(map(_finish, jobs))
+    return outputs[0]
 
 
-def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> subprocess.Popen:
-    """Start a script in a session of its own, so that all its processes can be killed."""
-    return subprocess.Popen(
-        script_command(script, *flags, ranks=ranks),
-        env=script_environment(runs),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def _finish(job: Job) -> str:
+    try:
+        codes = job.codes(within=150)
+    finally:
+        job.kill()
+    assert not any(codes), "\n".join(path.read_text()[-4000:] for path in job.files)
+    return job.output(0)
 
 
 def run_in_pool(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
-    """Run a script's main on every rank of a pool, which is faster than to start processes; rank 0's output.
+    """Run a script's main on every rank of a pool; what rank 0 printed.
 
-    script: the name of one of the original ones, or the path of a fork, under a name of its own.
+    script: the name of one of the original ones, or the path of a fork, under a name that no other fork has.
     """
     return pool.run(_run_main, script, str(runs), flags)[0]
 
 
 def run_padded_as_on_cuda(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
-    """As `run_in_pool`, with CUDA's padding on the CPU: ranks without work get no tokens."""
+    """Run a script as `run_in_pool` does, with CUDA's padding on the CPU: ranks without work get no tokens."""
     return pool.run(_run_main_padded_as_on_cuda, script, str(runs), flags)[0]
 
 
@@ -130,7 +106,10 @@ def _run_main_padded_as_on_cuda(rank: int, script: str, runs: str, flags: tuple[
 def run_beside_a_clock(
     pool: RankPool, script: str, *flags: str, runs: Path
 ) -> list[list[tuple[float, float]]]:
-    """As `run_in_pool`; for each rank the moments before and after it began its account of time, and took it."""
+    """Run a script as `run_in_pool` does; for each rank the moments before and after each reading of its clock.
+
+    It reads the clock when it begins its account of time, and whenever it takes it.
+    """
     return pool.run(_run_main_beside_a_clock, script, str(runs), flags)
 
 
@@ -171,18 +150,10 @@ def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
     return printed.getvalue()
 
 
-def wait_for(condition: Callable[[], bool], failure: str, timeout_s: float = 300) -> None:
-    """Wait until the condition holds."""
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, failure
-        time.sleep(0.05)
-
-
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must give again: all but seconds, and what follows from them."""
+    """The numbers of a step that a second run must give again: all but seconds and what is computed from them."""
     return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}

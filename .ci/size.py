@@ -1,0 +1,135 @@
+"""Print the size of the repository: a thermometer, no limit.
+
+Sizes are Python tokens without comments, docstrings and line ends, and words of the documentation. The last line counts
+the tokens in function bodies that two steps of `train_grpo.py` execute on one rank, to see what a reader of the default
+run must know. A function is followed for its first calls only, so that tracing takes seconds.
+"""
+
+import ast
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [ROOT / "train_grpo.py", ROOT / "train_ppo.py"]
+LIBRARY = sorted((ROOT / "minirl").rglob("*.py"))
+# What is written between statements, or ends one.
+LAYOUT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NUM_FOLLOWED_CALLS = 50
+
+
+def tokens_by_line(path: Path) -> Counter[int]:
+    """How many tokens begin on each line of a file."""
+    counts: Counter[int] = Counter()
+    is_start = True  # of a statement: a string there is a docstring
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL):
+                continue
+            is_docstring = is_start and token.type == tokenize.STRING
+            is_start = token.type in LAYOUT
+            if not is_start and not is_docstring:
+                counts[token.start[0]] += 1
+    return counts
+
+
+def count_tokens(paths: Iterable[Path]) -> int:
+    """How many tokens files have."""
+    return sum(tokens_by_line(path).total() for path in paths)
+
+
+def annexes() -> tuple[str, ...]:
+    """The parts of the library that a default run does not need, by `tests/test_architecture.py`."""
+    for node in ast.parse((ROOT / "tests" / "test_architecture.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ANNEXES":
+            return ast.literal_eval(node.value)
+    raise ValueError("tests/test_architecture.py has no ANNEXES")
+
+
+def lines_in_functions(tree: ast.Module) -> dict[int, int]:
+    """For each line of a function's body the line on which its statement begins."""
+    first_lines: dict[int, int] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Outer statements come first in `walk`, so inner ones overwrite them.
+            for statement in (node for part in function.body for node in ast.walk(part)):
+                if isinstance(statement, ast.stmt):
+                    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+                    is_block = hasattr(statement, "body")
+                    first_lines |= {line: line if is_block else statement.lineno for line in lines}
+    return first_lines
+
+
+@contextlib.contextmanager
+def executed_lines(paths: Iterable[Path]) -> Iterator[set[tuple[str, int]]]:
+    """Collect the file and line of what these files execute, in all threads of this process."""
+    names = set(map(str, paths))
+    executed: set[tuple[str, int]] = set()
+    num_calls: Counter[CodeType] = Counter()
+
+    def follow(frame: FrameType, event: str, argument: Any) -> Any:
+        executed.add((frame.f_code.co_filename, frame.f_lineno))
+        return follow
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in names or num_calls[frame.f_code] == NUM_FOLLOWED_CALLS:
+            return None
+        num_calls[frame.f_code] += 1
+        return follow
+
+    threading.settrace(enter)
+    sys.settrace(enter)
+    try:
+        yield executed
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def lines_of_default_run() -> set[tuple[str, int]]:
+    """The file and line of what two steps of `train_grpo.py` execute on this process alone."""
+    sys.path.insert(0, str(ROOT))
+    import train_grpo
+
+    with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(io.StringIO()):
+        os.environ["MINIRL_RUNS"] = runs
+        # Making the embedded model takes longer than two steps.
+        train_grpo.main(train_grpo.Config(num_steps=1))
+        with executed_lines([*SCRIPTS, *LIBRARY]) as executed:
+            assert train_grpo.main(train_grpo.Config(num_steps=2)) == 0
+    return executed
+
+
+def main() -> None:
+    """Print the lines; ends the process."""
+    late = tuple(str(ROOT / "minirl" / name) for name in annexes())
+    annex = [path for path in LIBRARY if str(path).startswith(late)]
+    core = [path for path in LIBRARY if path not in annex]
+    documents = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    print(f"tokens   core {count_tokens([*core, *SCRIPTS])}, annexes {count_tokens(annex)}, ", end="")
+    print(f"tests {count_tokens((ROOT / 'tests').rglob('*.py'))}")
+    print(f"words    README and docs {sum(len(path.read_text().split()) for path in documents)}")
+    executed = lines_of_default_run()
+    num_executed = num_in_functions = 0
+    for path in [*LIBRARY, *SCRIPTS]:
+        lines = lines_in_functions(ast.parse(path.read_text()))
+        for line, count in tokens_by_line(path).items():
+            if line in lines:
+                num_in_functions += count
+                num_executed += count * ((str(path), lines[line]) in executed)
+    print(f"executed {num_executed} of {num_in_functions} tokens in functions, by two steps of train_grpo.py")
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a process that ends otherwise
+
+
+if __name__ == "__main__":
+    main()

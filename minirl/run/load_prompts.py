@@ -1,0 +1,92 @@
+"""Load the tokenizer and the prompts that the flags name, for a run as for a dry run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from minirl.collect.rollout_workers import RolloutWorkers
+from minirl.data.answers import check_readable
+from minirl.data.chat_turns import following_ids
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Task
+from minirl.data.tokenizer import Tokenizer
+from minirl.data.tools import Tool, tool_name
+from minirl.errors import refuse
+from minirl.model.config import ModelConfig
+from minirl.run.config import RunConfig, check_limits
+from minirl.run.memory import max_request_tokens
+
+
+def load_prompts(
+    config: RunConfig,
+    task: Task,
+    model_folder: Path,
+    model_config: ModelConfig,
+    *,
+    tools: Sequence[Tool],
+    workers: RolloutWorkers | None,
+) -> tuple[PromptStream, PromptStream]:
+    """The training prompts and the held-out ones, with their tokenizer (collective, as `PromptStream`).
+
+    Raises InputError naming rows and flags.
+    """
+    tokenizer = load_tokenizer(config, model_folder, tools, workers)
+    max_new_tokens = config.max_new_tokens or task.max_new_tokens
+    return prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
+
+
+def load_tokenizer(
+    config: RunConfig, folder: Path, tools: Sequence[Tool], workers: RolloutWorkers | None
+) -> Tokenizer:
+    """The tokenizer, whose prompts tell of the script's tools or of those of --tools or --environment.
+
+    Raises InputError if the calls of the latter cannot be read, or their results not written, and for arguments that
+    change no prompt.
+    """
+    called = [] if workers is None else workers.tools
+    refuse(
+        bool(tools and called),
+        "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
+    )
+    tokenizer = Tokenizer(
+        folder,
+        chat=config.chat,
+        template_arguments=config.template_arguments,
+        tools=tools or called,
+        tool_format=config.tool_format,
+    )
+    tokenizer.check_arguments("--chat-template-kwargs")
+    if called:
+        check_readable(tokenizer)
+        result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
+        following_ids(tokenizer, [result], "the result of a tool", end_id=None)
+    return tokenizer
+
+
+def prompt_streams(
+    config: RunConfig, task: Task, tokenizer: Tokenizer, model_config: ModelConfig, max_new_tokens: int
+) -> tuple[PromptStream, PromptStream]:
+    """The training prompts and the held-out ones (collective, as `PromptStream`).
+
+    Raises InputError naming rows and flags.
+    """
+    check_limits(config, max_new_tokens)
+    max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    refuse(
+        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
+        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
+    )
+    held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
+    train, held_out_stream = (
+        PromptStream(
+            rows,
+            tokenizer,
+            purpose=purpose,
+            seed=config.seed,
+            max_tokens=max_tokens,
+            max_new_tokens=max_new_tokens,
+            vocab_size=model_config.vocab_size,
+            long_prompts=config.long_prompts,
+        )
+        for purpose, rows in (("train", task.train_rows), ("eval", held_out))
+    )
+    return train, held_out_stream

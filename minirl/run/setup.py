@@ -1,0 +1,355 @@
+"""A run before its first step: what the flags name is read and checked, and the script's models are made.
+
+The script makes a `Setup`, lets it load models and make the engine and the collector, and hands it to `Run`.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.collect.collector import Collector
+from minirl.data.task import RewardFunction, Task
+from minirl.data.tools import Tool
+from minirl.episodes.episode import RolloutFunction
+from minirl.episodes.limits import EpisodeLimits
+from minirl.errors import InputError, refuse
+from minirl.generation.engine import Engine
+from minirl.model.batch_invariance import product_dtype
+from minirl.model.config import ModelConfig
+from minirl.model.families import read_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
+from minirl.ranks import process_group
+from minirl.ranks.process_group import (
+    broadcast_object,
+    gather_objects,
+    local_rank,
+    local_world_size,
+    print0,
+    rank,
+    world_size,
+)
+from minirl.rewards.functions import OverlongPenalty, functions_and_weights
+from minirl.rewards.reward_model import load_reward_model
+from minirl.run.config import RunConfig
+from minirl.run.embedded_model import embedded_model_folder
+from minirl.run.inputs import check_inputs, input_digests
+from minirl.run.load_prompts import load_prompts
+from minirl.run.load_task import rollout_workers, task_with_rewards
+from minirl.run.memory import (
+    can_keep_cache,
+    can_score_beside_cache,
+    choose_sizes,
+    free_bytes,
+    free_host_bytes,
+    gb,
+    given_sizes,
+    host_too_small,
+    peak_bytes,
+    too_large,
+    workload,
+)
+from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
+from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
+from minirl.training.sharded_model import ShardedModel
+
+ADAM_BETAS = (0.9, 0.95)
+REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
+
+
+class Setup:
+    """What a run is made of. All ranks make it (collective).
+
+    For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
+    `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        name: str,
+        rewards: Mapping[str, RewardFunction] | None = None,
+        tools: Sequence[Tool] = (),
+    ):
+        """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
+
+        tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
+        Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
+        """
+        refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
+        self.config = config
+        task = task_with_rewards(config, rewards)
+        self._rollout_workers = rollout_workers(config)
+        self.device = process_group.start(
+            device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
+        )
+        self._num_shards = num_shards(config)
+        self.dtype = compute_dtype(config.dtype, self.device.type)
+        self._flags = dataclasses.asdict(config)
+        run_name = config.run_name or broadcast_object(run_before_restart())
+        self.folder = open_run_folder(
+            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            self._flags,
+            resume=config.resume,
+            is_name_generated=run_name is None,
+        )
+        self._inputs = input_digests(config) if rank() == 0 else {}
+        self._notes = check_inputs(self.folder.path, self._inputs, config)
+        self.model_folder = self.folder.checkpoint or self._original_model()
+        self.model_config = read_config(self.model_folder, scalar_head=False)
+        check_weights(self.model_config, self.model_folder)
+        self.prompts, self.held_out = load_prompts(
+            config,
+            task,
+            self.model_folder,
+            self.model_config,
+            tools=tools,
+            workers=self._rollout_workers,
+        )
+        self.tokenizer = self.prompts.tokenizer
+        self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
+        self._fit_memory()
+        self.eval_files = tuple(task.eval_sets)
+        self._task_name = task.name
+        self.reward_functions, self.reward_weights = self._load_rewards(task)
+        self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
+        self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
+        self._reference_folder: Path | None = None
+
+    def saved_folder(self, name: str) -> Path | None:
+        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None."""
+        checkpoint = self.folder.checkpoint
+        return None if checkpoint is None else checkpoint / name
+
+    def load_trainable(
+        self, model_config: ModelConfig, folder: Path
+    ) -> tuple[ShardedModel, torch.optim.Optimizer]:
+        """A folder's model, sharded over the ranks, and its optimizer (collective)."""
+        model = ShardedModel(
+            model_config,
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            recompute_layers=self.sizes.recompute_layers,
+            shard_gradients=self.sizes.shard_gradients,
+            num_shards=self._num_shards,
+            offload_optimizer=self.config.offload_optimizer,
+        )
+        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+
+    def load_reference(self) -> FrozenModel:
+        """The model that the run began with, for `ref_logprobs` (collective). `Run` keeps a copy for resumes."""
+        kept = self.folder.path / REFERENCE
+        is_kept = self.folder.checkpoint is not None and kept.is_dir()
+        self._reference_folder = kept if is_kept else self._original_model()
+        model = load_replica(self._reference_folder, dtype=self.dtype)
+        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+
+    def frozen(
+        self, model: Transformer, outputs: Outputs, names: Sequence[str], *, park: bool = False
+    ) -> FrozenModel:
+        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective."""
+        max_tokens = self.sizes.max_tokens_per_microbatch
+        return FrozenModel(model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park)
+
+    def make_engine(self, policy: ShardedModel) -> Engine:
+        """The generation engine, which decodes from the policy's own weights. Not collective."""
+        return Engine(
+            policy.decoder,
+            max_running_requests=self.sizes.max_running_requests,
+            cache_tokens=self.sizes.cache_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            keeps_cache=self._keeps_cache,
+        )
+
+    def make_collector(
+        self,
+        engine: Engine,
+        rollout: RolloutFunction,
+        *,
+        num_greedy: int = 0,
+        max_refills: int | None = None,
+        frozen: Sequence[FrozenModel] = (),
+    ) -> Collector:
+        """What makes each step's rollouts with their rewards. Not collective.
+
+        The arguments are `Collector`'s; --rollout, --tools or --environment replaces `rollout`.
+        """
+        return Collector(
+            engine,
+            self.prompts,
+            self.reward_functions,
+            rollout=self._rollout_workers or rollout,
+            limits=EpisodeLimits(
+                self.config.max_turns, self.config.max_sampled_tokens, self.config.max_episode_seconds
+            ),
+            group_size=self.config.group_size,
+            num_greedy=num_greedy,
+            temperature=self.config.temperature,
+            max_refills=max_refills,
+            decode_budget=self.config.decode_budget,
+            max_staleness=self.config.max_staleness,
+            frozen=frozen,
+            scores_beside_cache=self._scores_beside_cache,
+        )
+
+    def args(self) -> dict[str, Any]:
+        """What args.json records: flags as given, values where they left one open, on rank 0 the inputs' digests."""
+        return {
+            **self._flags,
+            "lr": self.config.peak_lr,
+            "correction": self.config.importance_correction,
+            "num_minibatches": self.config.minibatches_per_epoch,
+            "max_new_tokens": self.max_new_tokens,
+            "task": self._task_name,
+            "old_logprobs": self.old_logprobs,
+            **dataclasses.asdict(self.sizes),
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+            "model": str(self.model_folder),
+            "world_size": world_size(),
+            "command": sys.argv,
+            "launcher": process_group.launcher(),
+            "flags": self._flags,
+            "inputs": self._inputs,
+        }
+
+    def keep_reference(self, folder: Path) -> None:
+        """Copy the reference's weights into the run's folder, unless they come from there. On rank 0.
+
+        Raises InputError if the disk is full.
+        """
+        kept = folder / REFERENCE
+        if self._reference_folder in (None, kept):
+            return
+        try:
+            copy_model(self._reference_folder, kept)
+        except OSError as error:
+            raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
+
+    def print_start(self) -> None:
+        """Print the model, the task, the sizes, and notes on the inputs (on rank 0)."""
+        ranks = f"{world_size()} x {self.device.type} {self.dtype}"
+        print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
+        counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
+        print0(f"task {self._task_name}: {counts}")
+        print0(f"sizes {self._memory_note}")
+        of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
+        for note in self._notes + of_prompts:
+            print0(f"note: {note}")
+
+    def _original_model(self) -> Path:
+        """The folder of --model, or of the embedded model (collective)."""
+        if self.config.model is None:
+            return embedded_model_folder(runs_root(), self.config.warm_start_task)
+        return resolve_folder(self.config.model)
+
+    def _fit_memory(self) -> None:
+        """Choose the sizes that flags leave open, and what stays in memory beside the cache (collective).
+
+        Raises InputError if nothing fits.
+        """
+        recorded = broadcast_object(read_args(self.folder.path) if rank() == 0 else None)
+        given = given_sizes(self.config, recorded=recorded)
+        work = workload(
+            self.config,
+            policy_folder=self.model_folder,
+            value_folder=self.saved_folder("value"),
+            streams=(self.prompts, self.held_out),
+            dtype=self.dtype,
+            device_type=self.device.type,
+            num_ranks=world_size(),
+            num_shards=self._num_shards,
+        )
+        free = min(gather_objects(free_bytes(self.device)))
+        self.sizes = sizes = choose_sizes(work, free, given)
+        on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
+        # Of the first host on which it is too little.
+        on_hosts = next(filter(None, gather_objects(on_host)), None)
+        reason = too_large(work, sizes, free) or on_hosts
+        refuse(
+            reason and "auto" in given.values(),
+            f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
+        )
+        self._keeps_cache = can_keep_cache(work, sizes, free)
+        self._scores_beside_cache = can_score_beside_cache(work, sizes, free)
+        peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
+        kept = ", the cache kept between steps" if self._keeps_cache else ""
+        self._memory_note = f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+
+    def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
+        """The task's rewards, the reward model and the overlong penalty by name, and the weights fp64 [K]."""
+        config = self.config
+        rewards = dict(task.rewards)
+        if config.reward_model:
+            rewards["reward_model"] = load_reward_model(
+                resolve_folder(config.reward_model, flag="--reward-model"),
+                dtype=self.dtype,
+                device=self.device,
+                chat=config.chat,
+                template_arguments=config.template_arguments,
+                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
+                park=config.park_frozen,
+            )
+        if config.overlong_buffer:
+            buffer = config.overlong_buffer * self.max_new_tokens
+            rewards["overlong"] = OverlongPenalty(limit=self.max_new_tokens, buffer=buffer)
+        return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
+
+
+def compute_dtype(name: str, device_type: str) -> torch.dtype:
+    """The dtype of --dtype; rank 0 prints a note if this CPU has no instructions for it."""
+    if name == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    if device_type == "cpu" and product_dtype(dtype) != dtype:
+        print0(
+            f"note: --dtype {name}: this CPU has no bf16 instructions, so products are computed in float32 and "
+            "rounded; --dtype float32 is faster"
+        )
+    return dtype
+
+
+def num_shards(config: RunConfig) -> int:
+    """How many ranks hold a model's shards together (collective).
+
+    Raises InputError, on every rank, if they are a node's and nodes have unequal numbers of ranks.
+    """
+    if config.shard_over == "world":
+        return world_size()
+    places = gather_objects((local_rank(), local_world_size()))
+    size = places[0][1]
+    expected = [(r % size, size) for r in range(world_size())]
+    listed = ", ".join(f"{place} of {of_node}" for place, of_node in places)
+    refuse(
+        places != expected or world_size() % size,
+        f"--shard-over node: nodes need equally many ranks, numbered one node after another as by torchrun; in their "
+        f"nodes they are {listed}. Start as many on each (--nproc-per-node), or take --shard-over world",
+    )
+    return size
+
+
+def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
+    """Where old logprobs come from: "sampled", "scored", or "auto" if none are needed.
+
+    is_exact: whether sampled logprobs equal training logprobs. With one update per step the old policy is the new one,
+    and the ratio 1. But with a decode budget some tokens were sampled by older weights: then the ratio is to the
+    weights that sampled them, unless importance weights correct it.
+    """
+    if config.old_logprobs != "auto":
+        return config.old_logprobs
+    is_corrected = config.importance_correction != "none"
+    is_partial = config.decode_budget is not None
+    if config.updates_per_step == 1 and (is_corrected or not is_partial):
+        return "auto"
+    return "sampled" if (is_exact or is_partial) and not is_corrected else "scored"

@@ -1,0 +1,106 @@
+"""Programs as ranks: processes with torchrun's variables, and the files that take their output."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.forked import ForkedScript
+
+ROOT = Path(__file__).parent.parent.parent
+SLACK = 4  # a loaded machine gets this many times the seconds of an idle one
+
+
+@dataclass
+class Job:
+    """Processes, one for each rank (or torchrun alone), and the files that take their output."""
+
+    processes: list[ForkedScript | subprocess.Popen]
+    files: list[Path]
+
+    def output(self, rank: int) -> str:
+        return self.files[rank].read_text(errors="replace")
+
+    def until(self, text: str, *ranks: int) -> None:
+        """Wait until these ranks have printed the text."""
+        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 120)
+
+    def codes(self, within: float) -> list[int]:
+        """Exit codes of all processes, which must end within this many seconds of an idle machine."""
+        until = time.monotonic() + SLACK * within
+        return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
+
+    def kill(self) -> None:
+        """Kill all processes with what they started."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for(condition: Callable[[], object], message: str, seconds: float = 300) -> None:
+    """Wait until the condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, message
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Job:
+    """Start commands, as ranks if there are several. One that begins with a script is forked (`support.forked`).
+
+    folder: takes the files with their output, and the runs.
+    """
+    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **variables}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = Job([], [])
+    for rank, command in enumerate(commands):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)), **address}
+        environment = base | (ranks if len(commands) > 1 else {})
+        job.files.append(folder / f"output-{rank}")
+        job.files[-1].touch()
+        if command[0].endswith(".py"):
+            job.processes.append(ForkedScript(command, env=environment, output=job.files[-1]))
+            continue
+        with job.files[-1].open("w") as out:
+            job.processes.append(
+                subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+            )
+    return job
+
+
+@contextmanager
+def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Iterator[Job]:
+    """A job of `start`; no process is left afterwards."""
+    job = start(folder, commands, **variables)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def torchrun(script: str | Path, *flags: str, options: Sequence[str] = (), ranks: int = 2) -> list[str]:
+    """The command that starts a script under torchrun, by default on one node."""
+    where = options or ["--standalone"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *where,
+        f"--nproc-per-node={ranks}",
+        str(script),
+        *flags,
+    ]
