@@ -1,0 +1,160 @@
+"""Run a user's rollout function in worker processes (`minirl.workers`), during decoding.
+
+When a process dies, its episodes run again in another one with the turns that they had got, and must ask for the same
+again.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.program import Failed, Reply
+from minirl.episodes.remote import opening, read_reply, take_facts, turns_message
+from minirl.errors import InputError, RolloutError
+from minirl.ranks import watchdog
+from minirl.ranks.time_account import spent_on
+from minirl.workers import pool
+from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
+
+TOO_LONG = "for a reply; see --reply-timeout"
+TOOLS = "minirl.agents.tool_adapter"
+KINDS = {
+    "rollout": Kind("--rollout", "rollout", "minirl.episodes.rollout_adapter:load_rollout", TOO_LONG),
+    "tools": Kind(
+        "--tools",
+        "rollout",
+        f"{TOOLS}:load_tools",
+        TOO_LONG,
+        expected="function,function",
+        describer=f"{TOOLS}:describe_tools",
+    ),
+    "environment": Kind(
+        "--environment",
+        "rollout",
+        f"{TOOLS}:load_environment",
+        TOO_LONG,
+        expected="Class",
+        describer=f"{TOOLS}:describe_environment",
+    ),
+}
+
+
+def load_rollout(
+    spec: str,
+    *,
+    kind: str = "rollout",
+    timeout_s: float = 60.0,
+    on_error: str = "stop",
+    num_workers: int = 1,
+) -> "RolloutWorkers":
+    """Start workers for what the flag --KIND names, "file.py:name" or "module:name". Raises InputError if it cannot be.
+
+    kind: "rollout", a rollout function; "tools" (several names, with commas between them) or "environment", of which
+    `minirl.agents.tool_loop` makes one.
+    """
+    return RolloutWorkers(spec, kind=kind, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+
+
+class RolloutWorkers:
+    """A rollout function that runs in worker processes: a `program.Host`.
+
+    kind: as for `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward: whether it is
+    of an environment with `get_reward`.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        kind: str = "rollout",
+        timeout_s: float,
+        on_error: str = "stop",
+        num_workers: int = 1,
+    ):
+        """Start the workers. timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where they
+        are, "stop" none. Raises InputError if the function cannot be loaded.
+        """
+        self.pool = Pool(KINDS[kind], spec, timeout_s=timeout_s, num_workers=num_workers)
+        self.name = self.pool.name
+        self.kind = kind
+        self.on_error = on_error
+        self.tools: list[dict[str, Any]] = self.pool.description.get("tools", [])
+        self.gives_reward: bool = self.pool.description.get("gives_reward", False)
+        self._episodes: dict[int, Episode] = {}
+
+    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
+        """See `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
+        for turn in turns:
+            episode.take(turn)
+        try:
+            number = self.pool.open(episode.seed, functools.partial(opening, episode), num_replies=len(turns))
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
+            raise InputError(message) from None
+        except WorkerError as error:
+            raise RolloutError(f"{self.pool.what}: {error}") from None
+        self._episodes[number] = episode
+        return number
+
+    def send(self, number: int, turn: Turn) -> None:
+        """See `Host`."""
+        episode = self._episodes[number]
+        episode.take(turn)
+        self.pool.send(number, turns_message(episode, [turn]))
+
+    def close(self, number: int) -> None:
+        """See `Host`."""
+        del self._episodes[number]
+        self.pool.close(number)
+
+    def seconds(self, number: int) -> float:
+        """See `Host`. In the process that has the episode: one that died does not count."""
+        return self.pool.seconds(number)
+
+    def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
+        """See `Host`. Raises RolloutError if no process can be started in place of another."""
+        try:
+            if timeout_s > 0:
+                self._wait(timeout_s)
+            found = self.pool.poll()
+        except WorkerError as error:
+            started_for = ""
+            if error.number is not None:
+                place = self._episodes[error.number].row.place
+                started_for = (
+                    f"\nThe process was started in place of one that had ended, for the row at {place}"
+                )
+            raise RolloutError(f"{self.pool.what}: {error}{started_for}") from None
+        replies = []
+        for number, received in found:
+            reply = _taken(received, self._episodes[number])
+            replies.append((number, reply))
+            if not isinstance(reply, Generate):
+                del self._episodes[number]
+                if not received.is_last:
+                    self.pool.close(number)
+        return replies
+
+    def stop(self) -> None:
+        """Kill the workers and the other processes of their sessions."""
+        self.pool.stop()
+
+    @spent_on("wait_replies")
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until something is to be read from a worker that has to reply, or one is over its time."""
+        # This wait is limited by the deadlines, not by --hang-timeout.
+        watchdog.heartbeat(self.pool.what)
+        wait_for_any([self.pool], timeout_s)
+        watchdog.heartbeat("")
+
+
+def _taken(received: pool.Reply, episode: Episode) -> Reply:
+    """Return what a function replied; what goes with the reply is then in its episode."""
+    try:
+        if received.facts is not None:
+            take_facts(episode, received.facts)
+        return Failed(received.error) if received.error else read_reply(received.content)
+    except (InputError, KeyError, TypeError):
+        return Failed(NO_ANSWER)
