@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import After, following_ids, is_message, is_messages
-from minirl.data.task import Messages, Row, as_messages, conversation
+from minirl.data.chat_turns import following_ids, is_message
+from minirl.data.task import After, Messages, Row, as_messages, conversation, is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
