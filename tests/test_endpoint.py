@@ -21,7 +21,8 @@ from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
 from minirl.collect.collector import Collector
 from minirl.data.task import Row, as_messages
-from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
 from minirl.episodes.program import Ended
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
@@ -37,6 +38,7 @@ from support.collecting import (
 )
 from support.engines import cached_model, make_engine
 from support.processes import is_alive
+from support.turns import SaidReader
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -287,7 +289,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
 
 def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
     """Fault 60."""
-    monkeypatch.setattr("minirl.episodes.runner.MAX_TURNS", 4)
+    monkeypatch.setattr("minirl.episodes.limits.MAX_TURNS", 4)
     for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
         assert rollout[1] == "max_turns"
         *_, earlier, _ = rollout
@@ -425,8 +427,7 @@ def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descript
         while running:
             for number, reply in host.replies(1.0):
                 if isinstance(reply, Generate):
-                    running[number].take(sampled_turn(running[number]))
-                    host.send(number, running[number].turns[-1])
+                    host.send(number, sampled_turn(running[number]))
                 else:
                     assert reply == Ended({}), reply
                     assert running.pop(number).rewards[0] == {"reward": 1.0}
@@ -811,11 +812,11 @@ def sampled_turn(branch, text="yes", finish_reason="stop", **said):
         return {"role": "assistant", "content": text, **said}
 
     ids = [ord(letter) for letter in text]
-    prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
-    where = {"branch": branch.number, "start": len(branch.tokens), "limit": 50, "prompt_ids": prompt_ids}
-    reader = TurnReader(text=lambda: text, message=message, answer=lambda: text)
-    logprobs, versions = [-0.5] * len(ids), [0] * len(ids)
-    return Turn(ids, logprobs, versions, finish_reason, appended=[], inserted=[], reader=reader, **where)
+    branch.prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
+    branch.max_tokens = 50
+    turn = Turn(branch.number, len(branch.tokens), appended=[])
+    turn.finish(len(ids), finish_reason, SaidReader(ids, text, message, logprob=-0.5))
+    return turn
 
 
 def drive(program, *turns, **options):
@@ -833,7 +834,7 @@ def drive(program, *turns, **options):
             for fields in turns:
                 branch = episode.branches[asked[-1].branch]
                 turn = sampled_turn(branch, **fields)
-                branch.add(turn)
+                branch.turns.append(turn)
                 asked.append(await rollout.asend(turn))
         await rollout.aclose()
         return asked
@@ -1218,7 +1219,7 @@ def test_the_documented_agent_is_rewarded_for_its_last_answer():
         rollout = example["agent"](episode)
         asked = await rollout.asend(None)
         for text in ("so 3", "so 1,200."):
-            episode.add(sampled_turn(episode, text))
+            episode.turns.append(sampled_turn(episode, text))
             with contextlib.suppress(StopAsyncIteration):
                 asked = await rollout.asend(episode.turns[-1])
         assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]

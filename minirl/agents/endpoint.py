@@ -28,7 +28,8 @@ from minirl.agents import loopback
 from minirl.agents.loopback import Answer, HttpError
 from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
 from minirl.data.task import as_messages
-from minirl.episodes.episode import AsyncTurns, Branch, Episode, Generate, Turn
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
