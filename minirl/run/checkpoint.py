@@ -3,9 +3,9 @@
     000050/                          a Hugging Face folder of the policy, in the compute dtype
     000050/value/                    the same for each further model, by its name
     000050/resume/policy-0-of-2.safetensors    one rank's shards of fp32 masters and optimizer state
-    000050/resume/extra.json         what the script remembers, and beside it its tensors (`value_files`)
-    000050/resume/records/0-of-2.json          one rank's own records of it, and beside it their tensors
-    000050/manifest.json             how far the run is, and size and SHA-256 of every file
+    000050/resume/extra.json         the script's state, with its tensors beside it (`value_files`)
+    000050/resume/records/0-of-2.json          one rank's own records, with their tensors beside them
+    000050/manifest.json             the progress of the run; size and SHA-256 of every file
 
 Saving overlaps with training. In order:
 
@@ -16,8 +16,8 @@ Saving overlaps with training. In order:
 3. `_Save._commit`, the thread of rank 0, once every rank's files.json exists: move all files into its own
    folder, write manifest.json, rename the folder to 000050, and delete checkpoints that are not to be kept.
 4. `Checkpoints._wait`, on the main threads, before the next save and at the end of the run (collective):
-   find out whether every rank could write its files and rank 0 could commit. If not, all ranks give up this
-   save with a warning, and the run goes on with the checkpoints that it has.
+   find out whether every rank could write its files and rank 0 could commit. If not, all ranks drop this save
+   with a warning, and the run goes on with the checkpoints that it has.
 
 A kill at any moment leaves a whole checkpoint, because a folder gets a name that consists of digits only by
 the rename in 3, when all of its files are on the disk. The names of unfinished folders begin with a dot, and
@@ -132,7 +132,7 @@ class Checkpoints:
         records: Mapping[str, list[Any]] | None = None,
         score: float | None = None,
     ) -> None:
-        """Start to save models, optimizers, `state` and what the script remembers (collective).
+        """Start to save models, optimizers, `state` and the script's state (collective).
 
         Waits for the save before, copies this rank's tensors and values and returns.
         state: JSON values, among them `step`. extra, records: see `Run.begin`. score: the held-out score at this
@@ -160,7 +160,7 @@ class Checkpoints:
         return self._newest
 
     def _wait(self) -> str | None:
-        """Wait until the current save has ended on every rank; returns its error, or None (collective).
+        """Wait until the current save ends on every rank; returns its error, or None (collective).
 
         The error is the same on all ranks.
         """
@@ -208,7 +208,7 @@ def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]
 
 @dataclass(frozen=True)
 class Remembered:
-    """A copy of what the script remembers: `extra`, the same on every rank, and this rank's own `records`."""
+    """A copy of the script's state: `extra`, the same on every rank, and this rank's own `records`."""
 
     extra: ValueCopy
     records: ValueCopy
@@ -234,7 +234,7 @@ class Remembered:
         return copy
 
     def writers(self) -> list[_FileWriter]:
-        """What writes this rank's files: its records, and on rank 0 `extra`."""
+        """Return the writer of this rank's files: its records, and on rank 0 `extra`."""
         writers = [_values_writer(_record_files(world_size())[rank()], self.records)]
         if rank() == 0:
             writers.append(_values_writer(EXTRA_FILE, self.extra))
@@ -253,7 +253,7 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a model's folder has besides the weights."""
+    """The files of a model's folder besides the weights."""
 
     config: dict[str, Any]
     tokenizer_files: dict[str, bytes]

@@ -1,7 +1,7 @@
 """The flags that every script has, in the groups of `--help`.
 
-The comment behind a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
-adds the flags of its objective; a field that it declares again has another default there. Fields are read flat:
+The comment after a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
+adds the flags of its objective; it may declare a field again with another default. Fields are read flat:
 `config.lr`.
 """
 
@@ -20,7 +20,7 @@ from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
 
 # torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
-# "auto": from the memory that there is, see docs/memory.md.
+# "auto": from the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -39,9 +39,9 @@ class ModelAndData:
     """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
     chat_template_kwargs: str | None = None
-    """JSON object of further arguments of the chat templates, as {"enable_thinking": false}"""
+    """JSON object with more arguments of the chat templates, such as {"enable_thinking": false}"""
     tool_format: Literal["hermes"] | None = None
-    """how the model writes calls of tools: as Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
+    """how the model writes tool calls: hermes, like Qwen2.5 and Qwen3; none: the tokenizer's response template says"""
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,23 @@ class Generate:
     256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     decode_budget: int | None = None
-    """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
+    """most tokens that a completion samples in a step, before it continues in the next one; none: no limit"""
     max_staleness: int = 8
-    """with --decode-budget: steps between a completion's first token and its update, at most"""
+    """with --decode-budget: most steps between a completion's first token and its update"""
     rollout: str | None = None
-    """file.py:function that writes a rollout, in processes of its own; none: the script's"""
+    """file.py:function that writes a rollout, in separate processes; none: the script's"""
     tools: str | None = None
-    """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
+    """file.py:function,... with type hints and docstrings that a chat model may call, like TRL's `tools`"""
     environment: str | None = None
-    """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
+    """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
     rollout_workers: int = 1
     """processes of --rollout, --tools or --environment on a rank; agents get more if need be"""
-    reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
+    reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it fails
     on_rollout_error: Literal["stop", "end"] = "stop"
-    """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
+    """end: a failure ends the completion, for up to 5 % of a step's completions on a rank"""
     max_turns: int = 0  # turns of a completion; 0: as many as the rollout asks for, up to 1,000
     max_sampled_tokens: int = 0
-    """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
+    """sampled tokens of a completion, over all its turns; 0: only --max-new-tokens limits them"""
     max_episode_seconds: float = 0.0
     """seconds that --rollout works and waits for a completion, checked between turns; 0: no limit"""
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
@@ -87,7 +87,7 @@ class Reward:
     """file.py:function ... instead of the task's: f(prompts, completions, **columns); episode[:NAME]: the rollout's"""
     reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
     on_reward_error: Literal["stop", "zero"] = "stop"
-    """zero: it counts as 0 for up to 5 % of a step's completions on a rank"""
+    """zero: a failure counts as 0, for up to 5 % of a step's completions on a rank"""
     reward_workers: int = 1  # processes of each --reward on a rank: as many prompts are judged at a time
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
@@ -105,7 +105,7 @@ class Update:
     num_epochs: int = 1  # passes over a step's rollouts
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: Size = "auto"  # tokens of one forward and backward on a rank; auto: what fits
-    max_grad_norm: float = 1.0  # gradient clipping, each model by itself; 0: none
+    max_grad_norm: float = 1.0  # gradient clipping, each model separately; 0: none
     weight_decay: float = 0.0  # AdamW's
 
 
@@ -134,14 +134,14 @@ class Report:
     """Run and report"""
 
     run_name: RunName = None
-    """folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: a new one"""
+    """folder of the run in ./runs or $MINIRL_RUNS, to begin or resume; none: a new one"""
     resume: Literal["auto", "force", "never"] = "auto"
     """the run of that name: with the same flags; anyway; never"""
     eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
-    eval_rows: int = 256  # held-out rows used of each file, at most
+    eval_rows: int = 256  # most held-out rows to use from each file
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
     keep_checkpoints: int = 2
-    """newest checkpoints to keep, beside the one with the best held-out score; 0: all"""
+    """newest checkpoints to keep, besides the best by held-out score; 0: all"""
     keep_rollouts: int = 0  # newest steps whose rollouts are kept; 0: all
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
 
@@ -167,9 +167,9 @@ class Machine:
     """ranks that hold a model's shards together: all, or those of each node, for slow networks between nodes"""
     dry_run: bool = False  # load no weights and train nothing: print what would happen and whether it fits
     gpus: str | None = None
-    """with --dry-run, another machine: RANKSxGB, as 8x80 for 8 GPUs of 80 GB; none: what is here"""
+    """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
     hang_timeout: float = 600
-    """seconds without progress on any rank after which all leave with a report; 0: never"""
+    """seconds without progress on any rank after which all exit with a report; 0: never"""
 
 
 POSITIVE = (
@@ -192,7 +192,7 @@ POSITIVE = (
     "rollout_workers",
     "reply_timeout",
 )
-# More is a slip of the hand, which would take the host's memory or its processes before anything fails.
+# Larger values are typos, which would exhaust the host's memory or processes before anything fails.
 MOST = {
     "threads": 1024,
     "reward_workers": 1024,
@@ -210,7 +210,7 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the tiny embedded model is trained."""
+        """Whether the run trains the tiny embedded model."""
         return self.model is None
 
     @property

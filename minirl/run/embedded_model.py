@@ -1,6 +1,6 @@
 """The embedded model, trained when no --model is given: a tiny Llama, warm-started on an embedded task.
 
-Its folder has the weights and a tokenizer of its own. Rank 0 makes it once for each task and caches it under a name
+Its folder has the weights and a tokenizer. Rank 0 makes it once for each task and caches it under a name
 with the hash of `RECIPE` and the task's name, on which alone it depends. It gets this name by a rename when it is
 complete.
 """
@@ -68,7 +68,7 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
     """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective).
 
-    Raises InputError on every rank if a file in it is not what was written.
+    Raises InputError on every rank if a file in it has changed.
     """
     recipe = json.dumps({**RECIPE, "task": task}, sort_keys=True).encode()
     digest = hashlib.sha256(recipe).hexdigest()
@@ -91,7 +91,7 @@ def write_shape(folder: Path) -> Path:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return which file differs from what was written, or None."""
+    """Return the file that has changed since it was written, or None."""
     try:
         for name, digest in read_json_object(folder / DIGESTS_FILE).items():
             fault = durable.damage(folder / name, digest)

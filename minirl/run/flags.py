@@ -15,7 +15,7 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
-# What other libraries call a flag: what it is here.
+# The names of flags in other libraries, and here.
 OTHER_NAMES = {
     "learning-rate": "--lr",
     "out-dir": "--run-name, a folder in ./runs or $MINIRL_RUNS",
@@ -45,7 +45,7 @@ def run_script(
 ) -> typing.NoReturn:
     """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
 
-    presets: what `--algorithm NAME` sets; flags that are given win. Every rank calls it.
+    presets: the values of `--algorithm NAME`; given flags win. Every rank calls it.
     """
     preset = chosen_preset("--algorithm", presets) if presets else {}
     watchdog.run(lambda: main(parse(config_class, description=description, preset=preset)))
@@ -200,8 +200,8 @@ def check_needed(
 ) -> None:
     """Refuse flags that have no effect. Raises InputError naming the flag and what it needs.
 
-    needs[field]: the field that must be on, or whether the flag has an effect and the words for what it needs. A value
-    that is the default's, or that of the `preset`, was not given and is not refused.
+    needs[field]: the field that must be on, or a pair: whether the flag has an effect, and the words for its need. A
+    value equal to the default or to the `preset` counts as not given and is not refused.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""The files that a run was started with: a copy of the script, and what has changed since."""
+"""The files that a run was started with: a copy of the script, and the files that have changed since."""
 
 import shutil
 import sys
@@ -46,7 +46,7 @@ def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) ->
 
 
 def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """The files that are not what they were when the run in this folder was last started."""
+    """The files that have changed since the run in this folder was last started."""
     before = read_args(folder).get("inputs", {})
     return [name for name, digest in digests.items() if name in before and before[name] != digest]
 

@@ -2,7 +2,7 @@
 
 runs/NAME/lock                  locked while a run uses the folder; names the process that holds it
 runs/NAME/args.json             the flags, which a resumed run must repeat
-runs/NAME/reference/            the weights of the reference model, if there is one
+runs/NAME/reference/            the weights of the reference model, if the run has one
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
@@ -57,7 +57,7 @@ FREE_FLAGS = {
     "dry_run",
     "gpus",
 }
-# What a run that was killed before it wrote args.json may have left in its folder.
+# Files that a run may leave in its folder if it is killed before it writes args.json.
 _LEFT_BEFORE_ARGS = {"lock", "checkpoints", "rollouts", ".half-args.json"}
 
 
@@ -131,7 +131,7 @@ def open_run_folder(
     """Find and lock the folder of the earlier run `name`, or choose that of a new run (collective).
 
     An earlier run is resumed from its newest intact checkpoint. Newer checkpoints, which are damaged, are
-    reported and renamed. What a killed save has left is removed. For a new run nothing is made yet, so that a
+    reported and renamed. The remains of a killed save are removed. For a new run nothing is made yet, so that a
     start that fails leaves no folder: see `RunFolder.create`.
 
     resume: "auto": an earlier run must have the same flags, except for `FREE_FLAGS` and a greater num_steps.
@@ -180,7 +180,7 @@ def _on_rank_0(function: Callable[[], tuple[Any, ...]], *, unshared: int) -> tup
 
 
 def _checked_path(name: str) -> Path:
-    """The folder of this name. Raises InputError if it is no plain name, no run's folder, or cannot be written."""
+    """The folder of this name. Raises InputError for a path, another kind of folder, or one that cannot be written."""
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name):
         raise InputError(
             f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go"
@@ -190,7 +190,7 @@ def _checked_path(name: str) -> Path:
         foreign = {path.name for path in folder.iterdir()} - _LEFT_BEFORE_ARGS
         refuse(
             foreign,
-            f"{folder}: has {sorted(foreign)[:3]} but no args.json, it is no run; choose another --run-name",
+            f"{folder}: has {sorted(foreign)[:3]} but no args.json, so it is not a run; choose another --run-name",
         )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: File exists; see --run-name and $MINIRL_RUNS")
@@ -202,7 +202,7 @@ def _checked_path(name: str) -> Path:
 
 
 def claim_folder(folder: Path) -> Path:
-    """Make a folder that was not there, with a number behind its name if need be; of two processes one gets each.
+    """Make a new folder, with a number after its name if needed; two processes never get the same one.
 
     Not collective. Raises InputError if that fails.
     """
@@ -247,7 +247,7 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None:
-    """Compare the flags with those of the earlier run in this folder, if there is one. Raises InputError."""
+    """Compare the flags with those of an earlier run in this folder, if any. Raises InputError."""
     args = read_args(folder)
     if not args:
         refuse(
@@ -278,7 +278,7 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
 
 
 def read_args(folder: Path) -> dict[str, Any]:
-    """The args.json of a run's folder, {} if there is none.
+    """The args.json of a run's folder, or {}.
 
     It has the run's `flags`, and the digests of its `inputs`. Raises InputError if it is damaged.
     """
@@ -295,7 +295,7 @@ def read_args(folder: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint, or None if there are no checkpoints. Reports and renames newer ones.
+    """The newest intact checkpoint, or None without checkpoints. Reports and renames newer ones.
 
     Raises InputError, and renames nothing, if all are damaged.
     """
@@ -328,7 +328,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint, maybe a damaged one, and no folder that the user has given a number as its name."""
+    """Return whether this is a checkpoint, maybe damaged, rather than a user's folder named with a number."""
     has_name = path.name.isdecimal() and path.name == checkpoint_name(int(path.name))
     return has_name and any((path / part).exists() for part in ("manifest.json", "resume"))
 
