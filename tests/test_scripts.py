@@ -576,7 +576,7 @@ def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(data_folder / "stories260K"), "--data", str(data), "--reward", f"{reward}:score")
 
 
-@pytest.mark.parametrize(("name", "message"), [("taken", "it is no run"), ("../taken", "plain name")])
+@pytest.mark.parametrize(("name", "message"), [("taken", "it is not a run"), ("../taken", "plain name")])
 def test_no_run_writes_into_another_or_outside(one_rank, runs, name, message):
     """A taken name and a path are refused, and what is there stays as it was. Fault 47."""
     (runs / "taken").mkdir(exist_ok=True)
