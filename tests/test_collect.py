@@ -41,6 +41,7 @@ from support.collecting import (
     make_frozen,
     replies_of,
     replying,
+    rollout_records,
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine
@@ -485,7 +486,7 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
         before = collected(first, last_step, 2)
         second.num_served = first.num_served
         second.restore(first.state(), first.records())
-        ids = [record["id"] for record in first.records()]
+        ids = [record["id"] for record in rollout_records(first)]
         assert ids, "nothing was in flight"
         assert ids == sorted(ids), "the order of replies is in the checkpoint"
         after = [
@@ -526,7 +527,7 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     first.collect(1)
     second = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
     second.num_served = first.num_served
-    paused = {tuple(record["id"]) for record in first.records() if record["finish_reason"] is None}
+    paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
     replies.append("b")
     second.restore(first.state(), first.records())
     assert second.take_num_restarted() == len(paused) > 0
@@ -556,19 +557,19 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
     )
 
 
-def test_the_first_complete_groups_are_selected_whatever_their_rewards():
-    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
+def test_the_first_groups_are_selected_whatever_their_rewards():
+    pool = make_rewarded({3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
     selection = select_step(pool, 2, 2)
     assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7]
     assert selection.groups.rewards[:, :, 0].tolist() == [[1, 1], [0, 1]]
-    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4, 9, 9, 12, 12]
+    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [9, 9, 12, 12]
     assert (selection.num_selected, selection.num_missing) == (2, 0)
     assert selection.ended == {3, 7}
 
 
-def test_complete_groups_count_rollouts_and_have_all_their_branches():
+def test_groups_count_rollouts_and_have_all_their_branches():
     """Two branches of one rollout are not two rollouts; one row for each, but one reward and one text for both."""
-    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1]}, num_tokens=2)
+    pool = make_rewarded({3: [1, 1], 7: [0, 1]}, num_tokens=2)
     pool = replace(
         pool, rollouts=[in_two_branches(r) if r.rollout_id.sample == 0 else r for r in pool.rollouts]
     )
@@ -585,7 +586,7 @@ def test_complete_groups_count_rollouts_and_have_all_their_branches():
     assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
     assert [r.rollout_id for r in groups.rewarded.rollouts] == [RolloutId(3, 0, 1), RolloutId(7, 0, 1)]
     assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]
-    assert [r.rollout_id for r in selection.left.rollouts] == [RolloutId(4, 0, 1)]
+    assert selection.left.rollouts == []
     assert (selection.num_selected, selection.num_missing) == (2, 1)
 
 
@@ -614,19 +615,18 @@ def test_a_record_has_all_branches_and_one_of_before_there_were_any_still_loads(
 
 
 def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():
-    pool = make_rewarded({3: [1, 1], 4: [0], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
+    pool = make_rewarded({3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
     selection = select_step(pool, 3, 2, replaces_equal=True)
     assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7, 12, 12]
     assert (selection.num_selected, selection.num_missing) == (3, 1)
     assert selection.ended == {3, 7, 9, 12}
-    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [4]
+    assert selection.left.rollouts == []
 
 
 @pytest.mark.parametrize("replaces_equal", [False, True])
-def test_incomplete_groups_are_missing(replaces_equal):
-    selection = select_step(make_rewarded({4: [0], 5: [1]}), 3, 2, replaces_equal=replaces_equal)
-    assert (selection.num_selected, selection.num_missing) == (0, 3)
-    assert len(selection.left.rollouts) == 2
+def test_groups_that_are_not_there_are_missing(replaces_equal):
+    selection = select_step(make_rewarded({4: [0, 1]}), 3, 2, replaces_equal=replaces_equal)
+    assert (selection.num_selected, selection.num_missing) == (1, 2)
     empty = select_step(make_rewarded({}), 3, 2, replaces_equal=replaces_equal)
     assert (empty.num_selected, empty.num_missing) == (0, 3)
 

@@ -184,7 +184,7 @@ def by_text(url, episode):
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
     (tmp_path / "mine.py").write_text(SOURCE)
-    monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
+    monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
         yield load_function
 
@@ -321,7 +321,7 @@ def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
 def test_an_agents_process_takes_so_many_episodes_and_further_ones_get_another(load):
     workers = load("two_at_a_time")
     assert rollouts_of(workers, 2, 2) == rollouts_of(in_turns, 2, 2)
-    assert len(workers.workers) == 3
+    assert len(workers.pool.workers) == 3
 
 
 @pytest.mark.parametrize(("name", "is_chat"), [("by_generate", True), ("by_completion", False)])
@@ -357,7 +357,7 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
 
 def test_a_program_whose_process_died_gets_the_answers_that_it_got(load):
     workers = load("dies_once", num_workers=2)
-    pids = [worker.pid for worker in workers.workers]
+    pids = [worker.pid for worker in workers.pool.workers]
     assert rollouts_of(workers, 2) == rollouts_of(in_turns, 2)
     assert sum(is_alive(pid) for pid in pids) == 1
 
@@ -1195,7 +1195,7 @@ def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
         rollouts_of(workers, num_groups=2, group_size=2)
     workers.stop()
-    assert not any(is_alive(worker.pid) for worker in workers.workers)
+    assert not any(is_alive(worker.pid) for worker in workers.pool.workers)
 
 
 def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():

@@ -24,7 +24,6 @@ import torch
 
 from minirl.agents import tool_loop
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.answers import parsed_answer
 from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
@@ -32,6 +31,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
 from minirl.episodes.program import Ended, Failed
+from minirl.episodes.rollout_process import load_rollout
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
@@ -428,7 +428,7 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
         resumed = letters_collector(three, **options)
         resumed.num_served = begun.num_served
         resumed.restore(begun.state(), begun.records())
-        for worker in three.workers:
+        for worker in three.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
         again = [resumed.collect(4, weight_version=step) for step in (2, 3)]
         assert [r.tokens.tolist() for groups in again for r in groups.rewarded.rollouts] == [

@@ -27,6 +27,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
     replying,
+    rollout_records,
 )
 
 SOURCE = """
@@ -333,7 +334,7 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
     first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)
     first.collect(2)
-    paused = [record for record in first.records() if record["finish_reason"] is None]
+    paused = [record for record in rollout_records(first) if record["finish_reason"] is None]
     second = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=0.01), **options)
     second.num_served = first.num_served
     second.restore(first.state(), first.records())

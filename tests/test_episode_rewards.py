@@ -13,8 +13,8 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.task import Row
+from minirl.episodes.rollout_process import load_rollout
 from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
@@ -24,7 +24,7 @@ from minirl.rewards.reward_process import load_reward
 from minirl.rewards.rewarded import turn_rewards
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange, pack
-from support.collecting import Prompts, chat_prompts, collected
+from support.collecting import Prompts, chat_prompts, collected, rollout_records
 from support.engines import cached_model, make_engine
 from support.scripts import read_metrics, run_in_pool, untimed
 
@@ -270,7 +270,7 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
     expected = collected(collector_of(functions, rollout(), **options), 4, 2)
     first = collector_of(functions, rollout(), **options)
     before = collected(first, 2, 2)
-    kinds = {record["finish_reason"] is None for record in first.records()}
+    kinds = {record["finish_reason"] is None for record in rollout_records(first)}
     assert kinds == {True, False}
     second = collector_of(functions, rollout(), **options)
     second.num_served = first.num_served
@@ -285,27 +285,6 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
         assert found == [(row[0], row[2], row[-1]) for row in expected[step]]
         for rollout_made, row in zip(groups.rewarded.rollouts, expected[step], strict=True):
             assert by_hand(rollout_made) == row[-1][:2]
-
-
-def test_a_checkpoint_from_before_rewards_were_given_can_be_read():
-    options = {"decode_budget": 4, "max_staleness": 3}
-    sums = {"sums": lambda completion_ids: [float(sum(ids)) for ids in completion_ids]}
-
-    def silent(episode):
-        yield episode.generate(max_tokens=5)
-        yield episode.generate(after="abc", max_tokens=4)
-
-    first = collector_of(sums, silent, **options)
-    first.collect(2)
-    state, records = first.state(), first.records()
-    del state["judged_groups"]
-    for record in records:
-        record.pop("episode", None)
-    second = collector_of(sums, silent, **options)
-    second.num_served = first.num_served
-    second.restore(state, records)
-    expected = first.collect(2, weight_version=1).rewards
-    assert torch.equal(second.collect(2, weight_version=1).rewards, expected)
 
 
 def test_turn_rewards_add_up_to_the_column_times_its_weight():
@@ -547,8 +526,8 @@ def test_an_evaluation_judges_each_greedy_rollout_alone():
     assert evaluator.run(requests).rewards[:, 0].tolist() == [-1.0] * 4
 
 
-def split_groups(rank):
-    """The groups of three steps on this rank: 3 rollouts of 3 prompts, so that groups are shared."""
+def own_groups(rank):
+    """The groups of three steps on this rank, of 3 prompts each: one rank has one prompt, the other two."""
     functions = {"last": of_last_turn, **OF_EPISODE}
     options = {"decode_budget": 6, "max_staleness": 3}
     collector = collector_of(functions, giving, **options)
@@ -560,13 +539,14 @@ def split_groups(rank):
     return steps
 
 
-def test_groups_that_ranks_share_are_judged_as_on_one(two_ranks, one_rank):
-    (expected,) = one_rank.run(split_groups)
-    parts = two_ranks.run(split_groups)
+def test_a_rank_has_whole_groups_which_are_judged_as_on_one_rank(two_ranks, one_rank):
+    (expected,) = one_rank.run(own_groups)
+    parts = two_ranks.run(own_groups)
     for step in range(3):
         assert sorted(parts[0][step] + parts[1][step]) == expected[step]
     makers = [{ordinal for step in part for (ordinal, _), _ in step} for part in parts]
-    assert makers[0] & makers[1], "no group is shared"
+    assert makers[0].isdisjoint(makers[1])
+    assert all(makers)
     assert not any(math.isnan(rewards[0]) for _, rewards in itertools.chain(*expected))
 
 

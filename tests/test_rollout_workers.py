@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from minirl.collect.rollout_workers import load_rollout
+from minirl.episodes.rollout_process import load_rollout
 from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
@@ -280,7 +280,7 @@ def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
     copies = inspect.getsource(chatting) + inspect.getsource(branching)
     (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", ""))
-    monkeypatch.setattr("minirl.collect.rollout_workers.GRACE_S", 0.5)
+    monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
         yield load_function
 
@@ -361,7 +361,7 @@ def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(loa
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
     """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
     workers = load(name, num_workers=2)
-    pids = [worker.pid for worker in workers.workers]
+    pids = [worker.pid for worker in workers.pool.workers]
     assert rollouts_of(workers, 2) == rollouts_of(calculator_here, 2)
     assert sum(is_alive(pid) for pid in pids) == 1
 
@@ -373,7 +373,7 @@ def test_row_54_a_kill_of_every_worker_in_the_middle_changes_nothing(load):
     kills = []
 
     def step():
-        worker = workers.workers[len(kills) % 2]
+        worker = workers.pool.workers[len(kills) % 2]
         if len(kills) < 2 and collector._runner._num_sampled > 40 and worker.is_ready:
             kills.append(worker.pid)
             os.kill(kills[-1], signal.SIGKILL)
@@ -498,7 +498,7 @@ def test_no_process_is_left_after_stop_and_after_a_kill_of_the_trainer(tmp_path)
     (tmp_path / "mine.py").write_text(SOURCE)
     program = (
         "from support.collecting import make_collector\n"
-        "from minirl.collect.rollout_workers import load_rollout\n"
+        "from minirl.episodes.rollout_process import load_rollout\n"
         f"rollout = load_rollout('{tmp_path}/mine.py:starts', num_workers=2)\n"
         "make_collector(rollout=rollout).collect(2)\n"
     )
@@ -522,7 +522,7 @@ def test_no_process_is_left_after_stop_and_after_a_kill_of_the_trainer(tmp_path)
 def test_stop_kills_the_workers(load):
     workers = load("calculator", num_workers=2)
     workers.stop()
-    assert not any(is_alive(worker.pid) for worker in workers.workers)
+    assert not any(is_alive(worker.pid) for worker in workers.pool.workers)
 
 
 @pytest.mark.parametrize(

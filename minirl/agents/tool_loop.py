@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minirl.collect.loaded import Loaded
 from minirl.data.task import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode, Generate, Turn
+from minirl.episodes.rollout_adapter import RolloutCode
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.
@@ -25,13 +25,13 @@ OWN_METHODS = ("reset", "get_reward", "close")
 MAX_SHOWN = 1 << 20
 
 
-def of_tools(tools: Sequence[Callable[..., Any]]) -> Loaded:
+def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
     """The rollout in which the model calls these functions, each `async` or not."""
     is_async = any(map(inspect.iscoroutinefunction, tools))
-    return Loaded(_rollout(lambda: Session(tools, is_async)), is_async, tools)
+    return RolloutCode(_rollout(lambda: Session(tools, is_async)), is_async, tools)
 
 
-def of_environment(factory: Callable[[], Any], name: str) -> Loaded | str:
+def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
     """The rollout in which the model calls the methods of an object of its own, or why there is none.
 
     A first object is made to see its methods.
@@ -47,7 +47,7 @@ def of_environment(factory: Callable[[], Any], name: str) -> Loaded | str:
         return EnvironmentSession(factory(), is_async=probe.is_async)
 
     tools = list(probe.tools.values())
-    return Loaded(_rollout(start), probe.is_async, tools, gives_reward=get_reward is not None)
+    return RolloutCode(_rollout(start), probe.is_async, tools, gives_reward=get_reward is not None)
 
 
 def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.collect.rollout_workers import RolloutWorkers
 from minirl.collect.step_groups import Groups, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
@@ -32,6 +31,7 @@ from minirl.episodes.in_flight import (
     recorded_episode,
     rewarded_of,
 )
+from minirl.episodes.rollout_process import RolloutWorkers
 from minirl.episodes.runner import (
     NO_BUDGET,
     NO_LIMITS,
@@ -43,8 +43,7 @@ from minirl.episodes.runner import (
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
-from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards, judges_groups
-from minirl.rewards.group_rewards import GroupRewards
+from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
@@ -113,14 +112,10 @@ class Collector:
             reward_names=reward_names,
             shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
         )
-        # In flight on this rank: episodes; by prompt, rollouts that have ended while others of this rank have not;
-        # and those with rewards.
+        # In flight on this rank: episodes; by prompt, rollouts that ended before others of the same prompt; and whole
+        # groups with their rewards.
         self._paused: list[RunningEpisode] = []
         self._ended: dict[int, list[Rollout]] = {}
-        self._group_rewards = GroupRewards(functions, prompts, size=group_size + num_greedy)
-        self._single_functions = {
-            name: function for name, function in functions.items() if not judges_groups(function)
-        }
         self._rewarded = reward_rollouts(functions, prompts, [])
         # The same on every rank: how many steps were collected, and in which of them each prompt in flight was begun.
         self._num_steps = 0
@@ -142,7 +137,6 @@ class Collector:
             new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
             self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
             self._wait_for_ranks()
-            self._rewarded = self._group_rewards.add(self._rewarded)
             rewarded = self._rewarded
             selection = select_step(
                 rewarded,
@@ -159,7 +153,6 @@ class Collector:
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
-        self._group_rewards.forget(selection.ended)
         return selection.groups
 
     def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
@@ -175,7 +168,7 @@ class Collector:
         Functions that judge groups get those of each prompt that are among them.
         """
         episodes = [self._runner.begin(request) for request in requests]
-        return self._group_rewards.add_here(self._run(episodes, (), weight_version=weight_version))
+        return self._run(episodes, (), weight_version=weight_version)
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """What makes a greedy rollout of each of other prompts, by the same engine, rewards and rollout function."""
@@ -210,27 +203,27 @@ class Collector:
         return {
             "num_steps": self._num_steps,
             "begun_in": [list(item) for item in self._begun_in.items()],
-            "judged_groups": sorted(self._group_rewards.done),
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """What is in flight on this rank, for a checkpoint. Not collective."""
+        """What is in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
         records = [episode_record(running) for running in self._paused]
         for rollout in itertools.chain(*self._ended.values()):
             records.append(finished_record(FinishedRollout(rollout)))
         records += [finished_record(finished) for finished in finished_rollouts(self._rewarded)]
         # Episodes are paused in the order of their functions' replies.
-        return sorted(records, key=lambda record: record["id"])
+        records.sort(key=lambda record: record["id"])
+        groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
+        return [{"rollouts": list(group)} for _, group in groups]
 
-    def restore(self, state: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what a checkpoint holds; `records` are those that are this rank's now. Not collective.
+    def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what a checkpoint holds; `groups` are the records that are this rank's now. Not collective.
 
         An episode whose function does not do again what it did begins anew (`take_num_restarted`).
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
-        # A checkpoint from before there were such groups has none.
-        self._group_rewards.done = set(state.get("judged_groups", ()))
+        records = list(itertools.chain.from_iterable(group["rollouts"] for group in groups))
         paused = [record for record in records if record["finish_reason"] is None]
         self._paused = self._runner.restore([self._recorded_episode(record) for record in paused])
         finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
@@ -293,7 +286,7 @@ class Collector:
     ) -> RewardedRollouts:
         """Run episodes until they end or are paused; returns those that are rewarded, in order of their ids.
 
-        A prompt's rollouts are rewarded when all those of this rank have ended. due: prompts whose rollouts have no
+        A prompt's rollouts are rewarded when all of them have ended. due: prompts whose rollouts have no
         budget.
         """
         num_open = Counter(ordinal_of(running) for running in episodes)
@@ -302,7 +295,7 @@ class Collector:
             running.budget = NO_BUDGET if is_due else self._decode_budget or NO_BUDGET
         # At most: those that are paused get none in this phase.
         num_rollouts = len(episodes) + sum(map(len, self._ended.values()))
-        queue = RewardQueue(self._single_functions, self._prompts, num_rollouts=num_rollouts)
+        queue = RewardQueue(self._functions, self._prompts, num_rollouts=num_rollouts)
         whole: list[Rollout] = []
 
         def reward_if_whole(ordinal: int) -> None:
@@ -315,9 +308,6 @@ class Collector:
                         [rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size]
                     )
 
-        # Resumed on another number of ranks, the rest of a prompt's rollouts may be on other ranks.
-        for ordinal in list(self._ended):
-            reward_if_whole(ordinal)
         self._runner.submit(episodes, weight_version=weight_version)
         with progress_bar("generate", total=len(episodes), unit="completions") as bar:
             while self._runner.is_busy:
@@ -340,7 +330,7 @@ class Collector:
         for model in self._frozen:
             model.score_early(is_waiting)
         whole.sort(key=lambda rollout: rollout.rollout_id)
-        return self._group_rewards.make_room(queue.finish(whole))
+        return queue.finish(whole)
 
 
 def ordinal_of(running: RunningEpisode) -> int:

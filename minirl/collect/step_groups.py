@@ -53,9 +53,9 @@ def select_step(
     branch_rewards: Tensor | None = None,
     replaces_equal: bool = False,
 ) -> Selection:
-    """Select `num_groups` of all ranks' complete groups, the first in order of their prompts (collective).
+    """Select `num_groups` of all ranks' groups, the first in order of their prompts (collective).
 
-    rewarded: what this rank has. Each prompt has `group_size` rollouts, followed by `num_greedy` greedy ones.
+    rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
     branch_rewards: as of `gather_table`.
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
     are given up if they are not selected.
@@ -64,11 +64,8 @@ def select_step(
     episodes = table.first_branches()
     # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
     rollouts_per_prompt = group_size + num_greedy
-    ordinals, counts = episodes.prompt_ordinal.unique_consecutive(return_counts=True)
-    is_complete = counts == rollouts_per_prompt
-    starts = (counts.cumsum(0) - counts)[is_complete]
-    ordinals = ordinals[is_complete]
-    rows = starts[:, None] + torch.arange(rollouts_per_prompt)
+    ordinals = episodes.prompt_ordinal[::rollouts_per_prompt]
+    rows = torch.arange(len(episodes.prompt_ordinal)).view(-1, rollouts_per_prompt)
     rewards = episodes.rewards[rows]
     by_branch = table.rewards_by_branch()[rows[:, :group_size]]
 

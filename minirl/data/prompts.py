@@ -89,6 +89,11 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
+        if 0 < per_step < world_size():
+            notes.append(
+                f"a step takes {per_step} prompts, and one rank samples all completions of a prompt: "
+                f"{world_size() - per_step} of {world_size()} ranks sample none; see --prompts-per-step"
+            )
         if per_step and not self._can_stop():
             notes.append(
                 "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
@@ -106,23 +111,18 @@ class PromptStream:
     ) -> list[Request]:
         """Return this rank's share of the requests for `count` prompts, from ordinal `first` on.
 
-        Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy
-        ones. They are adjacent, so that a group shares its prefill.
+        Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
+        has whole groups: it prefills a prompt once, and has all that a reward may compare.
         """
-        rollout_ids = []
-        for prompt_ordinal in range(first, first + count):
-            for sample in range(group_size + num_greedy):
-                rollout_ids.append(RolloutId(prompt_ordinal, sample))
-        # A contiguous share: the shares of two ranks differ by at most one request.
-        begin = len(rollout_ids) * rank() // world_size()
-        end = len(rollout_ids) * (rank() + 1) // world_size()
-        groups: dict[int, list[RolloutId]] = {}
-        for rollout_id in rollout_ids[begin:end]:
-            groups.setdefault(rollout_id.prompt_ordinal, []).append(rollout_id)
+        begin = first + count * rank() // world_size()
+        end = first + count * (rank() + 1) // world_size()
         requests = []
-        for group, prompt_ids in zip(groups.values(), self._prompt_ids(list(groups)), strict=True):
-            for rollout_id in group:
-                is_greedy = rollout_id.sample >= group_size
+        for prompt_ordinal, prompt_ids in zip(
+            range(begin, end), self._prompt_ids(range(begin, end)), strict=True
+        ):
+            for sample in range(group_size + num_greedy):
+                rollout_id = RolloutId(prompt_ordinal, sample)
+                is_greedy = sample >= group_size
                 requests.append(self.request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
         return requests
 

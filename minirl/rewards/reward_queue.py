@@ -46,9 +46,9 @@ class _Added:
 class RewardQueue:
     """Rewards of a phase's rollouts, computed in worker processes while others decode. Not collective.
 
-    A call depends on the prompts alone, never on the clock: it gets the completions of one prompt on this rank, in
-    order of their samples, with the seed of the first. Functions without workers (the task's own, a reward model,
-    the overlong penalty) run in this process, once, in `finish`.
+    A call depends on the prompts alone, never on the clock or the number of ranks: it gets the completions of one
+    prompt in order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
+    model, the overlong penalty) run in this process, once, in `finish`.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):

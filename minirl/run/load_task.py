@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from minirl.collect.rollout_workers import RolloutWorkers, load_rollout
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
+from minirl.episodes.rollout_process import RolloutWorkers, load_rollout
 from minirl.errors import InputError, refuse
 from minirl.rewards.functions import EPISODE, EpisodeReward, check_columns
 from minirl.rewards.reward_process import load_reward

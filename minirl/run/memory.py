@@ -145,8 +145,8 @@ def workload(
     # With a decode budget, as many prompts as the collector begins before their rollouts are taken.
     is_partial = config.decode_budget is not None
     num_prompts = config.prompts_per_step * (1 + config.max_staleness if is_partial else 1)
-    # A greedy completion may come on top of each group.
-    num_requests = max(num_prompts * (config.group_size + 1), held_out.num_prompts)
+    # A rank samples whole groups, with a greedy completion on top of each perhaps.
+    requests_in_training = math.ceil(num_prompts / num_ranks) * (config.group_size + 1)
     rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
     return Workload(
         trained=tuple(trained),
@@ -160,7 +160,7 @@ def workload(
         longest_prompt=longest_prompt,
         longest=longest,
         longest_prefill=longest,
-        requests=math.ceil(num_requests / num_ranks),
+        requests=max(requests_in_training, math.ceil(held_out.num_prompts / num_ranks)),
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
     )

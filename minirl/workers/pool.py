@@ -7,6 +7,7 @@ and the one with which a process dies has failed.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import secrets
@@ -65,7 +66,8 @@ class Kind:
     """What the code of a pool is, for its workers and for messages.
 
     flag: that names the code. expected: what it names. called: before the name of the code. adapter: loads the code
-    (`child`). too_long: said of a reply that takes more than some seconds.
+    (`child`). describer: an adapter that loads it in another process for the description alone, and may import more.
+    too_long: said of a reply that takes more than some seconds.
     """
 
     flag: str
@@ -73,6 +75,7 @@ class Kind:
     adapter: str
     too_long: str
     expected: str = "function"
+    describer: str = ""
 
     def source_and_name(self, spec: str) -> tuple[str, str]:
         """Return the file or module, and the name in it, of "file.py:name" or "module:name".
@@ -108,8 +111,7 @@ class Pool:
         source, self.name = kind.source_and_name(spec)
         self.what = f"{kind.called} {self.name}"
         self._kind = kind
-        self._arguments = [kind.adapter, source, self.name]
-        self._timeout_s = timeout_s
+        self._start_worker = functools.partial(_Worker, kind, source, self.name, timeout_s=timeout_s)
         self._numbers = itertools.count()
         self._worker_of: dict[int, _Worker] = {}
         # The kinds of notes that were printed: each is printed once.
@@ -118,14 +120,18 @@ class Pool:
         try:
             # All load the file at the same time.
             for _ in range(num_workers):
-                self._add_worker()
+                self.workers.append(self._start_worker(kind.adapter))
+            if kind.describer:
+                self.workers.append(self._start_worker(kind.describer))
             while not all(worker.is_ready for worker in self.workers):
                 wait_for_any([self], 1.0)
                 self.poll()
         except WorkerError as error:
             self.stop()
             raise InputError(f"{kind.flag} {source}:{self.name}: {error}") from None
-        self.description = self.workers[0].description
+        self.description = self.workers[-1].description
+        if kind.describer:
+            self.workers.pop().kill()
         self._max_conversations = self.workers[0].max_conversations
 
     @property
@@ -143,7 +149,8 @@ class Pool:
         worker = min(self.workers, key=lambda worker: len(worker.held))
         if len(worker.held) >= self._max_conversations:
             # A conversation that waited for another to end might wait for ever: episodes of a group begin together.
-            worker = self._add_worker()
+            worker = self._start_worker(self._kind.adapter)
+            self.workers.append(worker)
         number = next(self._numbers)
         worker.open(number, _Conversation(seed, opening, num_replies, json.dumps(opening())))
         self._worker_of[number] = worker
@@ -201,11 +208,6 @@ class Pool:
         for worker in self.workers:
             worker.kill()
 
-    def _add_worker(self) -> "_Worker":
-        worker = _Worker(self._kind, self._arguments, timeout_s=self._timeout_s)
-        self.workers.append(worker)
-        return worker
-
 
 def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
     """Wait until a process of some pool has sent something, or is over its time, for at most `timeout_s` seconds.
@@ -244,10 +246,10 @@ class _Worker:
     held: the conversations. is_ready: whether the process has loaded the code.
     """
 
-    def __init__(self, kind: Kind, arguments: Sequence[str], *, timeout_s: float):
+    def __init__(self, kind: Kind, source: str, name: str, adapter: str, *, timeout_s: float):
         """Start a process. Raises WorkerError if the system starts none."""
         self._kind = kind
-        self._arguments = arguments
+        self._arguments = [adapter, source, name]
         self._timeout_s = timeout_s
         self.held: dict[int, _Conversation] = {}
         # Conversations to be sent to; those to be opened before them, one at a time.

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from minirl.collect.collector import Collector
-from minirl.collect.rollout_workers import load_rollout
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
+from minirl.episodes.rollout_process import load_rollout
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
@@ -178,3 +178,8 @@ def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list
             ).tolist()
         ]
     return steps
+
+
+def rollout_records(collector):
+    """The records of all rollouts that a checkpoint would hold as in flight."""
+    return [record for group in collector.records() for record in group["rollouts"]]
