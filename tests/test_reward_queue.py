@@ -291,16 +291,6 @@ def test_row_25_a_worker_that_has_died_is_replaced_without_waiting_for_its_impor
     assert queue.finish(groups[0]).rewards.tolist() == [[1.0]]
 
 
-def test_row_25_a_file_that_has_gone_when_a_worker_is_replaced_is_an_error(load, make_groups, tmp_path):
-    """With the function; never an answer without a number."""
-    prompts, groups = make_groups([("a",)])
-    function = load("raises")
-    (tmp_path / "mine.py").unlink()
-    function.close()
-    with pytest.raises(RewardError, match=r"reward raises for the row at f\.jsonl(.|\n)*mine\.py"):
-        reward_rollouts({"raises": function}, prompts, groups[0])
-
-
 def test_a_system_that_starts_no_more_processes_is_an_input_error(load, monkeypatch):
     """The flag and the system's reason; the workers that did start are gone."""
     started, start = [], subprocess.Popen
