@@ -116,8 +116,8 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
 @pytest.mark.parametrize(
     ("pool", "more"),
     [
-        ("one_rank", ()),
-        ("two_ranks", ("--max-running-requests", "2")),
+        pytest.param("one_rank", (), marks=pytest.mark.slow),
+        pytest.param("two_ranks", ("--max-running-requests", "2"), marks=pytest.mark.slow),
         ("one_rank", ("--cache-tokens", "512", "--rollout-workers", "2")),
     ],
     ids=["one rank", "few places", "tight cache"],
@@ -138,7 +138,7 @@ def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processe
     assert bits_of(fork) == bits_of(on_two_ranks)
 
 
-@pytest.mark.parametrize("last_step", [0, 2])
+@pytest.mark.parametrize("last_step", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
     two_ranks, calling, on_two_ranks, last_step
 ):

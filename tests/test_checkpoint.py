@@ -160,7 +160,7 @@ def wait_for_save(pid: int, folder: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("num_kills", [25, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(
     one_process, tmp_path, source, capfd, num_kills
 ):

@@ -168,13 +168,13 @@ def test_row_33_a_json_file_that_cannot_be_used_is_named_with_its_fault(folder, 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": None}, "hidden_size=None; expected a positive integer"),
+        ({"hidden_size": None}, "'hidden_size' expected int, got NoneType"),
         ({"vocab_size": "33"}, "vocab_size='33'; expected a positive integer"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0; expected a positive integer"),
         ({"head_dim": True}, "head_dim=True; expected a positive integer"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
-        ({"max_position_embeddings": None}, "max_position_embeddings=None; expected a positive integer"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'; expected true or false"),
+        ({"max_position_embeddings": None}, "'max_position_embeddings' expected int, got NoneType"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str (value: 'no')"),
         ({"num_attention_heads": 3}, "num_attention_heads=3 is no multiple of num_key_value_heads=2"),
     ],
 )

@@ -104,7 +104,9 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--num-epochs 2 --old-logprobs scored --weight-decay 0.1"], ids=["", "scored"]
+    "more",
+    ["", pytest.param("--num-epochs 2 --old-logprobs scored --weight-decay 0.1", marks=pytest.mark.slow)],
+    ids=["", "scored"],
 )
 def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_gradient_of_0_leaves(
     two_ranks, runs, tmp_path, more
@@ -164,7 +166,7 @@ def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
         assert line["policy/entropy"] > 0
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
 def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, script):
     """The run ends at once and says why; the checkpoint before it is as it was, and goes on.
 

@@ -140,7 +140,9 @@ OBJECTIVES = {
 }
 objectives = pytest.mark.parametrize("config", OBJECTIVES.values(), ids=OBJECTIVES)
 precisions = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"]
+    ("dtype", "tolerance"),
+    [pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)],
+    ids=["fp32", "fp64"],
 )
 
 

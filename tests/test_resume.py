@@ -78,9 +78,9 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
 @pytest.mark.parametrize(
     ("case", "num_ranks", "splits"),
     [
-        ("grpo", 2, [1, NUM_STEPS]),
-        ("skips", 2, [1]),
-        ("ppo", 1, [0, 2]),
+        ("grpo", 2, [NUM_STEPS]),
+        pytest.param("skips", 2, [1], marks=pytest.mark.slow),
+        ("ppo", 1, [2]),
         ("partial", 2, [1]),
         pytest.param("partial", 1, EVERY_SPLIT, marks=pytest.mark.slow),
         pytest.param("partial", 2, EVERY_SPLIT, marks=pytest.mark.slow),
@@ -143,7 +143,7 @@ def negate_weights(folder: Path) -> None:
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
 
 
-@pytest.mark.parametrize("case", ["grpo", "ppo"])
+@pytest.mark.parametrize("case", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedded_model, tmp_path, case):
     """Not the models that it began with, nor the checkpoint of another run. Where they have changed, it says so."""
     models = [tmp_path / "policy"] + ([tmp_path / "value"] if case == "ppo" else [])

@@ -14,12 +14,12 @@ from support.scheduling import Load, requests_of, stub_engine
 # Far more requests than places, in caches that have room and in tight ones.
 LOADS = {
     "room": Load(256, 65_536, 16, 8, 200, 350),
-    "tight": Load(64, 16_384, 32, 16, 200, 350),
-    "long prompts": Load(64, 75_000, 16, 16, 1000, 200),
+    "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "long prompts, tight": Load(64, 16_384, 16, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
 }
 LARGE_LOADS = {
+    "tight, few places": Load(64, 16_384, 32, 16, 200, 350),
     "tight": Load(256, 65_536, 64, 16, 200, 350),
     "long prompts": Load(256, 300_000, 64, 16, 1000, 300),
     "long prompts, tight": Load(256, 65_536, 64, 16, 1000, 300),
@@ -62,7 +62,7 @@ def test_completions_do_not_depend_on_the_schedule():
     """The same load in a cache with room, in a tight one and with few places."""
     expected = None
     for places, cache_tokens in ((256, 200_000), (64, 16_384), (5, 3000)):
-        load = Load(places, cache_tokens, 8, 16, 200, 100)
+        load = Load(places, cache_tokens, 8, 16, 200, 50)
         with stub_engine(load) as engine:
             rollouts = engine.generate(requests_of(load))
         completions = [rollout.completion for rollout in rollouts]

@@ -260,7 +260,7 @@ def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():
     assert engine._cache is None
 
 
-def test_a_thousand_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(tokenizer):
+def test_hundreds_of_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(tokenizer):
     """With one of ten strings or none, read late, in a tight cache, aborted over and over. Pitfall 15."""
     model = cached_model("full", torch.float32)
     if not model.config.is_batch_invariant(torch.float32, CPU):
@@ -268,16 +268,16 @@ def test_a_thousand_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(
     texts = ["bab", "a a b", "ab b", " bba", "  a  ", "aa", "b b a b", "aab", "   ", "<unk>"]
     stops = [StopStrings(tokenizer, [text]) for text in texts] + [None]
     requests = [
-        make_request(make_prompt(118 + i // 100), number=i, max_new_tokens=12, stop_ids=frozenset())
-        for i in range(1000)
+        make_request(make_prompt(118 + i // 30), number=i, max_new_tokens=12, stop_ids=frozenset())
+        for i in range(300)
     ]
     endless = {
-        rollout.rollout_id: rollout for rollout in run(make_engine(model, max_running_requests=200), requests)
+        rollout.rollout_id: rollout for rollout in run(make_engine(model, max_running_requests=60), requests)
     }
     waiting = [replace(request, stop_test=stops[i % len(stops)]) for i, request in enumerate(requests)]
     stop_of = {request.rollout_id: request.stop_test for request in waiting}
     engine = make_engine(
-        model, max_running_requests=200, cache_tokens=128 * 150, async_decoding=True, cuda_graphs=True
+        model, max_running_requests=60, cache_tokens=128 * 45, async_decoding=True, cuda_graphs=True
     )
     rollouts = []
     while waiting:
@@ -285,7 +285,7 @@ def test_a_thousand_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(
         for _ in range(37):
             rollouts += engine.step()
         waiting = engine.abort()
-    assert len(rollouts) == 1000
+    assert len(rollouts) == 300
     assert engine.stats.preemptions > 0
     num_stopped = 0
     for rollout in rollouts:
@@ -297,7 +297,7 @@ def test_a_thousand_rollouts_are_the_endless_ones_cut_behind_their_stop_strings(
         has_stopped = stop is not None and stop.found(rollout.completion) is not None
         assert rollout.finish_reason == ("stop" if has_stopped else "length")
         num_stopped += has_stopped
-    assert 200 < num_stopped < 900
+    assert 60 < num_stopped < 270
 
 
 class Recorder:

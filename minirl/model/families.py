@@ -1,4 +1,4 @@
-"""What config.json means for each model family: implied features, defaults of missing keys, and refused keys.
+"""What config.json means for each model family: transformers' config class reads it, and we compute what it says.
 
 Every key is supported, has one value that is, or is known to change no number. Any other is refused by name,
 whatever its value: `is_causal: false` is another model.
@@ -7,7 +7,8 @@ To add a feature of models:
 
 1. `config.py`: add a field to `ModelConfig`, named like the key of config.json if there is one.
 2. This file: set the field in `config_from_dict`. Add the feature's keys to `_KEYS_OF_ALL`, or to the
-   families in `FAMILIES` that have them, and check their values in `_check_values`.
+   families in `FAMILIES` that have them, and refuse in `_check_ranges` the values that transformers accepts and
+   the model does not compute.
 3. `transformer.py`: branch on the field. New parameters need the names that they have in Hugging Face's
    checkpoints, by which `weights` loads and saves them.
 4. `tests/test_model.py`: add a model with the feature to `CASES`. Its logits and gradients are compared with
@@ -17,6 +18,7 @@ A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, 
 `OPTIONAL_KEYS` of `tests/test_weights.py`, and one in `BASES` of `tests/test_config_fuzz.py`.
 """
 
+import copy
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,27 +31,20 @@ from minirl.model.config import ModelConfig, RopeScaling
 
 @dataclass(frozen=True)
 class Family:
-    """What the classes of a `model_type` do and config.json need not say."""
+    """The keys of a `model_type` that not all families have, and what its classes do without a key."""
 
-    # The keys that not all families have, and the values of keys that are left out.
-    defaults: dict[str, Any]
+    keys: Set[str]
     # Whether it has a bias on q, k and v and none on o.
     qkv_bias: bool = False
     qk_norm: bool = False
 
 
-_QWEN_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
+_QWEN_KEYS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 FAMILIES = {
-    "llama": Family({"attention_bias": False, "mlp_bias": False}),
-    "mistral": Family({"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": Family(_QWEN_DEFAULTS, qkv_bias=True),
-    "qwen3": Family({**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False}, qk_norm=True),
+    "llama": Family({"attention_bias", "mlp_bias"}),
+    "mistral": Family({"sliding_window"}),
+    "qwen2": Family(_QWEN_KEYS, qkv_bias=True),
+    "qwen3": Family(_QWEN_KEYS | {"attention_bias"}, qk_norm=True),
 }
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
@@ -105,19 +100,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What the only name in `architectures` ends with; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
-# The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
-# that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
-_SIZES = {
-    "vocab_size": 2**20,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**20,
-    "num_key_value_heads": 2**20,
-    "head_dim": 2**20,
-    "max_position_embeddings": 2**24,
-    "sliding_window": 2**24,
-}
+# transformers has a default for these sizes too: those of one model.
 _REQUIRED_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -125,8 +108,14 @@ _REQUIRED_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-_NULLABLE_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
-_SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+# The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
+# that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
+_SIZES = {
+    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim"), 2**20),
+    "num_hidden_layers": 2**10,
+    "max_position_embeddings": 2**24,
+    "sliding_window": 2**24,
+}
 _MAX_FP32 = 3.4e38
 
 
@@ -158,33 +147,33 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         supported = ", ".join(FAMILIES)
         raise InputError(f"config.json: model_type {name!r} is not supported (supported: {supported})")
     family = FAMILIES[name]
-    known = _KEYS_OF_ALL | family.defaults.keys()
+    known = _KEYS_OF_ALL | family.keys
     _check_keys(raw, known)
-    raw = family.defaults | {key: value for key, value in raw.items() if key in known}
-    _check_values(raw)
-    theta, scaling = _rope(raw)
-    heads = raw["num_attention_heads"]
-    has_attention_bias = raw.get("attention_bias", False)
+    raw = {key: value for key, value in raw.items() if key in known}
+    _check_ranges(raw)
+    config = _as_transformers_reads(raw)
+    theta, scaling = _rope(raw, config.rope_parameters)
+    has_attention_bias = getattr(config, "attention_bias", False)
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=_head_dim(raw),
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        layer_windows=_windows(raw),
+        layer_windows=_windows(raw, config),
         # `attention_bias` puts a bias on q, k, v and o.
         qkv_bias=family.qkv_bias or has_attention_bias,
         o_bias=has_attention_bias,
-        mlp_bias=raw.get("mlp_bias", False),
+        mlp_bias=getattr(config, "mlp_bias", False),
         qk_norm=family.qk_norm,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        scalar_head=_is_classifier(raw),
+        tie_word_embeddings=config.tie_word_embeddings,
+        scalar_head=_is_classifier(raw, config.num_labels),
     )
 
 
@@ -218,46 +207,27 @@ def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
         )
 
 
-def _check_values(raw: Mapping[str, Any]) -> None:
-    """Raise InputError for a value that is missing, of another type or out of range.
+def _check_ranges(raw: Mapping[str, Any]) -> None:
+    """Raise InputError for what transformers accepts: a size that is missing or out of range.
 
-    raw: the supported keys, with the family's defaults.
+    Objects for rope are looked at here too, because transformers names another key of theirs.
     """
     for key in _REQUIRED_SIZES:
         refuse(key not in raw, f"config.json: has no {key}")
     for key, largest in _SIZES.items():
         value = raw.get(key)
-        is_null = value is None and (key not in raw or key in _NULLABLE_SIZES)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
-        refuse(not is_null and not _is_int(value, 1, largest), f"config.json: {key}={value!r}; {expected}")
-    first_windowed = raw.get("max_window_layers", 0)
+        refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
+    eps = raw.get("rms_norm_eps", 1.0)
     refuse(
-        not _is_int(first_windowed, 0, 2**24),
-        f"config.json: max_window_layers={first_windowed!r}; expected a number of layers",
-    )
-    # An integer is an error in transformers.
-    eps = raw.get("rms_norm_eps", 1e-6)
-    refuse(
-        not isinstance(eps, float) or not _is_positive(eps),
+        not _is_positive(eps),
         f"config.json: rms_norm_eps={eps!r}; expected a positive number such as 1e-06",
     )
-    for key in _SWITCHES:
-        value = raw.get(key, False)
-        refuse(not isinstance(value, bool), f"config.json: {key}={value!r}; expected true or false")
-    for key in ("architectures", "layer_types"):
+    for key in ("rope_scaling", "rope_parameters"):
         value = raw.get(key)
-        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        refuse(value is not None and not is_list, f"config.json: {key}={value!r}; expected a list of names")
-    for key in ("id2label", "rope_scaling", "rope_parameters"):
-        value = raw.get(key)
-        refuse(
-            not isinstance(value, dict | None), f"config.json: {key}={value!r}; expected an object or null"
-        )
-
-
-def _is_int(value: Any, smallest: int, largest: int) -> bool:
-    """Whether it is an integer in this range; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
+        is_object = isinstance(value, dict | None)
+        refuse(not is_object, f"config.json: {key}={value!r}; expected an object or null")
 
 
 def _is_positive(value: Any) -> bool:
@@ -265,74 +235,83 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
 
 
-def _head_dim(raw: Mapping[str, Any]) -> int:
-    """Return the size of a head. Raises InputError if heads do not divide what they must, or rope cannot."""
-    heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads") or heads
-    hidden_size = raw["hidden_size"]
-    head_dim = raw.get("head_dim")
+def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
+    """Return the object of transformers' config class: types are checked, and keys that are left out filled in.
+
+    Raises InputError with the reason, which names the key.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        # A copy, because transformers fills in the objects within.
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
+    except Exception as error:  # which one depends on the version of transformers
+        reason = " ".join(str(error).split())
+        raise InputError(f"config.json: transformers cannot read it: {reason}") from None
+
+
+def _head_dim(config: Any) -> int:
+    """Return the size of a head. Raises InputError if key heads do not divide the query heads, or rope the size."""
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
     refuse(
         heads % kv_heads,
         f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
     )
-    refuse(
-        head_dim is None and hidden_size % heads,
-        f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={heads}; set head_dim",
-    )
-    head_dim = head_dim or hidden_size // heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     refuse(head_dim % 2, f"config.json: head_dim={head_dim}; rope needs an even number")
     return head_dim
 
 
-def _is_classifier(raw: Mapping[str, Any]) -> bool:
+def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
-    architectures = raw.get("architectures") or ["Model"]
-    is_known = len(architectures) == 1 and architectures[0].endswith(_CLASSES)
+    classes = raw.get("architectures")
+    if classes in (None, []):
+        return False
+    is_known = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith(_CLASSES)
     refuse(
         not is_known,
-        f"config.json: architectures={architectures} is not supported; expected one name that ends with one of "
+        f"config.json: architectures={classes!r} is not supported; expected one name that ends with one of "
         f"{', '.join(_CLASSES)}",
     )
-    if not architectures[0].endswith(_CLASSIFIER):
-        return False
-    # transformers leaves `id2label` out for its default of two labels.
-    num_labels = len(raw.get("id2label") or (0, 1))
-    if num_labels != 1:
-        raise InputError(
-            "config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this"
-        )
-    return True
+    is_classifier = classes[0].endswith(_CLASSIFIER)
+    refuse(
+        is_classifier and num_labels != 1,
+        "config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this",
+    )
+    return is_classifier
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Read theta and scaling of rope. Raises InputError if they are not supported or given in two ways.
+def _rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Return theta and scaling of rope. Raises InputError if they are not supported or given in two ways.
 
-    They are in `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling` (before).
+    rope: what transformers makes of the keys of `raw`: `rope_parameters` (transformers 5), or `rope_theta` and
+    `rope_scaling` (before).
     """
     old = raw.get("rope_scaling") or {}
     new = raw.get("rope_parameters") or {}
     refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
-    scaling = {**old, **new}
-    theta = raw.get("rope_theta", scaling.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    for key, value in (("rope_theta", theta), ("type", kind)):
-        stated = scaling.pop(key, value)
-        refuse(
-            stated != value,
-            f"config.json: {key} of rope is both {value!r} and {stated!r}; keep the right one",
-        )
-    scaling.pop("rope_type", None)
+    for names in (("rope_theta",), ("rope_type", "type")):
+        stated = [place[name] for place in (raw, old, new) for name in names if name in place]
+        for value in stated:
+            refuse(
+                value != stated[0],
+                f"config.json: {names[-1]} of rope is both {stated[0]!r} and {value!r}; keep the right one",
+            )
+    scaling = {**rope}
+    theta = raw.get("rope_theta", scaling.pop("rope_theta"))
+    kind = scaling.pop("rope_type")
+    scaling.pop("type", None)
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
+    if kind == "default" and not scaling:
+        return theta, None
     llama3_keys = list(RopeScaling.__dataclass_fields__)
-    if kind == "llama3" and scaling.keys() == set(llama3_keys):
-        _check_llama3(scaling)
-        return theta, RopeScaling(**scaling)
-    if kind != "default" or scaling:
-        raise InputError(
-            f"config.json: rope type {kind!r} with {scaling} is not supported "
-            f"(default; llama3: {llama3_keys})"
-        )
-    return theta, None
+    refuse(
+        kind != "llama3" or scaling.keys() != set(llama3_keys),
+        f"config.json: rope type {kind!r} with {scaling} is not supported (default; llama3: {llama3_keys})",
+    )
+    _check_llama3(scaling)
+    return theta, RopeScaling(**scaling)
 
 
 def _check_llama3(scaling: Mapping[str, Any]) -> None:
@@ -344,25 +323,17 @@ def _check_llama3(scaling: Mapping[str, Any]) -> None:
     refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
 
 
-def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, by the rules of the family's config class in transformers."""
-    num_layers = raw["num_hidden_layers"]
-    window = raw.get("sliding_window")
-    # A family without this key has its window in use.
-    if not raw.get("use_sliding_window", True):
-        window = None
-    if raw.get("layer_types") is None:
-        # The layers from `max_window_layers` on have the window; without that key, all.
-        first_windowed = raw.get("max_window_layers", 0)
-        return tuple(None if layer < first_windowed else window for layer in range(num_layers))
-    kinds = raw["layer_types"]
+def _windows(raw: Mapping[str, Any], config: Any) -> tuple[int | None, ...]:
+    """Return each layer's sliding window."""
+    window = getattr(config, "sliding_window", None)
+    # A family without types of layers has its window in all.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     refuse(
-        set(kinds) - _LAYER_TYPES or len(kinds) != num_layers,
-        f"config.json: layer_types={kinds} is not supported; "
-        "expected full_attention or sliding_attention for each layer",
+        set(kinds) - _LAYER_TYPES,
+        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(_LAYER_TYPES))}",
     )
     refuse(
-        window is None and "sliding_attention" in kinds,
+        window is None and "sliding_attention" in (raw.get("layer_types") or ()),
         "config.json: layer_types asks for sliding_attention, but no sliding window is in use",
     )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,6 +1,8 @@
 # ruff: noqa: F401
 """What a run imports sooner or later; the processes of `support.forked` begin with all of it."""
 
+import functools
+
 import pytest
 import torch._dynamo
 import torch.distributed.fsdp._fully_shard
@@ -12,5 +14,9 @@ from transformers import AutoTokenizer
 import support.scripts
 import train_grpo
 import train_ppo
+from minirl.run import embedded_model
 
 torch.set_num_threads(1)
+# Its 20,000 rows are the same for all runs, and take a quarter of a short one.
+embedded_model.EMBEDDED_TASKS["sorting"] = functools.cache(embedded_model.load_sorting)
+embedded_model.EMBEDDED_TASKS["sorting"]()
