@@ -213,7 +213,7 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
     with pytest.raises(RewardError, match="completion 'bad': raised"):
         wait_for(lambda: queue.poll(0.1))
     assert not is_alive(function.pool.workers[0].pid)
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="dropped"):
         queue.finish(flat(groups))
 
 
@@ -223,7 +223,7 @@ def test_row_23_a_phase_that_has_failed_returns_no_rewards(load, make_groups):
     queue = add_all({"raises": load("raises")}, prompts, groups)
     with pytest.raises(RewardError, match="completion 'bad': raised"):
         queue.finish(flat(groups))
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="dropped"):
         queue.finish(flat(groups))
 
 
@@ -235,9 +235,9 @@ def test_row_25_a_phase_that_is_left_leaves_no_answer_for_the_next(load, make_gr
     busy = functions["hangs"].pool.workers[0].pid
     assert reward_rollouts(functions, prompts, groups[2]).rewards.tolist() == [[2.0], [2.0]]
     assert not is_alive(busy)
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="dropped"):
         left.poll()
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="dropped"):
         left.add(groups[0])
     assert reward_rollouts(functions, prompts, groups[1]).rewards.tolist() == [[2.0], [2.0]]
 
