@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,35 @@ def test_no_collection_looks_again_through_what_is_there_before_the_first_step()
         assert list(steps) == [5]
     finally:
         gc.unfreeze()
+
+
+# Runs a script, and names what it has loaded of the library when it ends (by `os._exit`).
+NAMING = """
+import os, runpy, sys
+exit_now = os._exit
+
+def name_and_exit(code):
+    print("LOADED", *(name for name in sys.modules if name.startswith("minirl.")), flush=True)
+    exit_now(code)
+
+os._exit = name_and_exit
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
+    """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
+    command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY, "--num-steps", "1"]
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        assert job.codes(300) == [0], job.output(0)[-4000:]
+        loaded = job.output(0).splitlines()[-1]
+    names = loaded.split()
+    assert names[0] == "LOADED"
+    assert "minirl.generation.engine" in names
+    annexes = ("minirl.kernels", "minirl.agents", "minirl.show", "minirl.plot")
+    assert [name for name in names if name.startswith(annexes)] == []
 
 
 def test_progress_is_saved_and_found_again():
