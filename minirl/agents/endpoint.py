@@ -139,7 +139,7 @@ class Endpoint:
         prompt = episode.row.prompt
         self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else None)]
         self._num_turns = 0
-        # None when the program has ended.
+        # None after the program ended.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[Sampled]] = set()
 
@@ -161,7 +161,7 @@ class Endpoint:
         # A program that goes on is left alone: nothing answers it any more.
         await asyncio.wait({self._running}, timeout=CLOSE_S)
         if self._running.done() and not self._running.cancelled():
-            # Looked at, so that asyncio does not print what a program raises because its episode has ended.
+            # Read, so that asyncio does not print an error that the program raised because its episode ended.
             self._running.exception()
 
     @property
@@ -254,7 +254,7 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 
 async def _run(program: Program, url: str, episode: Episode) -> Any:
-    """What a program returns, in a thread if it is no `async def`. Raises what it raises."""
+    """Run a program, in a thread unless it is an `async def`. Returns what it returns and raises what it raises."""
     try:
         is_async = inspect.iscoroutinefunction(program)
         return await (program(url, episode) if is_async else _in_thread(program, url, episode))
@@ -264,7 +264,7 @@ async def _run(program: Program, url: str, episode: Episode) -> Any:
 
 
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
-    """Call a function in a thread of its own: those of the loop are too few for all episodes."""
+    """Call a program in a new thread: the loop has too few threads for all episodes."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Callable[[], Any]] = loop.create_future()
 
@@ -274,7 +274,7 @@ async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
 
     def run() -> None:
         outcome = functools.partial(_outcome, *_called(program, url, episode))
-        # Where the loop has ended there is nobody to tell.
+        # The loop may have stopped.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end, outcome)
 
@@ -287,7 +287,7 @@ def _called(program: Program, url: str, episode: Episode) -> tuple[Any, BaseExce
     try:
         return program(url, episode), None
     except BaseException as error:
-        # It would be raised in the thread, where nobody sees it.
+        # Raised in the thread, it would be lost.
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has a path of its own that nobody can guess.
+"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has a path that cannot be guessed.
 
 Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection outlives
 the sessions that were asked for on it: a client that many programs share uses it again for any of them. While there are
@@ -58,7 +58,7 @@ class Answer:
         return cls(json.dumps(value).encode(), status=status)
 
 
-# Takes method, path behind the session's own, and body. Raises HttpError.
+# Takes the method, the path after the session's, and the body. Raises HttpError.
 Handler = Callable[[str, str, bytes], Coroutine[Any, Any, Answer]]
 
 
@@ -219,7 +219,7 @@ class LoopbackServer:
         dropped.writer.transport.abort()
 
     def _find(self, path: str) -> tuple[Session, str]:
-        """The session of a path, and what is behind its own part of it. Raises HttpError."""
+        """The session of a path, and the rest of the path. Raises HttpError."""
         token, _, rest = path.partition("?")[0].removeprefix("/").partition("/")
         if token not in self._sessions:
             raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it has ended, or never was")
@@ -241,7 +241,7 @@ async def of_this_loop() -> LoopbackServer:
 
 
 async def _answer(handling: Coroutine[Any, Any, Answer], reader: _Reader) -> Answer:
-    """The answer that a handler makes. Raises ConnectionError if the client hangs up before: nobody waits for it."""
+    """The answer that a handler makes. Raises ConnectionError if the client hangs up first."""
     answering = asyncio.ensure_future(handling)
     ended = asyncio.ensure_future(reader.has_ended.wait())
     try:

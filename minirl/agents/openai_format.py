@@ -130,7 +130,7 @@ def read_request(path: str, body: bytes, episode: Episode) -> Asked:
 
 
 def models(episode: Episode) -> Answer:
-    """The list of the one model that there is."""
+    """The list of models, which has one."""
     length = len(episode.prompt_ids) + episode.max_tokens
     card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl", "max_model_len": length}
     return Answer.of_json({"object": "list", "data": [card]})
@@ -374,5 +374,5 @@ def _logprobs(turn: Turn) -> dict[str, Any]:
 
 
 def _token(token_id: int) -> str:
-    """As vLLM names tokens that may be parts of characters."""
+    """The name that vLLM gives to tokens, which may be parts of characters."""
     return f"token_id:{token_id}"

@@ -33,7 +33,7 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
 
 
 def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
-    """The rollout in which the model calls the methods of an object of its own, or why there is none.
+    """The rollout in which the model calls the methods of a new object, or why the class cannot be used.
 
     A first object is made to see its methods.
     """
@@ -62,7 +62,7 @@ def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerat
             # Without tools it need not be known how the model writes calls.
             while session.tools and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
                 messages, contents = await session.results(turn.message)
-                # Now: where there is no room for them, or no further turn is allowed, the episode has ended.
+                # Now: the next yield ends the episode if it has no room or no turn left.
                 await session.give_reward(episode)
                 turn = yield replace(branch.generate(after=messages), contents=contents)
             if len(branch.turns) == 1:
@@ -81,7 +81,7 @@ class Session:
         self.is_async = is_async
 
     async def begin(self, episode: Episode) -> Branch:
-        """The branch that the episode is: the one behind the row's prompt, or behind another one."""
+        """The branch to go on with: the row's prompt, or another prompt."""
         return episode
 
     async def results(self, message: Mapping[str, Any]) -> tuple[Messages, list[list[Any] | None]]:
@@ -105,7 +105,7 @@ class Session:
         """Give the reward that the episode has so far; what was given before is part of it."""
 
     async def close(self) -> None:
-        """The episode has ended, in whatever way."""
+        """Called when the episode ended, for any reason."""
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
         """The message of a call's result, as `_message`; what a tool raises is the result too."""
@@ -130,7 +130,7 @@ class EnvironmentSession(Session):
         self._given = 0.0
 
     async def begin(self, episode: Episode) -> Branch:
-        """As of `Session`: what `reset` returns is written behind the prompt's last message."""
+        """Append what `reset` returns to the prompt's last message."""
         messages = as_messages(episode.row.prompt)
         observation = await _value(self.environment.reset, **{**episode.row.columns, "prompt": messages})
         self._show(episode)
@@ -142,7 +142,7 @@ class EnvironmentSession(Session):
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
     async def give_reward(self, episode: Episode) -> None:
-        """As of `Session`: what `get_reward` returns last is the reward; None adds nothing."""
+        """Give what `get_reward` returns in place of what it returned before; None adds nothing."""
         self._show(episode)
         if not hasattr(self.environment, "get_reward"):
             return
@@ -167,7 +167,7 @@ class EnvironmentSession(Session):
         )
 
     async def close(self) -> None:
-        """As of `Session`: close what has a `close`."""
+        """Call the `close` of an object that has one."""
         if hasattr(self.environment, "close"):
             await _value(self.environment.close)
 
@@ -194,7 +194,7 @@ def _same_in_json(value: Any) -> Any:
 def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:
     """The message of a tool's result; and a list as it is, for reward functions: TRL does not make text of lists.
 
-    What is no character (half a surrogate pair) becomes "?". What JSON does not have becomes text, in the list too.
+    Half a surrogate pair becomes "?", and a value that JSON lacks becomes text, in the list too.
     """
     content = str(result).encode("utf-8", "replace").decode()
     message = {"role": "tool", "name": name, "content": content}
