@@ -283,7 +283,7 @@ def main(config: Config) -> int:
         metrics = StepMetrics(step)
         metrics.begin("generate")
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
-        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
+        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
         table = groups.table

@@ -238,7 +238,7 @@ def main(config: Config) -> int:
         rewarded, table = groups.rewarded, groups.table
         scores = weighted_scores(groups.rewards, run.reward_weights)
         branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
-        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())
+        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
         plan = run.plan_updates(table)

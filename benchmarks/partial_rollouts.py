@@ -127,7 +127,7 @@ def measure_step(collector: Collector, engine: Engine, step: int, clock: PhaseCl
     taken = int(groups.table.num_loss_tokens.sum())
     add_staleness(metrics, groups.rewarded.rollouts, step, updates_per_step=1)
     metrics.add_total("prefill_tokens", stats.prefill_tokens)
-    metrics.add_total("sampled", collector.take_num_sampled())
+    metrics.add_total("sampled", collector.take_count("sampled_tokens"))
     metrics.add("mean_running", stats.decode_tokens, stats.decode_steps)
     reduced = metrics.reduce()
     return {

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -233,6 +233,25 @@ class Rollout:
         """The token ids after the prompt, including the stop token; those of several branches end to end."""
         parts = [branch.tokens[branch.num_prompt_tokens :].tolist() for branch in self.branches]
         return list(itertools.chain(*parts))
+
+    @property
+    def after_prompt(self) -> Completion:
+        """The tokens after the prompt of this branch; they share its memory."""
+        streams = (self.tokens, self.loss_mask, self.sample_logprobs, self.weight_version)
+        return Completion(*(stream[self.num_prompt_tokens :] for stream in streams))
+
+    def up_to(self, num_tokens: int) -> "Rollout":
+        """Return this branch with its first `num_tokens` tokens after the prompt alone."""
+        length = self.num_prompt_tokens + num_tokens
+        if length == len(self.tokens):
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            loss_mask=self.loss_mask[:length],
+            sample_logprobs=self.sample_logprobs[:length],
+            weight_version=self.weight_version[:length],
+        )
 
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:

@@ -196,7 +196,7 @@ def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, template, tools, e
 
 def test_a_text_prompt_tells_of_no_tools(make, tmp_path):
     make(WITH_TOOLS)
-    with pytest.raises(InputError, match="f:1: a text prompt, which tells of no tools; see --chat"):
+    with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
         Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))
 
 
@@ -399,8 +399,8 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make)
         ({"style": "x"}, None),
         ({"enable_thinkin": False}, "'enable_thinkin' changes nothing in a prompt"),
         ({"style": "x", "form": "xml"}, "'form' changes nothing in a prompt"),  # without tools
-        ({"add_generation_prompt": False}, "'add_generation_prompt' is not to be given"),
-        ({"messages": []}, "'messages' is not to be given"),
+        ({"add_generation_prompt": False}, "leave out 'add_generation_prompt'"),
+        ({"messages": []}, "leave out 'messages'"),
     ],
 )
 def test_a_template_argument_that_changes_no_prompt_is_refused(make, arguments, error):

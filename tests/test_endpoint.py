@@ -21,7 +21,8 @@ from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
 from minirl.collect.collector import Collector
 from minirl.data.task import Row, as_messages
-from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
 from minirl.episodes.program import Ended
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
@@ -37,6 +38,7 @@ from support.collecting import (
 )
 from support.engines import cached_model, make_engine
 from support.processes import is_alive
+from support.turns import SaidReader
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -120,24 +122,13 @@ def dies_once(url, episode):
         messages = chat(messages, answer)
 
 @serve
-def by_generate(url, episode):
-    ids, root = episode.prompt_ids, url.removesuffix("/v1")
-    for number in range(3):
-        params = {"max_tokens": 4, "temperature": 1, "logprobs": 1, "stop_token_ids": [1]}
-        fields = {"token_ids": ids, "sampling_params": params}
-        (choice,) = post(root, fields, "inference/v1/generate")["choices"]
-        entries = choice["logprobs"]["content"]
-        assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
-        assert [entry["logprob"] for entry in entries] == episode.turns[-1].logprobs
-        ids = [*ids, *choice["token_ids"], 7, 8 + number]
-
-@serve
 def by_completion(url, episode):
     ids = episode.prompt_ids
     for number in range(3):
-        fields = {"prompt": ids, "max_tokens": 4, "return_token_ids": True, "logprobs": 1}
+        fields = {"prompt": ids, "max_tokens": 4, "return_token_ids": True, "logprobs": 1, "temperature": 1}
         answer = post(url, fields, "completions")
         (choice,) = answer["choices"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
         assert choice["logprobs"]["token_logprobs"] == episode.turns[-1].logprobs
         assert answer["usage"]["prompt_tokens"] == len(ids)
         ids = [*ids, *choice["token_ids"], 7, 8 + number]
@@ -170,13 +161,6 @@ async def two_at_a_time(url, episode):
     await in_loop.__wrapped__(url, episode)
 
 two_at_a_time.max_episodes = 2
-
-@serve
-def by_text(url, episode):
-    prompt = episode.row.prompt
-    for reply in ("ab", "cd", ""):
-        (choice,) = post(url, {"prompt": prompt, "max_tokens": 4}, "completions")["choices"]
-        prompt += choice["text"] + reply
 """
 
 
@@ -207,12 +191,6 @@ def of_ids(episode):
     yield episode.generate(max_tokens=4)
     yield episode.generate(after=[7, 8], max_tokens=4)
     yield episode.generate(after=[7, 9], max_tokens=4)
-
-
-def of_text(episode):
-    yield episode.generate(max_tokens=4)
-    yield episode.generate(after="ab", max_tokens=4)
-    yield episode.generate(after="cd", max_tokens=4)
 
 
 def of_branches(episode):
@@ -311,7 +289,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
 
 def test_an_agent_that_asks_for_ever_is_ended(load, monkeypatch):
     """Fault 60."""
-    monkeypatch.setattr("minirl.episodes.runner.MAX_TURNS", 4)
+    monkeypatch.setattr("minirl.episodes.limits.MAX_TURNS", 4)
     for rollout in rollouts_of(load("endless"), num_groups=1)[0]:
         assert rollout[1] == "max_turns"
         *_, earlier, _ = rollout
@@ -324,17 +302,13 @@ def test_an_agents_process_takes_so_many_episodes_and_further_ones_get_another(l
     assert len(workers.pool.workers) == 3
 
 
-@pytest.mark.parametrize(("name", "is_chat"), [("by_generate", True), ("by_completion", False)])
-def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, name, is_chat):
-    assert rollouts_of(load(name), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, is_chat):
+    assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
 
 
 def test_what_continues_nothing_is_a_branch_as_a_function_begins_one(load):
     assert rollouts_of(load("in_branches")) == rollouts_of(of_branches)
-
-
-def test_text_is_continued_by_its_prefix(load):
-    assert rollouts_of(load("by_text"), is_chat=False) == rollouts_of(of_text, is_chat=False)
 
 
 @pytest.mark.parametrize("name", ["in_loop", "in_thread"])
@@ -453,8 +427,7 @@ def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descript
         while running:
             for number, reply in host.replies(1.0):
                 if isinstance(reply, Generate):
-                    running[number].take(sampled_turn(running[number]))
-                    host.send(number, running[number].turns[-1])
+                    host.send(number, sampled_turn(running[number]))
                 else:
                     assert reply == Ended({}), reply
                     assert running.pop(number).rewards[0] == {"reward": 1.0}
@@ -800,23 +773,22 @@ def test_a_request_for_what_the_run_does_not_do_is_refused_by_its_field(fields, 
         ("v1/completions", b"{", {}, "the request is no JSON"),
         ("v1/completions", b"\xff", {}, "the request is no JSON"),
         ("v1/completions", b"[" * 100_000, {}, "the request is no JSON"),
-        ("v1/completions", b'{"prompt": "hi"}', {}, "prompt: the run's prompts are messages"),
+        ("v1/completions", b'{"prompt": "hi"}', {}, "prompt: expected token ids"),
         ("v1/completions", b'{"prompt": ["hi"]}', {}, "prompt: expected token ids"),
         ("v1/completions", b'{"prompt": []}', {}, "prompt: expected token ids"),
         ("v1/completions", b'{"prompt": [true]}', {}, "prompt: expected token ids"),
         ("v1/completions", b'{"prompt": [-1]}', {}, "prompt: expected token ids"),
         ("v1/completions", b'{"prompt": [1], "stream": true}', {}, "stream: only chat completions"),
-        ("v1/completions", b'{"prompt": "\\ud800"}', {"is_chat": False}, "half a surrogate pair"),
+        ("v1/completions", b'{"prompt": "hi"}', {"is_chat": False}, "prompt: expected token ids"),
         (
             "v1/chat/completions",
             b'{"messages": [1]}',
             {"is_chat": False},
             "no template is applied; see --chat",
         ),
-        ("inference/v1/generate", b"{}", {}, "token_ids: expected token ids"),
-        ("inference/v1/generate", b'{"sampling_params": 3}', {}, "sampling_params: expected an object"),
-        ("inference/v1/generate", b'{"sampling_params": {"top_k": 5}}', {}, "top_k: only -1 is possible"),
-        ("inference/v1/generate", b'{"features": 3}', {}, "'features': not known here"),
+        ("inference/v1/generate", b"{}", {}, "there is no /inference/v1/generate"),
+        ("v1/completions", b'{"prompt": [1], "top_k": 5}', {}, "top_k: only -1 is possible"),
+        ("v1/completions", b'{"prompt": [1], "features": 3}', {}, "'features': not known here"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(path, body, options, said):
@@ -840,11 +812,11 @@ def sampled_turn(branch, text="yes", finish_reason="stop", **said):
         return {"role": "assistant", "content": text, **said}
 
     ids = [ord(letter) for letter in text]
-    prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
-    where = {"branch": branch.number, "start": len(branch.tokens), "limit": 50, "prompt_ids": prompt_ids}
-    reader = TurnReader(text=lambda: text, message=message, answer=lambda: text)
-    logprobs, versions = [-0.5] * len(ids), [0] * len(ids)
-    return Turn(ids, logprobs, versions, finish_reason, appended=[], inserted=[], reader=reader, **where)
+    branch.prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
+    branch.max_tokens = 50
+    turn = Turn(branch.number, len(branch.tokens), appended=[])
+    turn.finish(len(ids), finish_reason, SaidReader(ids, text, message, logprob=-0.5))
+    return turn
 
 
 def drive(program, *turns, **options):
@@ -862,7 +834,7 @@ def drive(program, *turns, **options):
             for fields in turns:
                 branch = episode.branches[asked[-1].branch]
                 turn = sampled_turn(branch, **fields)
-                branch.add(turn)
+                branch.turns.append(turn)
                 asked.append(await rollout.asend(turn))
         await rollout.aclose()
         return asked
@@ -1247,7 +1219,7 @@ def test_the_documented_agent_is_rewarded_for_its_last_answer():
         rollout = example["agent"](episode)
         asked = await rollout.asend(None)
         for text in ("so 3", "so 1,200."):
-            episode.add(sampled_turn(episode, text))
+            episode.turns.append(sampled_turn(episode, text))
             with contextlib.suppress(StopAsyncIteration):
                 asked = await rollout.asend(episode.turns[-1])
         assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]

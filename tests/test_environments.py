@@ -29,7 +29,8 @@ from minirl.data.chat_turns import following_ids
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.episode import Episode, Generate, Turn, TurnReader
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
 from minirl.episodes.program import Ended, Failed
 from minirl.episodes.rollout_process import load_rollout
 from minirl.errors import InputError
@@ -42,6 +43,7 @@ from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, sums
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import CHATML, TOKENS, save_chat_tokenizer, save_tokenizer
+from support.turns import SaidReader
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
@@ -191,24 +193,21 @@ def tokenizer(tmp_path):
     return Tokenizer(tmp_path, chat=True, tool_format="hermes")
 
 
-def add_turn(episode, tokenizer, asked, text):
-    """Give an episode a turn with this text, behind what it asked for."""
+def said_turn(episode, tokenizer, asked, text):
+    """A turn of an episode with this text, after what it asked for."""
     ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
     branch = episode.branch_of(asked)
-    turn = Turn(
-        ids,
-        [0.0] * len(ids),
-        [0] * len(ids),
-        "stop",
-        branch=asked.branch,
-        start=len(branch.tokens),
-        limit=1000,
-        prompt_ids=[],
-        appended=[],
-        reader=TurnReader(text=lambda: text, message=lambda: message, answer=lambda: text),
-        inserted=list(asked.after) if isinstance(asked.after, list) else [],
-    )
+    branch.max_tokens = 1000
+    reader = SaidReader(ids, text, lambda: message)
+    turn = Turn(asked.branch, len(branch.tokens), appended=[], inserted=asked.inserted, asked=asked.digest)
+    turn.finish(len(ids), "stop", reader)
+    return turn
+
+
+def add_turn(episode, tokenizer, asked, text):
+    """Give an episode a turn with this text, after what it asked for."""
+    turn = said_turn(episode, tokenizer, asked, text)
     episode.take(turn)
     return turn
 
@@ -226,7 +225,7 @@ def converse(workers, tokenizer, texts, columns=None):
         if not isinstance(reply, Generate) or text is None:
             return asked, reply
         asked.append(reply.after if episode.all_turns or reply.branch == 0 else reply.prompt)
-        workers.send(number, add_turn(episode, tokenizer, reply, text))
+        workers.send(number, said_turn(episode, tokenizer, reply, text))
     return asked, None
 
 
@@ -403,7 +402,7 @@ def letters_of(tmp_path, num_workers=1):
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
     """On any number of workers and with a budget, also over a checkpoint and a kill, with the attributes that reward
     functions see. The prompt is what the template writes."""
-    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", letter_message)
+    monkeypatch.setattr("minirl.episodes.running.parsed_answer", letter_message)
     one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
     try:
         steps = collected(letters_collector(one), 2)
@@ -484,8 +483,9 @@ def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
 
     collector = make_collector(chat_prompts(200), rollout=rollout)
     collector.collect(2)
-    assert collector.take_num_tool_results() == (12, 6)
-    assert collector.take_num_tool_results() == (0, 0)
+    counted = ("tool_results", "tool_errors")
+    assert [collector.take_count(name) for name in counted] == [12, 6]
+    assert [collector.take_count(name) for name in counted] == [0, 0]
 
 
 def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
@@ -991,7 +991,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
         prompt = [{"role": "user", "content": row}]
         lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", said_by(rows))
+    monkeypatch.setattr("minirl.episodes.running.parsed_answer", said_by(rows))
     workers = load_rollout(f"{file}:{object_name}", kind=kind)
     task = load_task(
         "jsonl",
@@ -1031,7 +1031,7 @@ def test_calls_of_a_branch_with_tools_of_its_own_are_structures(monkeypatch):
     """As those of an agent at a URL are, whose requests have tools."""
     schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
     asks = said("", ("look", {"at": "b"}))
-    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", lambda *_: asks)
+    monkeypatch.setattr("minirl.episodes.running.parsed_answer", lambda *_: asks)
 
     def agent(episode):
         yield episode.branch(episode.messages, tools=[schema]).generate(max_tokens=3)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.episodes.episode import END_REASONS, Episode, one_turn
+from minirl.episodes.asked import END_REASONS
+from minirl.episodes.episode import Episode, one_turn
 from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
-from minirl.episodes.runner import EpisodeLimits
+from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
@@ -32,7 +33,7 @@ from support.collecting import (
 
 SOURCE = """
 import asyncio, time
-from minirl.episodes.episode import END_REASONS, End, Generate
+from minirl.episodes.asked import END_REASONS, End, Generate
 
 def reason_of(episode):
     return END_REASONS[episode.seed % len(END_REASONS)]
@@ -442,7 +443,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
         error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return {"role": "assistant", "content": "", **error}
 
-    monkeypatch.setattr("minirl.episodes.runner.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.episodes.running.parsed_answer", parsed)
     page = (Path(__file__).parent.parent / "docs" / "episodes.md").read_text()
     (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
     names = {}

@@ -14,8 +14,8 @@ import train_grpo
 import train_ppo
 from minirl.collect.collector import Collector
 from minirl.data.task import Row
+from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.rollout_process import load_rollout
-from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums

@@ -16,7 +16,9 @@ TWO_TURNS = {
     yield episode.generate(after="=" if "1" in turn.text else "==")
 """,
 }
-AFTER_COLLECT = "        add_generation(metrics, collector.take_num_sampled(), engine.take_stats())\n"
+AFTER_COLLECT = (
+    '        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())\n'
+)
 LENGTH_PENALTY = {
     AFTER_COLLECT: AFTER_COLLECT
     + """\

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
+from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.rollout_process import load_rollout
-from minirl.episodes.runner import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
@@ -374,7 +374,7 @@ def test_row_54_a_kill_of_every_worker_in_the_middle_changes_nothing(load):
 
     def step():
         worker = workers.pool.workers[len(kills) % 2]
-        if len(kills) < 2 and collector._runner._num_sampled > 40 and worker.is_ready:
+        if len(kills) < 2 and collector._runner._counts["sampled_tokens"] > 40 and worker.is_ready:
             kills.append(worker.pid)
             os.kill(kills[-1], signal.SIGKILL)
         return runner_step()
@@ -407,8 +407,8 @@ def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
     found = by_id(collected(collector, 1, 40))
     (failed,) = [rollout_id for rollout_id, row in found.items() if row[1] == "error"]
     assert found[failed][3].count(True) == 4
-    assert collector.take_num_failed() == 1
-    assert collector.take_num_failed() == 0
+    assert collector.take_count("rollout_errors") == 1
+    assert collector.take_count("rollout_errors") == 0
     if not name.startswith("returns"):
         expected = by_id(rollouts_of(load("prints"), num_groups=40, group_size=1))
         assert {i: row for i, row in found.items() if i != failed} == {
@@ -432,7 +432,7 @@ def test_row_53_more_failures_than_are_forgiven_stop_the_run(load):
         RolloutError, match=r"rollout always_raises for the row at f:\d+, after turn 1: raised"
     ):
         collector.collect(20)
-    assert collector.take_num_failed() == 3
+    assert collector.take_count("rollout_errors") == 3
 
 
 @pytest.mark.parametrize("name", HARMLESS)

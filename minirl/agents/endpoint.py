@@ -28,7 +28,8 @@ from minirl.agents import loopback
 from minirl.agents.loopback import Answer, HttpError
 from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
 from minirl.data.task import as_messages
-from minirl.episodes.episode import AsyncTurns, Branch, Episode, Generate, Turn
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64
@@ -92,37 +93,29 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 class _Conversation:
     """What the program knows of a branch of the episode.
 
-    said: the messages or the text so far, as the program has them; None where it has only ids.
+    said: the messages so far, as the program has them; None where it has only ids.
     """
 
-    def __init__(self, branch: Branch, said: list[Any] | str | None):
+    def __init__(self, branch: Branch, said: list[Any] | None):
         self.branch = branch
         self.said = said
 
-    def rest(self, asked: Asked) -> list[Any] | str | None:
-        """What a request says behind all that was said; None if it does not continue the conversation."""
+    def rest(self, asked: Asked) -> list[Any] | None:
+        """What a request adds to the conversation; None if it does not continue it."""
         prompt = asked.prompt
         if _is_ids(prompt):
             ids = [*self.branch.prompt_ids, *self.branch.tokens]
             return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
-        if isinstance(prompt, str) and isinstance(self.said, str):
-            return prompt[len(self.said) :] if prompt.startswith(self.said) else None
-        if isinstance(prompt, list) and isinstance(self.said, list):
-            begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
-            # The first turn answers the prompt as it is, and later ones answer new messages.
-            is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
-            return rest if is_next and same_messages(begin, self.said) else None
-        return None
+        if self.said is None:
+            return None
+        begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
+        # The first turn answers the prompt as it is, and later ones answer new messages.
+        is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
+        return rest if is_next and same_messages(begin, self.said) else None
 
-    def add(self, prompt: list[Any] | str, sampled: Sampled) -> None:
-        """Note a turn, and what was asked for it."""
-        if _is_ids(prompt):
-            self.said = None
-        elif isinstance(prompt, str):
-            # With the stop string, which the stream has too: what continues it says it again.
-            self.said = prompt + sampled.turn.text
-        else:
-            self.said = [*prompt, sampled.message]
+    def add(self, prompt: list[Any], sampled: Sampled) -> None:
+        """Note a turn and its request's prompt."""
+        self.said = None if _is_ids(prompt) else [*prompt, sampled.message]
 
 
 @dataclass(frozen=True)
@@ -144,7 +137,7 @@ class Endpoint:
         self._episode = episode
         self._program = program
         prompt = episode.row.prompt
-        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else prompt)]
+        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else None)]
         self._num_turns = 0
         # None when the program has ended.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
@@ -215,7 +208,7 @@ class Endpoint:
         after = template_form(rest) or None
         return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
 
-    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any] | str]:
+    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any]]:
         """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
         prompt = asked.prompt
         rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
@@ -256,8 +249,8 @@ class Endpoint:
             self._pending.discard(answered)
 
 
-def _is_ids(prompt: list[Any] | str) -> bool:
-    return isinstance(prompt, list) and type(prompt[0]) is int
+def _is_ids(prompt: list[Any]) -> bool:
+    return type(prompt[0]) is int
 
 
 async def _run(program: Program, url: str, episode: Episode) -> Any:

@@ -1,6 +1,6 @@
 """What programs ask for in OpenAI's format, and the answers.
 
-What would be sampled otherwise than the run samples is refused: sampling is the run's own.
+A prompt is messages or, in a text completion, token ids. Fields that would change how the run samples are refused.
 
 Standard library only.
 """
@@ -60,13 +60,13 @@ _DROPPED_KEYS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. prompt: messages, text or token ids, from the beginning on. stop, max_tokens: as in `Generate`.
+    """A request. prompt: all messages or token ids from the first one on. stop, max_tokens: as in `Generate`.
 
-    write: makes the answer of a turn. tools: those that a prompt of messages tells of. reads_calls: whether calls of
-    tools are looked for in the answer; otherwise they are part of its text.
+    write: makes the answer of a turn. tools: those that a prompt of messages shows. reads_calls: whether to parse tool
+    calls in the answer; otherwise they are part of its text.
     """
 
-    prompt: list[Any] | str
+    prompt: list[Any]
     stop: tuple[str, ...]
     max_tokens: int | None
     write: Callable[["Sampled"], Answer]
@@ -116,11 +116,7 @@ class Sampled:
 
 def read_request(path: str, body: bytes, episode: Episode) -> Asked:
     """Raises HttpError for what cannot be answered, naming the field."""
-    readers = {
-        "v1/chat/completions": _read_chat,
-        "v1/completions": _read_completion,
-        "inference/v1/generate": _read_generate,
-    }
+    readers = {"v1/chat/completions": _read_chat, "v1/completions": _read_completion}
     if path not in readers:
         raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there are /{', /'.join(readers)}")
     try:
@@ -145,13 +141,9 @@ def same_messages(first: Sequence[dict[str, Any]], second: Sequence[dict[str, An
     return [_meaning(message) for message in first] == [_meaning(message) for message in second]
 
 
-def template_form(rest: list[Any] | str) -> list[Any] | str:
-    """Text, ids or messages as chat templates take them: the arguments of calls are values there."""
-    if isinstance(rest, str) or not any(
-        "tool_calls" in message for message in rest if isinstance(message, dict)
-    ):
-        return rest
-    return [_with_values(message) for message in rest]
+def template_form(rest: list[Any]) -> list[Any]:
+    """Ids as they are; messages as chat templates take them, with values as arguments of calls."""
+    return [_with_values(item) if isinstance(item, dict) else item for item in rest]
 
 
 def _with_values(message: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +181,9 @@ def _call(function: dict[str, Any], number: int, i: int) -> dict[str, Any]:
 
 def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     sampling = _read_sampling(fields, episode, "messages", "tools", "stream", "stream_options")
-    what = "messages: the run's prompts are text, to which no template is applied; see --chat, or use completions"
+    what = (
+        "messages: the run's prompts are text, to which no template is applied; see --chat, or send token ids"
+    )
     _refuse(not episode.is_chat, what)
     try:
         tools = tool_schemas(fields.get("tools", [])) or episode.tools
@@ -209,29 +203,14 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
 
 
 def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
+    """A request with token ids as its prompt."""
     sampling = _read_sampling(fields, episode, "prompt", "stream")
     _refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        _refuse(episode.is_chat, "prompt: the run's prompts are messages; send messages, or token ids")
-        _refuse(not prompt, "prompt: expected text, or token ids")
-    else:
-        _check_ids(prompt, "prompt")
-    assert isinstance(prompt, str | list)
-    return Asked(prompt, *sampling, _writer(_completion_choice, "text_completion", fields))
-
-
-def _read_generate(fields: dict[str, Any], episode: Episode) -> Asked:
-    """The format of vLLM's /inference/v1/generate: ids in, ids and logprobs out."""
-    params = fields.get("sampling_params", {})
-    _refuse(not isinstance(params, dict), "sampling_params: expected an object")
-    _check_known(fields, "token_ids", "sampling_params", "stream")
-    _refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
-    sampling = _read_sampling({key: value for key, value in params.items() if value is not None}, episode)
-    ids = fields.get("token_ids")
-    _check_ids(ids, "token_ids")
+    ids = fields.get("prompt")
+    is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
+    _refuse(not is_ids, "prompt: expected token ids; text becomes tokens in chat completions only")
     assert isinstance(ids, list)
-    return Asked(ids, *sampling, _write_generated)
+    return Asked(ids, *sampling, _writer(_completion_choice, "text_completion", fields))
 
 
 def _read_sampling(
@@ -319,11 +298,6 @@ def _check_characters(value: Any, place: str) -> None:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
 
 
-def _check_ids(ids: Any, place: str) -> None:
-    is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
-    _refuse(not is_ids, f"{place}: expected token ids")
-
-
 def _refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:
         raise HttpError(HTTPStatus.BAD_REQUEST, message)
@@ -389,19 +363,6 @@ def _completion_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
     if has_logprobs:
         logprobs = {"tokens": [_token(i) for i in turn.ids], "token_logprobs": turn.logprobs}
     return {"text": sampled.text, "finish_reason": turn.finish_reason, "logprobs": logprobs}
-
-
-def _write_generated(sampled: Sampled) -> Answer:
-    turn = sampled.turn
-    choice = {
-        "index": 0,
-        "token_ids": turn.ids,
-        "finish_reason": turn.finish_reason,
-        "logprobs": _logprobs(turn),
-    }
-    return Answer.of_json(
-        {"request_id": f"turn-{sampled.number}", "choices": [choice], "usage": _usage(sampled)}
-    )
 
 
 def _logprobs(turn: Turn) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from minirl.data.task import Messages, as_messages
-from minirl.episodes.episode import Branch, Episode, Generate, Turn
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.episodes.rollout_adapter import RolloutCode
 from minirl.errors import refuse
 

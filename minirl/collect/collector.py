@@ -22,24 +22,19 @@ from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.in_flight import (
     FinishedRollout,
-    episode_record,
     finished_of,
     finished_record,
     finished_rollouts,
     id_of,
+    paused_episode,
+    paused_record,
     prompt_of,
-    recorded_episode,
     rewarded_of,
 )
+from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.rollout_process import RolloutWorkers
-from minirl.episodes.runner import (
-    NO_BUDGET,
-    NO_LIMITS,
-    EpisodeLimits,
-    EpisodeRunner,
-    RecordedEpisode,
-    RunningEpisode,
-)
+from minirl.episodes.runner import Counted, EpisodeRunner
+from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival
 from minirl.report.progress import progress_bar
@@ -182,21 +177,12 @@ class Collector:
             num_greedy=1,
         )
 
-    def take_num_sampled(self) -> int:
-        """How many tokens this rank has sampled since the last call, also for rollouts that no step takes."""
-        return self._runner.take_num_sampled()
+    def take_count(self, counted: Counted) -> int:
+        """Return how many of these this rank had since the last call, also in rollouts that no step takes.
 
-    def take_num_failed(self) -> int:
-        """How many episodes of this rank have ended by a failure of the rollout function since the last call."""
-        return self._runner.take_num_failed()
-
-    def take_num_restarted(self) -> int:
-        """How many of this rank's episodes in flight have begun anew at a resume since the last call."""
-        return self._runner.take_num_restarted()
-
-    def take_num_tool_results(self) -> tuple[int, int]:
-        """How many results of tools this rank's episodes got since the last call, and how many of them are errors."""
-        return self._runner.take_num_tool_results()
+        counted: see `runner.Counted`.
+        """
+        return self._runner.take_count(counted)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the collector beside `records`: JSON values, the same on every rank."""
@@ -207,7 +193,7 @@ class Collector:
 
     def records(self) -> list[dict[str, Any]]:
         """What is in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
-        records = [episode_record(running) for running in self._paused]
+        records = [paused_record(running) for running in self._paused]
         for rollout in itertools.chain(*self._ended.values()):
             records.append(finished_record(FinishedRollout(rollout)))
         records += [finished_record(finished) for finished in finished_rollouts(self._rewarded)]
@@ -219,13 +205,13 @@ class Collector:
     def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what a checkpoint holds; `groups` are the records that are this rank's now. Not collective.
 
-        An episode whose function does not do again what it did begins anew (`take_num_restarted`).
+        An episode whose function does not do again what it did begins again from the start; it counts as "restarted".
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
         records = list(itertools.chain.from_iterable(group["rollouts"] for group in groups))
         paused = [record for record in records if record["finish_reason"] is None]
-        self._paused = self._runner.restore([self._recorded_episode(record) for record in paused])
+        self._paused = self._runner.restore([self._paused_episode(record) for record in paused])
         finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
         for one in finished:
             if one.rewards is None:
@@ -243,11 +229,11 @@ class Collector:
             model.score_early(lambda: not arrival.is_complete())
         arrival.wait()
 
-    def _recorded_episode(self, record: Mapping[str, Any]) -> RecordedEpisode:
+    def _paused_episode(self, record: Mapping[str, Any]) -> PausedEpisode:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
-        return recorded_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
+        return paused_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight that are finished in this step, lest some rollout gets older than `max_staleness`.

@@ -6,22 +6,15 @@ appended.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
-# An episode may append text, token ids or messages between two turns.
-After = str | Sequence[int] | Messages
 # Words that no template mistakes for something else.
 _ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
-
-
-def is_messages(after: After) -> TypeGuard[Messages]:
-    """Return whether `value` is a list of messages, valid or not, rather than of token ids."""
-    return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
 def is_message(value: Any) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import After, following_ids, is_message, is_messages
-from minirl.data.task import Messages, Row, as_messages, conversation
+from minirl.data.chat_turns import following_ids, is_message
+from minirl.data.task import After, Messages, Row, as_messages, conversation, is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
@@ -82,7 +82,7 @@ class PromptStream:
         return len(self._kept)
 
     def notes(self, *, per_step: int = 0) -> list[str]:
-        """Return sentences on what is unusual in the rows.
+        """Return notes on unusual rows.
 
         per_step: the number of prompts that a training step takes, 0 if the stream is not for training.
         """
@@ -184,11 +184,11 @@ class PromptStream:
         return ids
 
     def _prompt_ids(self, prompt_ordinals: Sequence[int]) -> list[tuple[int, ...]]:
-        """As `prompt_ids`, of several prompts in less time."""
+        """Return `prompt_ids` of several prompts, in less time."""
         rows = [self.row(prompt_ordinal) for prompt_ordinal in prompt_ordinals]
         prompts = []
         for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
-            # Again: a chat template may write the date.
+            # Again, because a chat template may write the date.
             _check_ids(row, ids, self.vocab_size)
             prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
         return prompts

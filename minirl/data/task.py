@@ -6,7 +6,7 @@ changing the package, a JSONL file and a reward function (`jsonl`).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 # Called as `rewards.functions` describes.
 RewardFunction = Callable[..., Any]
@@ -16,6 +16,13 @@ STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
 # Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
+# What may be appended between two turns: text, token ids or messages.
+After = str | Sequence[int] | Messages
+
+
+def is_messages(after: After) -> TypeGuard[Messages]:
+    """Return whether it is a list of messages, good or bad ones, rather than of token ids."""
+    return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
 def as_messages(prompt: str | Messages) -> Messages:

@@ -20,7 +20,7 @@ from minirl.errors import InputError, refuse
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# What a chat template may take for one prompt, and add to the messages.
+# Limits of a chat template for one prompt: seconds, and characters added to the messages.
 _TEMPLATE_SECONDS = 20.0
 _TEMPLATE_CHARACTERS = 1_000_000
 # A value that no template has as a default.
@@ -43,8 +43,8 @@ class Tokenizer:
     ):
         """Load the tokenizer; `chat` wraps text prompts as one user message in the chat template.
 
-        template_arguments: what the template gets beside messages and tools, see `check_arguments`. tools: what
-        prompts tell the model that it can call. tool_format: how it writes calls, see `answers`.
+        template_arguments: further arguments of the template, see `check_arguments`. tools: the tools that prompts show
+        to the model. tool_format: how it writes calls, see `answers`.
 
         Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
         show the tools.
@@ -59,7 +59,7 @@ class Tokenizer:
             # Called directly where `backend` only wraps it: the wrapper takes longer than the work.
             self._rust = _plain_backend(self.backend)
         except Exception as error:
-            # A tokenizer with code of its own, a missing package, or a damaged file, of which anything may come.
+            # A tokenizer with its own code, a missing package, or a damaged file, which may raise anything.
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
         self.folder = folder
         self.chat = chat
@@ -68,13 +68,13 @@ class Tokenizer:
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
         self.tools = tool_schemas(tools)
-        # By their tools.
+        # Keyed by their tools.
         self._with_tools: dict[str, Tokenizer] = {}
         if self.tools:
             self._check_tools()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
-        """Return a tokenizer whose prompts tell of these tools; None: this one. Raises InputError as `__init__`."""
+        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError as `__init__`."""
         if tools is None or tools == self.tools:
             return self
         key = repr(tools)
@@ -98,7 +98,7 @@ class Tokenizer:
         return self._encode_text(text, row.place, add_special_tokens=adds_special_tokens)
 
     def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Return what `encode` returns for each row, in less time. Raises InputError as `encode`."""
+        """Return `encode` of each row, in less time. Raises InputError as `encode`."""
         texts = [self._prompt_text(row) for row in rows]
         ids: list[list[int]] = []
         try:
@@ -111,13 +111,13 @@ class Tokenizer:
         return ids
 
     def is_chat(self, prompt: str | Messages | list[int]) -> bool:
-        """Whether a prompt goes through the chat template; token ids may have."""
+        """Return whether a prompt goes through the chat template; for token ids, whether it may have."""
         return self.chat or not isinstance(prompt, str)
 
     def _prompt_text(self, row: Row) -> tuple[str, bool]:
         """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""
         if isinstance(row.prompt, str) and not self.chat:
-            refuse(bool(self.tools), f"{row.place}: a text prompt, which tells of no tools; see --chat")
+            refuse(bool(self.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
             return row.prompt, True
         return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
@@ -161,8 +161,8 @@ class Tokenizer:
         """Return the text that the chat template makes of messages, tools and arguments (None: the tokenizer's own).
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
-        answer continues that message, as in TRL. Raises InputError naming `place` and the folder for what the template
-        refuses, and where it takes too long or writes too much.
+        answer continues that message, as in TRL. Raises InputError naming `place` and the folder if the template
+        refuses the messages, takes too long or writes too much.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -193,11 +193,11 @@ class Tokenizer:
     def check_arguments(self, flag: str) -> None:
         """Raise InputError, naming the flag, for a template argument that changes no prompt: a template ignores it.
 
-        One that has the template's own default as its value is none: the name changes a prompt with another value.
+        An argument equal to the template's default passes: another value of it would change a prompt.
         """
         taken = {"messages", *inspect.signature(self.backend.apply_chat_template).parameters}
         for name, value in self.template_arguments.items():
-            refuse(name in taken, f"{flag}: {name!r} is not to be given; it is what the run itself sets")
+            refuse(name in taken, f"{flag}: leave out {name!r}, which the run sets")
             others = {key: other for key, other in self.template_arguments.items() if key != name}
             without = self._probes(others)
             refuse(
@@ -208,7 +208,7 @@ class Tokenizer:
             )
 
     def _probes(self, arguments: Mapping[str, Any]) -> list[str]:
-        """What the template makes of some conversations with these arguments; what it says where it refuses one."""
+        """Return the template's texts of some conversations with these arguments, or its error where it refuses one."""
         user = {"role": "user", "content": "a"}
         answer = {"role": "assistant", "content": "b", "reasoning_content": "c"}
         found = []
@@ -238,14 +238,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _shows_calls(self) -> bool:
-        """Whether the chat template writes the calls of an answer."""
+        """Return whether the chat template writes the calls of an answer."""
         call = {"type": "function", "function": {"name": "minirlcall", "arguments": {}}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         messages: Messages = [{"role": "user", "content": "a"}, answer]
         return "minirlcall" in self.apply_template(messages, "calls of tools", is_prompt=False)
 
     def encode_text(self, text: str, place: str) -> list[int]:
-        """Return the token ids of a text by itself. Special tokens are only those that are spelt in it.
+        """Return the token ids of a text alone. It gets no special tokens except those spelt in it.
 
         Raises InputError naming `place` if it cannot be tokenized.
         """
@@ -258,7 +258,7 @@ class Tokenizer:
                 return ids
             return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])
         except Exception as error:
-            # For example half of a surrogate pair, which is no character, or a vocabulary that is damaged.
+            # For example half of a surrogate pair, which is not a character, or a damaged vocabulary.
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
@@ -282,7 +282,7 @@ class Tokenizer:
         return "\ufffd".join(self.decode_known(part, skip_special_tokens, cleans_spaces) for part in parts)
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
-        """Return the text of ids that the tokenizer has. cleans_spaces: as some tokenizers do before punctuation."""
+        """Return the text of ids that the tokenizer has. cleans_spaces: removes spaces before punctuation."""
         text: str
         if self._rust is not None and not cleans_spaces:
             text = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -294,7 +294,7 @@ class Tokenizer:
 
 
 def _plain_backend(backend: Any) -> Any:
-    """The Rust tokenizer of a transformers tokenizer that adds nothing to what it does; None for any other."""
+    """Return the Rust tokenizer of a transformers tokenizer that only wraps it; None for any other."""
     from transformers import PreTrainedTokenizerFast
 
     own_code = ("__call__", "_encode_plus", "_decode")
@@ -311,7 +311,7 @@ def _plain_backend(backend: Any) -> Any:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds. In a thread other than the main one: no limit."""
+    """Raise TimeoutError in the block after this many seconds. Threads other than the main one have no limit."""
 
     def expire(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
@@ -320,7 +320,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
         return
     previous = signal.signal(signal.SIGALRM, expire)
-    # Again and again, as what runs may swallow the error.
+    # Repeatedly, because the code that runs may swallow the error.
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield

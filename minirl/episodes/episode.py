@@ -14,131 +14,110 @@ Standard library only: a process that runs such a function starts quickly.
 
 import copy
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, Protocol, cast
 
-from minirl.data.task import Messages, as_messages, conversation
-from minirl.errors import InputError, refuse
-from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.workers.user_code import shown
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from minirl.data.chat_turns import After
-    from minirl.data.task import Row
-
-# What `Episode.end` takes.
-END_REASONS = (
-    "stop",
-    "length",
-    "max_turns",
-    "max_tokens",
-    "tool_error",
-    "parse_error",
-    "timeout",
-    "env_done",
-)
-# The name of a reward that is given without one.
-REWARD = "reward"
-# Characters of a reward's name.
-MAX_NAME = 80
+from minirl.data.task import After, Messages, Row, as_messages, conversation
+from minirl.episodes.asked import END_REASONS, REWARD, End, Generate, check_name, checked_reward
+from minirl.errors import refuse
 
 
-@dataclass(frozen=True)
-class Generate:
-    """What an episode asks for: tokens to be appended, then a turn of at most `max_tokens` sampled ones.
+class TurnReader(Protocol):
+    """Makes the parts of a turn that somebody asks for, see `Turn`."""
 
-    after: text, token ids or, between turns of a chat, messages.
-    stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
-    max_tokens: None for as many as there is room for.
-    branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
-    contents: what reward functions get as the contents of the messages of `after`, None for their texts.
-    tools: JSON schemas of those that this prompt tells of; None: the run's.
-    """
+    def ids(self) -> list[int]:
+        """Its token ids, including the stop token."""
 
-    after: "After" = ""
-    stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    branch: int = 0
-    prompt: str | Messages | list[int] = ""
-    contents: Sequence[list[Any] | None] = ()
-    tools: list[dict[str, Any]] | None = None
+    def logprobs(self) -> list[float]:
+        """Of these tokens."""
 
+    def versions(self) -> list[int]:
+        """Of the weights that sampled them."""
 
-@dataclass(frozen=True)
-class End:
-    """What an episode says in place of `Generate`: that it ends here. See `Episode.end`."""
+    def text(self) -> str:
+        """The text of its ids."""
 
-    reason: str
+    def message(self) -> dict[str, Any]:
+        """What it says."""
 
-
-class TurnReader(NamedTuple):
-    """Reads a turn, each part when it is first asked for.
-
-    text: of its ids. message: what it says. answer: the text of the message that it belongs to, up to its end: all
-    that was sampled, and appended as text or ids, since the last messages.
-    """
-
-    text: Callable[[], str]
-    message: Callable[[], dict[str, Any]]
-    answer: Callable[[], str]
+    def answer(self) -> str:
+        """The text of the message that it belongs to, up to its end."""
 
 
 class Turn:
-    """A turn that was sampled. What of it nobody asks for is not made.
+    """A turn that a function asked for: appended tokens, then sampled ones. What of it nobody asks for is not made.
 
-    num_tokens: sampled. finish_reason: "stop" or "length". appended: the token ids that were appended before it.
-    inserted: the messages, if it was messages. branch: its number. start, end: where the turn is among the branch's
-    tokens after its prompt. limit: of all these tokens, `Branch.max_tokens`. prompt_ids: of the branch, if it is its
-    first turn.
+    branch: its number. start, end: where the sampled tokens are among the branch's tokens after its prompt.
+    asked: `Generate.digest`. appended: the token ids that were appended before it; inserted: the messages, if it was
+    messages. num_tokens: sampled. finish_reason: "stop" or "length"; "" until the turn ends. rewards: by name, what was
+    given to it. parse_error: why its message could not be read in whole; None where it could, or where nobody asked.
     """
+
+    # What `to_json` has of it.
+    FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "rewards", "inserted", "asked")
 
     def __init__(
         self,
-        ids: "list[int] | Tensor",
-        logprobs: "list[float] | Tensor",
-        versions: "list[int] | Tensor",
-        finish_reason: str,
-        *,
         branch: int,
         start: int,
-        limit: int,
-        prompt_ids: list[int],
+        *,
         appended: list[int],
-        inserted: Messages,
-        reader: TurnReader,
+        inserted: Messages | None = None,
+        asked: str = "",
     ):
-        """Tensors on the host are as good as lists; these are made of them."""
-        self._ids = ids
-        self._logprobs = logprobs
-        self._versions = versions
-        self.num_tokens = len(ids)
-        self.finish_reason = finish_reason
         self.branch = branch
         self.start = start
-        self.end = start + self.num_tokens
-        self.limit = limit
-        self.prompt_ids = prompt_ids
+        self.asked = asked
         self.appended = appended
-        self.inserted = inserted
+        self.inserted = inserted or []
+        self.num_tokens = 0
+        self.finish_reason = ""
+        self.rewards: dict[str, float] = {}
+        self.parse_error: str | None = None
+
+    def finish(self, num_tokens: int, finish_reason: str, reader: TurnReader) -> None:
+        """End the turn. For who runs the episode."""
+        self.num_tokens = num_tokens
+        self.finish_reason = finish_reason
         self._reader = reader
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but its tokens and what they say, as JSON values."""
+        return {name: getattr(self, name) for name in self.FACTS}
+
+    @staticmethod
+    def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
+        """Return the turn of `to_json`, before anything was given to it."""
+        turn = Turn(
+            facts["branch"],
+            facts["start"],
+            appended=appended,
+            inserted=facts["inserted"],
+            asked=facts["asked"],
+        )
+        turn.finish(facts["num_tokens"], facts["finish_reason"], reader)
+        return turn
+
+    @property
+    def end(self) -> int:
+        """Where the turn ends among the branch's tokens after its prompt."""
+        return self.start + self.num_tokens
 
     @functools.cached_property
     def ids(self) -> list[int]:
         """The token ids, including the stop token."""
-        return _as_list(self._ids)
+        return self._reader.ids()
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
         """Of these tokens, when they were sampled."""
-        return _as_list(self._logprobs)
+        return self._reader.logprobs()
 
     @functools.cached_property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
-        return _as_list(self._versions)
+        return self._reader.versions()
 
     @functools.cached_property
     def text(self) -> str:
@@ -151,22 +130,17 @@ class Turn:
 
         Raises InputError if it is not known how the model writes calls.
         """
-        return self._reader.message()
-
-    @property
-    def parse_error(self) -> str | None:
-        """Why its message could not be read in whole; None where it could, or where nobody has asked for it."""
-        error: str | None = vars(self).get("message", {}).get("parse_error")
-        return error
+        message = self._reader.message()
+        self.parse_error = message.get("parse_error")
+        return message
 
     @functools.cached_property
     def answer(self) -> str:
-        """The text of the message that the turn belongs to, up to the turn's end, without special tokens."""
+        """The text of the message that the turn belongs to, up to its end, without special tokens.
+
+        All that was sampled, and appended as text or ids, since the last messages.
+        """
         return self._reader.answer()
-
-
-def _as_list(values: Any) -> list[Any]:
-    return values if isinstance(values, list) else list(values.tolist())
 
 
 @dataclass
@@ -242,7 +216,7 @@ class Branch:
     def generate(
         self,
         *,
-        after: "After | dict[str, str] | None" = None,
+        after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Generate:
@@ -261,12 +235,11 @@ class Branch:
             return Generate(after, strings, max_tokens)
         return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
 
-    def add(self, turn: Turn) -> None:
-        """Add a turn of this branch, see `Episode.take`."""
-        self.max_tokens = turn.limit
-        if not self.turns:
-            self.prompt_ids = turn.prompt_ids
-        self.turns.append(turn)
+    def to_json(self) -> dict[str, Any]:
+        """Return what it begins with, as JSON values."""
+        return {
+            name: getattr(self, name) for name in ("number", "prompt", "prompt_ids", "max_tokens", "tools")
+        }
 
 
 class Episode(Branch):
@@ -274,8 +247,8 @@ class Episode(Branch):
 
     row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
     tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. all_turns: of all branches, in their order. rewards: by name, what was given to all
-    branches, and to each turn. rewarded: at which of these places the function has given some since the last turn.
+    temperature: that of all turns. all_turns: of all branches, in their order. given: rewards by name, which belong to
+    all branches. rewarded: to which of `rewards` the function gave something since `take_given`.
     is_closed: whether the function has ended, or is being ended.
     environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
     function asks for them.
@@ -283,7 +256,7 @@ class Episode(Branch):
 
     def __init__(
         self,
-        row: "Row",
+        row: Row,
         seed: int,
         max_tokens: int,
         tools: list[dict[str, Any]] | None = None,
@@ -302,8 +275,10 @@ class Episode(Branch):
         self.environment = environment
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
-        self.rewards: list[dict[str, float]] = [{}]
+        self.given: dict[str, float] = {}
         self.rewarded: set[int] = set()
+        # Of branches whose first turn is still to be taken.
+        self._known: dict[int, Mapping[str, Any]] = {}
         self.is_closed = False
 
     @property
@@ -311,6 +286,27 @@ class Episode(Branch):
         """All of them by number, this one is 0."""
         # Not kept: an object that holds itself is freed by a garbage collection only, with the rollout that it has.
         return {0: self, **self._further}
+
+    @property
+    def further(self) -> list[Branch]:
+        """The branches that the function began."""
+        return list(self._further.values())
+
+    @property
+    def rewards(self) -> list[dict[str, float]]:
+        """What was given, by name: to all branches, and to each turn."""
+        return [self.given, *(turn.rewards for turn in self.all_turns)]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The arguments of `Episode`, as JSON values if its row is."""
+        row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "place": self.row.place}
+        names = ("seed", "max_tokens", "tools", "prompt_ids", "is_chat", "temperature", "environment")
+        return {"row": row} | {name: getattr(self, name) for name in names}
+
+    def know(self, branches: Iterable[Mapping[str, Any]]) -> None:
+        """Take what `Branch.to_json` says of branches whose first turns are still to be taken."""
+        self._known |= {branch["number"]: branch for branch in branches}
 
     def branch_of(self, asked: Generate) -> Branch:
         """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
@@ -320,11 +316,26 @@ class Episode(Branch):
         return self._further.setdefault(asked.branch, begun)
 
     def take(self, turn: Turn) -> None:
-        """Add a turn that has ended to its branch. For who runs the episode."""
-        self.branches[turn.branch].add(turn)
+        """Add a turn that ended to its branch. For who runs the episode."""
+        known = self._known.pop(turn.branch, None)
+        if known is not None:
+            self._learn(**known)
+        branch = self if turn.branch == 0 else self._further[turn.branch]
+        branch.turns.append(turn)
         self.all_turns.append(turn)
-        self.rewards.append({})
-        self.rewarded.clear()
+
+    def _learn(
+        self,
+        number: int,
+        prompt: Any,
+        prompt_ids: list[int],
+        max_tokens: int,
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
+        """Set what a branch begins with; the function begins it itself where it runs."""
+        begun = Generate(branch=number, prompt=prompt, tools=tools)
+        branch = self.branch_of(begun)
+        branch.prompt_ids, branch.max_tokens = prompt_ids, max_tokens
 
     def drop_unseen(self) -> None:
         """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
@@ -332,11 +343,19 @@ class Episode(Branch):
             if not branch.drops_last:
                 continue
             branch.drops_last = False
-            position = self.all_turns.index(branch.turns.pop())
+            dropped = branch.turns.pop()
+            position = self.all_turns.index(dropped)
             del self.all_turns[position]
             given = self.rewards[position]
-            for name, value in self.rewards.pop(position + 1).items():
+            for name, value in dropped.rewards.items():
                 given[name] = given.get(name, 0.0) + value
+
+    def take_given(self) -> list[tuple[int, dict[str, float]]]:
+        """Return those of `rewards`, each with its place, that changed since the last call."""
+        rewards = self.rewards
+        changed = [(place, rewards[place]) for place in sorted(self.rewarded)]
+        self.rewarded.clear()
+        return changed
 
     def branch(
         self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
@@ -365,7 +384,7 @@ class Episode(Branch):
         """
         place = f"episode.reward, for the row at {self.row.place}:"
         refuse(self.is_closed, f"{place} the episode has ended; give rewards before a `yield`")
-        _check_name(name, place)
+        check_name(name, place)
         index = len(self.all_turns)
         if branch == "all":
             index = 0
@@ -377,8 +396,8 @@ class Episode(Branch):
             index = indices[-1]
         self.rewarded.add(index)
         given = self.rewards[index]
-        checked = _checked_reward(value, f"{place} {name!r} is")
-        given[name] = _checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
+        checked = checked_reward(value, f"{place} {name!r} is")
+        given[name] = checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
     def end(self, reason: str) -> End:
         """What to yield, or to call before the function returns, for the episode to end with this finish reason.
@@ -392,69 +411,6 @@ class Episode(Branch):
         for branch in self.branches.values():
             branch.end_reason = reason
         return End(reason)
-
-
-def checked_turn(yielded: Any) -> Generate:
-    """What a function has yielded for a turn. Raises InputError naming the field that is wrong."""
-    if not isinstance(yielded, Generate):
-        raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
-    limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
-    is_after = isinstance(yielded.after, str | list | tuple)
-    is_stop = isinstance(yielded.stop, tuple) and all(isinstance(string, str) for string in yielded.stop)
-    is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
-    expected = {
-        "after": (is_after, "expected text, a list of token ids, or messages"),
-        "stop": (is_stop, "expected a tuple of texts"),
-        "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
-        "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
-        # Checked where the prompt is tokenized.
-        "prompt": (True, ""),
-        "tools": (True, ""),
-        "contents": (is_each, "expected one for each message of `after`"),
-    }
-    for name, value in vars(yielded).items():
-        is_right, what = expected.get(name, (False, "there is no such field"))
-        if not is_right:
-            raise InputError(f"generate({name}={value!r:.80}): {what}")
-    return yielded
-
-
-def given_at_end(episode: Episode, returned: Any) -> tuple[dict[str, float | None], str | None]:
-    """The rewards that a function has returned, and its finish reason. Raises InputError saying what is wrong."""
-    if episode.end_reason is not None:
-        episode.end(episode.end_reason)  # it may be an attribute that was set
-    return returned_rewards(returned), episode.end_reason
-
-
-def returned_rewards(returned: Any) -> dict[str, float | None]:
-    """The rewards that a function has returned: a number is the one named "reward", None is none.
-
-    Raises InputError saying what is wrong.
-    """
-    if returned is None:
-        return {}
-    if not isinstance(returned, dict):
-        return {REWARD: _checked_reward(returned, "returns")}
-    rewards: dict[str, float | None] = {}
-    for name, value in returned.items():
-        _check_name(name, "returns")
-        rewards[name] = None if value is None else _checked_reward(value, f"returns {name!r}:")
-    return rewards
-
-
-def _check_name(name: Any, what: str) -> None:
-    is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME
-    refuse(not is_name, f"{what} a reward named {name!r:.80}; expected text of at most {MAX_NAME} characters")
-
-
-def _checked_reward(value: Any, what: str) -> float:
-    """A reward as a float. Raises InputError for what is no finite number, beginning with `what`."""
-    checked = validate_number(value)
-    # A comparison that was meant to be something else is easily taken for a number.
-    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    if is_bool or not isinstance(checked, float):
-        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
-    return checked
 
 
 Turns = Generator[Generate | End, Turn, Any]

@@ -3,15 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from minirl.data.prompts import PromptStream
-from minirl.episodes.runner import RecordedBranch, RecordedEpisode, RunningEpisode, TurnEnd
+from minirl.data.task import Messages
+from minirl.episodes.episode import Branch, Turn
+from minirl.episodes.running import PausedEpisode, RunningEpisode
+from minirl.episodes.view import as_plain
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of
+from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
 
 
 @dataclass(frozen=True)
@@ -23,34 +26,35 @@ class FinishedRollout:
     failed: bool = False
 
 
-def episode_record(running: RunningEpisode) -> dict[str, Any]:
-    """The record of a paused episode."""
+def paused_record(running: RunningEpisode) -> dict[str, Any]:
+    """Return the record of a paused episode."""
     request = running.request
+    _, present = running.present
+    branches = []
+    for branch in running.branches.values():
+        rollout = rollout_of(branch.request, "", branch.completion(present))
+        branches.append(_tokens_record(rollout))
     return {
         "id": list(request.rollout_id),
-        "prompt": torch.tensor(request.prompt_ids, dtype=torch.int64),
-        "branches": [_tokens_record(rollout_of(branch.request, "")) for branch in running.branches.values()],
-        "turn_ends": [list(end) for end in running.turn_ends],
+        "prompt": token_tensor(request.prompt_ids),
+        "branches": branches,
+        "begun": [_begun_record(branch) for branch in running.episode.further if branch.turns],
+        "turns": [_turn_record(turn) for turn in running.episode.all_turns],
+        "asked": present.asked,
         "finish_reason": None,
     }
 
 
 def prompt_of(record: Mapping[str, Any]) -> tuple[int, ...]:
-    """The token ids of its prompt."""
+    """Return the token ids of a record's prompt."""
     ids: list[int] = record["prompt"].tolist()
     return tuple(ids)
 
 
-def recorded_episode(record: Mapping[str, Any], request: Request) -> RecordedEpisode:
-    """The paused episode of `episode_record`. request: of its id and prompt.
-
-    Records of before there were branches have the tokens of the only one.
-    """
-    branches = {}
-    for branch in record.get("branches", [record]):
-        sampled = Completion(*(branch[name] for name in ("tokens", "is_sampled", "logprobs", "versions")))
-        branches[id_of(branch).branch] = RecordedBranch(prompt_of(branch), sampled)
-    return RecordedEpisode(request, branches, [TurnEnd(*end) for end in record["turn_ends"]])
+def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
+    """Return the paused episode of `paused_record`. request: of its id and prompt."""
+    branches = {id_of(branch).branch: _rollout_of(branch) for branch in record["branches"]}
+    return PausedEpisode(request, branches, record["begun"], record["turns"], record["asked"])
 
 
 def finished_record(finished: FinishedRollout) -> dict[str, Any]:
@@ -88,6 +92,18 @@ def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> R
     )
 
 
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    return {**turn.to_json(), "inserted": as_plain(turn.inserted)}
+
+
+def _begun_record(branch: Branch) -> dict[str, Any]:
+    """What a further branch begins with."""
+    prompt = branch.prompt
+    if branch.has_messages and not isinstance(prompt, str):
+        prompt = as_plain(cast(Messages, prompt))
+    return {**branch.to_json(), "prompt": prompt}
+
+
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
     return {
@@ -103,13 +119,13 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def id_of(record: Mapping[str, Any]) -> RolloutId:
-    """Whose record it is. Records of before there were branches have no number of one."""
+    """Return whose record it is."""
     return RolloutId(*record["id"])
 
 
 def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
     """The rollout of `finished_record`."""
-    earlier = tuple(_rollout_of(branch) for branch in record.get("earlier", ()))
+    earlier = tuple(_rollout_of(branch) for branch in record["earlier"])
     rollout = replace(_rollout_of(record), earlier=earlier)
     return FinishedRollout(rollout, record["rewards"], record["failed"])
 
@@ -117,7 +133,7 @@ def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
 def _rollout_of(record: Mapping[str, Any]) -> Rollout:
     """The branch of `_tokens_record`."""
     prompt = record["prompt"]
-    episode = record.get("episode")  # a checkpoint from before it was recorded has none
+    episode = record.get("episode")  # of a rollout that ended, in its last branch
 
     def stream(name: str) -> Tensor:
         tokens: Tensor = record[name]
@@ -131,6 +147,6 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         num_prompt_tokens=len(prompt),
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
-        branch_end=record.get("branch_end", ""),  # likewise
+        branch_end=record["branch_end"],
         episode=EpisodeRecord() if episode is None else EpisodeRecord.from_json(episode),
     )

@@ -1,21 +1,19 @@
-"""Where the function runs that writes rollouts: in this process, or in others."""
+"""A function that writes one episode, and where such functions run: in this process, or in others.
+
+Standard library only: a process that runs such a function starts quickly.
+"""
 
 import inspect
 import itertools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from minirl.episodes.episode import (
-    End,
-    Episode,
-    Generate,
-    RolloutFunction,
-    Turn,
-    Turns,
-    checked_turn,
-    given_at_end,
-)
+from minirl.episodes.asked import End, Generate, checked_turn, returned_rewards
+from minirl.episodes.episode import Episode, RolloutFunction, Turn
 from minirl.errors import InputError, refuse
+
+CHANGED = "given the same turns again, it asks for something else; make it a function of its turns and of episode.seed"
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,26 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A function asks for nonsense or, in a process of its own, has raised, hung or died: `why`. It runs no more."""
+    """A function asks for nonsense or, in another process, raised, hung or died: `why`. It runs no more."""
 
     why: str
 
 
+@dataclass(frozen=True)
+class Differs(Failed):
+    """A function that is given the turns of an earlier run does not ask for them. It runs no more."""
+
+    why: str = CHANGED
+
+
 Reply = Generate | Ended | Failed
+Result = TypeVar("Result")
 
 
 class Host(Protocol):
     """Runs one function for many episodes. Nothing here is collective, and only `replies` waits.
 
-    With a reply the episode has the rewards that were given before it.
+    A host adds turns to their episode. With a reply the episode has the rewards that were given before it.
 
     name: of the function. on_error: what is done about failures, "stop" or "end".
     """
@@ -51,24 +57,113 @@ class Host(Protocol):
     name: str
     on_error: str
 
-    def begin(self, episode: Episode) -> int:
-        """Call the function for an episode, which is replied to; returns the number that replies have."""
+    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
+        """Call the function for an episode, and give it these turns of an earlier run, as `Program.replay`.
+
+        Return the number that replies have: the first one is that to the last of the turns.
+        """
 
     def send(self, number: int, turn: Turn) -> None:
-        """Give the newest turn of its episode to the function, which is replied to."""
+        """Give the turn that a function asked for to it; it replies."""
 
     def close(self, number: int) -> None:
-        """End a function that has asked for a turn which it does not get. There is no reply."""
+        """End a function that asked for a turn and does not get it. It does not reply."""
 
     def seconds(self, number: int) -> float:
         """How long a function that asks for a turn has worked and waited by itself so far."""
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """The replies that are there, in any order. If there are none, wait for some, for at most so many seconds."""
+        """Return the replies so far, in any order. If there are none, wait up to `timeout_s` seconds for some."""
+
+
+class Program:
+    """A function that writes one episode, from its call to its end: the same here and in another process.
+
+    What the function raises passes through.
+    """
+
+    def __init__(self, function: Callable[[Episode], Any], episode: Episode):
+        self.episode = episode
+        self._turns: Any = function(episode)
+        self.is_async = inspect.isasyncgen(self._turns)
+
+    async def replay(self, turns: Iterable[Turn]) -> Reply:
+        """Run the function until it asks for a turn that is not among these, or does not ask for the next of these.
+
+        turns: of an earlier run of the same episode. Each is given to the function that asks for it as it did then.
+        """
+        if not self.is_async and not inspect.isgenerator(self._turns):
+            return Failed("is no generator; write `turn = yield episode.generate()`")
+        reply = await self._advance(None)
+        for turn in turns:
+            if isinstance(reply, Failed):
+                return reply
+            if not isinstance(reply, Generate):
+                return Differs()
+            if reply.digest != turn.asked:
+                await self.close()
+                return Differs()
+            # As the function has them: what an earlier run saved of them is what JSON holds.
+            turn.inserted = reply.inserted
+            reply = await self.reply(turn)
+        return reply
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Give the function the turn that it asked for."""
+        self.episode.take(turn)
+        return await self._advance(turn)
+
+    async def close(self) -> None:
+        """Run the function's `finally`."""
+        self.episode.is_closed = True
+        if self.is_async:
+            await self._turns.aclose()
+        else:
+            self._turns.close()
+
+    async def _advance(self, turn: Turn | None) -> Reply:
+        """Let the function go on to its next `yield`, or to its end; without a turn it begins."""
+        has_ended, value = True, None
+        try:
+            value = await self._turns.asend(turn) if self.is_async else self._turns.send(turn)
+            has_ended = False
+        except StopAsyncIteration:
+            pass
+        except StopIteration as end:
+            value = end.value
+        try:
+            if has_ended:
+                return self._ended(value)
+            if not isinstance(value, End):
+                return checked_turn(value)
+            self.episode.end(value.reason)
+            await self.close()
+            return self._ended(None)
+        except InputError as error:
+            return Failed(str(error))
+
+    def _ended(self, returned: Any) -> Ended:
+        """Raises InputError for what a function cannot return."""
+        episode = self.episode
+        if episode.end_reason is not None:
+            episode.end(episode.end_reason)  # it may be an attribute that was set
+        ended = Ended(returned_rewards(returned), episode.end_reason)
+        episode.is_closed = True
+        return ended
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that never waits; return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise RuntimeError("only an `async def` may wait")
 
 
 class InProcess:
-    """Runs a function in this process, where it replies at once. What it raises is raised, but for InputErrors."""
+    """Runs a function in this process, where it replies at once. With an InputError that it raises it has failed."""
 
     on_error = "stop"
 
@@ -76,59 +171,45 @@ class InProcess:
         self.name = getattr(function, "__name__", "rollout")
         self._function = function
         self._numbers = itertools.count()
-        self._running: dict[int, tuple[Episode, Turns]] = {}
+        self._running: dict[int, Program] = {}
         self._replies: list[tuple[int, Reply]] = []
 
-    def begin(self, episode: Episode) -> int:
-        turns = self._function(episode)
+    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
+        """See `Host`. Raises InputError for an `async def`."""
+        program = Program(self._function, episode)
         refuse(
-            inspect.isasyncgen(turns),
+            program.is_async,
             f"{self.name}(episode): is `async def`; such a function runs in a worker process, with --rollout",
         )
         number = next(self._numbers)
-        is_generator = inspect.isgenerator(turns)
-        if not is_generator:
-            self._replies.append((number, Failed("is no generator; write `turn = yield episode.generate()`")))
-            return number
-        self._running[number] = (episode, turns)
-        self._advance(number, None)
+        self._running[number] = program
+        self._take_reply(number, program.replay(turns))
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        self._advance(number, turn)
+        """See `Host`."""
+        self._take_reply(number, self._running[number].reply(turn))
 
     def close(self, number: int) -> None:
-        episode, turns = self._running.pop(number)
-        episode.is_closed = True
-        turns.close()
+        """See `Host`."""
+        program = self._running.pop(number)
+        run_at_once(program.close())
 
     def seconds(self, number: int) -> float:
+        """See `Host`. The time of a function in this process is not counted."""
         return 0.0
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
+        """See `Host`."""
         replies, self._replies = self._replies, []
         return replies
 
-    def _advance(self, number: int, turn: Turn | None) -> None:
-        """Let the function go on; without a turn it begins."""
-        episode, turns = self._running[number]
+    def _take_reply(self, number: int, replying: Coroutine[Any, Any, Reply]) -> None:
         reply: Reply
         try:
-            reply = self._next(episode, turns, turn)
-            if not isinstance(reply, Generate):
-                self.close(number)
+            reply = run_at_once(replying)
         except InputError as error:
-            self._running.pop(number, None)
             reply = Failed(str(error))
+        if not isinstance(reply, Generate):
+            del self._running[number]
         self._replies.append((number, reply))
-
-    def _next(self, episode: Episode, turns: Turns, turn: Turn | None) -> Reply:
-        """What a function replies. Raises InputError for what means nothing."""
-        try:
-            yielded: Any = next(turns) if turn is None else turns.send(turn)
-        except StopIteration as end:
-            return Ended(*given_at_end(episode, end.value))
-        if not isinstance(yielded, End):
-            return checked_turn(yielded)
-        episode.end(yielded.reason)
-        return Ended(*given_at_end(episode, None))

@@ -4,12 +4,14 @@ When a process dies, its episodes run again in another one with the turns that t
 again.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-from minirl.episodes.episode import Episode, Generate, Turn, returned_rewards
-from minirl.episodes.program import Ended, Failed, Reply
+from minirl.episodes.asked import Generate
+from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.program import Failed, Reply
+from minirl.episodes.remote import opening, read_reply, take_facts, turns_message
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
@@ -80,28 +82,31 @@ class RolloutWorkers:
         self.on_error = on_error
         self.tools: list[dict[str, Any]] = self.pool.description.get("tools", [])
         self.gives_reward: bool = self.pool.description.get("gives_reward", False)
-        self._running: dict[int, _Running] = {}
+        self._episodes: dict[int, Episode] = {}
 
-    def begin(self, episode: Episode) -> int:
+    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
         """See `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
-        running = _Running(episode, _arguments(episode))
+        for turn in turns:
+            episode.take(turn)
         try:
-            number = self.pool.open(episode.seed, running.opening)
+            number = self.pool.open(episode.seed, functools.partial(opening, episode), num_replies=len(turns))
         except (TypeError, ValueError, RecursionError) as error:
             message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
             raise InputError(message) from None
         except WorkerError as error:
             raise RolloutError(f"{self.pool.what}: {error}") from None
-        self._running[number] = running
+        self._episodes[number] = episode
         return number
 
     def send(self, number: int, turn: Turn) -> None:
         """See `Host`."""
-        self.pool.send(number, _fields(turn))
+        episode = self._episodes[number]
+        episode.take(turn)
+        self.pool.send(number, turns_message(episode, [turn]))
 
     def close(self, number: int) -> None:
         """See `Host`."""
-        del self._running[number]
+        del self._episodes[number]
         self.pool.close(number)
 
     def seconds(self, number: int) -> float:
@@ -117,17 +122,17 @@ class RolloutWorkers:
         except WorkerError as error:
             started_for = ""
             if error.number is not None:
-                place = self._running[error.number].episode.row.place
+                place = self._episodes[error.number].row.place
                 started_for = (
                     f"\nThe process was started in place of one that had ended, for the row at {place}"
                 )
             raise RolloutError(f"{self.pool.what}: {error}{started_for}") from None
         replies = []
         for number, received in found:
-            reply = self._running[number].take(received)
+            reply = _taken(received, self._episodes[number])
             replies.append((number, reply))
             if not isinstance(reply, Generate):
-                del self._running[number]
+                del self._episodes[number]
                 if not received.is_last:
                     self.pool.close(number)
         return replies
@@ -145,92 +150,11 @@ class RolloutWorkers:
         watchdog.heartbeat("")
 
 
-@dataclass
-class _Running:
-    """An episode in a worker. arguments: of `Episode` there. asked: what its function asked for, reply by reply."""
-
-    episode: Episode
-    arguments: dict[str, Any]
-    asked: list[dict[str, Any]] = field(default_factory=list)
-
-    def opening(self) -> dict[str, Any]:
-        """Return what a process needs that has not had the episode."""
-        turns = [_fields(turn) for turn in self.episode.all_turns]
-        return {"episode": self.arguments, "turns": turns, "asked": self.asked[: len(turns)]}
-
-    def take(self, reply: pool.Reply) -> Reply:
-        """Take a reply, and what goes with it into the episode; returns it for a `Host`."""
-        content = reply.content or {}
-        if reply.facts is not None:
-            if not _are_rewards(reply.facts, content.get("returned", {}), len(self.episode.rewards)):
-                return Failed(NO_ANSWER)
-            for index, given in reply.facts["rewards"]:
-                self.episode.rewards[index] = given
-            self.episode.environment = reply.facts["environment"]
-            for unseen in reply.facts["unseen"]:
-                self.episode.branches[unseen].drops_last = True
-        if asked := content.get("asked"):
-            self.asked.append(asked)
-            return Generate(**{**asked, "stop": tuple(asked["stop"])})
-        if "returned" in content:
-            return Ended(content["returned"], content["reason"])
-        return Failed(reply.error or content["failed"])
-
-
-def _arguments(episode: Episode) -> dict[str, Any]:
-    """Return what a worker makes its `Episode` of."""
-    row = episode.row
-    return {
-        "row": {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place},
-        "seed": episode.seed,
-        "max_tokens": episode.max_tokens,
-        "tools": episode.tools,
-        "prompt_ids": episode.prompt_ids,
-        "is_chat": episode.is_chat,
-        "temperature": episode.temperature,
-        "environment": episode.environment,
-    }
-
-
-def _are_rewards(facts: Mapping[str, Any], returned: Any, num_places: int) -> bool:
-    """Whether an episode's facts have rewards, and an environment, as the worker's own code sends them.
-
-    returned: the rewards that the function returned. num_places: of the episode's rewards.
-    """
-    if not isinstance(facts.get("environment"), dict | None) or not isinstance(returned, dict):
-        return False
+def _taken(received: pool.Reply, episode: Episode) -> Reply:
+    """Return what a function replied; what goes with the reply is then in its episode."""
     try:
-        for index, given in facts["rewards"]:
-            if type(index) is not int or not 0 <= index < num_places or None in given.values():
-                return False
-            returned_rewards(given)
-        returned_rewards(returned)
-    except (InputError, AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _fields(turn: Turn) -> dict[str, Any]:
-    """A turn for its episode's process."""
-    message: dict[str, Any] = {}
-    message_error = None
-    try:
-        message = turn.message
-    except InputError as error:  # raised there if the function asks for the message
-        message_error = str(error)
-    return {
-        "ids": turn.ids,
-        "logprobs": turn.logprobs,
-        "versions": turn.versions,
-        "finish_reason": turn.finish_reason,
-        "branch": turn.branch,
-        "start": turn.start,
-        "limit": turn.limit,
-        "prompt_ids": turn.prompt_ids,
-        "appended": turn.appended,
-        "inserted": turn.inserted,
-        "text": turn.text,
-        "message": message,
-        "message_error": message_error,
-        "answer": turn.answer,
-    }
+        if received.facts is not None:
+            take_facts(episode, received.facts)
+        return Failed(received.error) if received.error else read_reply(received.content)
+    except (InputError, KeyError, TypeError):
+        return Failed(NO_ANSWER)

@@ -29,7 +29,7 @@ def record_of(episode: Episode, rewards: Mapping[str, float | None], tokenizer: 
     record = EpisodeRecord(turns=turns, rewards=rewards, environment=episode.environment)
     if record.is_one_answer and not tokenizer.tools:
         return record
-    # In order of their numbers: a process of its own tells of a branch when its first turn is asked for.
+    # In order of their numbers: another process tells of a branch when its first turn is asked for.
     begun = [branch for _, branch in sorted(episode.branches.items()) if branch.turns]
     segments = []
     for branch in begun:
@@ -55,12 +55,16 @@ def _messages(branch: Branch, tokenizer: Tokenizer) -> Messages:
     answers = [
         (turn.inserted, functools.partial(_answer, turn, has_tools=bool(tools))) for turn in branch.turns
     ]
-    messages = []
-    for message in conversation(as_messages(cast(str | Messages, branch.prompt)), answers):
-        # Of others it is not known whether JSON can hold them.
+    return as_plain(conversation(as_messages(cast(str | Messages, branch.prompt)), answers))
+
+
+def as_plain(messages: Messages) -> Messages:
+    """Return messages with those of their fields that JSON is known to hold."""
+    plain = []
+    for message in messages:
         structures = {key: message[key] for key in ("content", "tool_calls") if key in message}
-        messages.append({key: value for key, value in message.items() if isinstance(value, str)} | structures)
-    return messages
+        plain.append({key: value for key, value in message.items() if isinstance(value, str)} | structures)
+    return plain
 
 
 def _answer(turn: Turn, *, has_tools: bool) -> str | dict[str, Any]:

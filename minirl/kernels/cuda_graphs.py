@@ -31,7 +31,7 @@ class DecodeGraphs:
         self._memory: Any = None
 
     def decode(self, step: DecodeStep) -> Tensor:
-        """As `decode_step.decode`. On CUDA the next step of the same batch size overwrites the result."""
+        """Run `decode_step.decode`. On CUDA the next step of the same batch size overwrites the result."""
         batch_size = len(step.tokens)
         graph = self._graphs.get(batch_size)
         if graph is None:

@@ -1,6 +1,6 @@
 """The gate of a SwiGLU feed-forward on CUDA, as one Triton kernel each way.
 
-The kernels keep gate and up for backward, and not silu(gate) too: a quarter less of what the feed-forward keeps.
+The kernels keep gate and up for backward but not silu(gate), so the feed-forward keeps a quarter less.
 """
 
 import functools

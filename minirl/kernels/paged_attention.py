@@ -71,7 +71,7 @@ def decode(
 
 
 def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """What the kernel is compiled for, by name: key heads, query heads of each, and head dimension, in `dtype`."""
+    """The kernel's compile-time constants by name: key heads, query heads of each, and head dimension, in `dtype`."""
     padded_dim = _padded_size(dim)
     return {
         "NUM_KV": num_kv,

@@ -35,17 +35,17 @@ FLASH_BLOCK = 256
 
 @functools.cache
 def has_flash_attn() -> bool:
-    """Whether the functions that are used of the `flash` extra's package can be imported.
+    """Return whether flash-attn's functions (the extra `flash`) can be imported.
 
     If it is installed and they cannot, rank 0 prints why, once: it was built for another torch, or a folder has its
     name. Not collective.
     """
     try:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
-    except Exception as error:  # a build that does not fit may raise anything
+    except Exception as error:  # a mismatched build may raise anything
         if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
             reason = " ".join(str(error).split())
-            print0(f"note: torch's kernels in place of flash-attn, which cannot be imported: {reason}")
+            print0(f"note: torch's kernels replace flash-attn, which cannot be imported: {reason}")
         return False
     return True
 
@@ -115,7 +115,7 @@ class PoolWrite:
 
 @dataclass(frozen=True)
 class DecodeRead:
-    """What B requests read from a pool in a decode step.
+    """The keys that B requests read from a pool in a decode step.
 
     blocks int32 [B, n]: the block table.
     lengths int32 [B]: how many keys a request has in the blocks of its table, its new token included.
@@ -130,7 +130,7 @@ class DecodeRead:
 
 @dataclass(frozen=True)
 class Cached:
-    """A pool together with what one layout stores there and, when decoding, what it reads."""
+    """A pool, the places where a layout stores tokens in it, and, when decoding, the keys that it reads."""
 
     pool: CachePool
     write: PoolWrite
@@ -240,7 +240,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
-    """Concatenate int64 tensors, of which there may be none."""
+    """Concatenate int64 tensors; none give an empty one."""
     if not parts:
         return torch.arange(0)
     return torch.cat(parts)
@@ -263,7 +263,7 @@ Layout = PackedLayout | DecodeLayout
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] and, when decoding, the cache -> [T', H, C].
 
-    Stores k and v in the layout's cache for `layer` if there is one. The padding of `padding.pad_rows`, which
+    Stores k and v in the layout's cache for `layer`, if it has one. The padding of `padding.pad_rows`, which
     follows the layout's tokens, is neither stored nor seen.
     """
     cached, layer_in_pool = layout.caches.get(layer, (None, 0))
@@ -314,7 +314,7 @@ def _attend_varlen(
         # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
-    # How many keys to the left and right of its own a query sees; -1: all.
+    # How many keys to the left and right of its position a query sees; -1: all.
     window_size = (-1 if window is None else window - 1, 0)
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
@@ -346,7 +346,7 @@ def _attend_varlen(
 
 @functools.cache
 def takes_shared_key_heads(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether torch's kernel takes key heads that several query heads share: from torch 2.12 on."""
+    """Return whether torch's kernel takes key heads that query heads share: from torch 2.12 on."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

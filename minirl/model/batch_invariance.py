@@ -35,7 +35,7 @@ SILU_WIDTH = 32
 
 @functools.cache
 def has_bf16_instructions() -> bool:
-    """Whether torch's matrix library multiplies bf16 by instructions of this CPU."""
+    """Return whether torch's matrix library multiplies bf16 with instructions of this CPU."""
     has_mkldnn = torch.backends.mkldnn.is_available()
     if not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -53,7 +53,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_widened(x: Tensor) -> bool:
-    """Whether products of x are computed in fp32 although x is not."""
+    """Return whether products of x are computed in fp32 although x is not."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bf16_instructions()
 
 
@@ -144,7 +144,7 @@ def is_batch_invariant(
     *,
     is_head: bool = False,
 ) -> bool:
-    """Whether products x [T, in] @ W [in, out] give each row the same bits at every T tried.
+    """Return whether products x [T, in] @ W [in, out] give each row the same bits at every T tried.
 
     shapes: all (in, out) to try, with at most MAX_PROBED columns each. Measures `linear`, or `head_logits` if
     `is_head`, at the numbers of rows at which known CPU libraries change kernels. False on CUDA, without
@@ -169,10 +169,10 @@ def is_batch_invariant(
 def cancelling_factors(
     n: int, num_rows: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 but for rounding.
+    """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
-    Summed in another order, most elements are others. Of arbitrary factors that is hidden: a product that is rounded to
-    bf16 shows it in one of 30,000. They are in the dtype that products in `dtype` are computed in.
+    Another order of the sum changes most elements. Arbitrary factors would hide that: of products rounded to bf16 one
+    in 30,000 shows it. The factors have the dtype in which products in `dtype` are computed.
     """
     generator = torch.Generator().manual_seed(0)
     half = num_in // 2

@@ -4,5 +4,5 @@ import torch
 
 
 def are_used(device: torch.device) -> bool:
-    """Whether tensors on `device` go through Triton kernels: everywhere but on the CPU."""
+    """Return whether tensors on `device` go through Triton kernels: on every device except the CPU."""
     return device.type != "cpu"

@@ -27,16 +27,16 @@ def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
 def num_padded(num_rows: int, device: torch.device) -> int:
     """Return how many rows `pad_rows` makes of `num_rows`: at least MIN_ROWS on the CPU, elsewhere at least 1.
 
-    Of no rows a layer could not tell its heads: [0, heads x C] has no one view as [0, heads, C].
+    Without rows a layer could not tell its heads: [0, heads x C] has no unique view as [0, heads, C].
     """
     least = MIN_ROWS if device.type == "cpu" else 1
     return max(least, num_rows)
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
-    """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
+    """Return the batch size of the CUDA graph for `num_requests`, up to `max_requests`.
 
-    A power of two up to GRAPH_STEP, else a multiple of it: of powers of two nearly half of the rows may be padding.
+    A power of two up to GRAPH_STEP, else a multiple of it: with powers of two nearly half of the rows could be padding.
     """
     size = next_power_of_two(num_requests)
     if size > GRAPH_STEP:

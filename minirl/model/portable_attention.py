@@ -53,7 +53,7 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
 
 
 def _has_bits_of_many_rows(q: Tensor, k: Tensor, probs: Tensor, v: Tensor, num_rows: int) -> bool:
-    """Whether products of `num_rows` rows have the bits of those of all rows, for one, two and all n matrices.
+    """Return whether products of `num_rows` rows have the bits of those of all rows, for 1, 2 and n matrices.
 
     q [n, R, C] is multiplied with k, and probs [n, R, 2 x BLOCK] with the second block of v; k and v [n, 2 x BLOCK, C].
     """
@@ -124,8 +124,8 @@ def index_packed(
 ) -> PackedIndex:
     """Index attention over a stream of sequences of these lengths.
 
-    num_shared: how many tokens at the start of each sequence have no queries of their own, because the model
-    computes them as part of an earlier sequence.
+    num_shared: how many tokens at the start of each sequence have no queries here, because the model computes them as
+    part of an earlier sequence.
     hidden_index int64 [T]: where each token of the stream is among the model's hidden states.
 
     Example: one sequence of 200 tokens, K = 1, no window. Its query blocks are
@@ -267,7 +267,7 @@ class DecodeIndex:
     prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x K x g x n, BLOCK].
     out [n x B' x H]: where each table entry and query head finds its result, as a row of the products with
         values [slots x g, C].
-    unused bool [n, B', 1, 1]: entries that are no block. Their results are set to 0.
+    unused bool [n, B', 1, 1]: entries without a block. Their results are set to 0.
 
     Empty slots read row 0, and nothing reads their results. B' is B with the padding of `padding.pad_rows`.
 
@@ -448,7 +448,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     slot_out = _multiply_blocks(slot_probs, values, block_sets)
     out = slot_out.index_select(0, index.out).view(n, -1, num_heads, dim)
     if n > 1:
-        # Entries that are no block have the result of the first block, which must not be counted again.
+        # Entries without a block have the result of the first block, which must not count twice.
         out = out.masked_fill_(index.unused, 0)
     return _sum_in_order(out.unbind(0)).to(q.dtype)[: len(q)]
 

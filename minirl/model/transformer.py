@@ -52,7 +52,7 @@ def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tenso
     """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotation`.
 
     A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
-    configuration share it. It is no buffer of theirs: it must survive the meta device and never be cast.
+    configuration share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
     """
     channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
     exponent = channel / config.head_dim

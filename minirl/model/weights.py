@@ -94,9 +94,8 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
-    Of DTensors it fills this rank's shards. A scalar head is set to 0 if the folder holds a language model,
-    which has none. Raises InputError if there are no safetensors files, and for missing, unexpected or
-    misshapen tensors and dtypes that are not supported, which it names.
+    In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. Raises
+    InputError without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
     files = _find_tensors(model, folder)
     params = named_parameters(model)
@@ -105,7 +104,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     if "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
     for name, param in params.items():
-        # Opened for each tensor: while a file is open, what was read of it stays in memory.
+        # Open the file for each tensor: while a file is open, its pages that were read stay in memory.
         with open_tensors(files[name]) as file:
             fill(param, file.get_slice(name), f"{files[name]}: {name}")
 
@@ -206,7 +205,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file in a folder can have this name: no path, and nothing that is no text, as half a surrogate pair."""
+    """Return whether a file in a folder can have this name: not a path, and text (not half a surrogate pair)."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -266,7 +265,7 @@ def save_folder(
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return what a folder's tokenizer consists of, with generation_config.json: contents by file name."""
+    """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
     paths = [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 

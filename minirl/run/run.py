@@ -294,13 +294,12 @@ class Run:
         add_rewards(metrics, "reward", self._setup.reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         if self._config.decode_budget is not None:
-            metrics.add_total("count/restarted", self._collector.take_num_restarted())
+            metrics.add_total("count/restarted", self._collector.take_count("restarted"))
         if self._config.on_rollout_error == "end":
-            metrics.add_total("count/rollout_errors", self._collector.take_num_failed())
+            metrics.add_total("count/rollout_errors", self._collector.take_count("rollout_errors"))
         if self._setup.tokenizer.tools:
-            num_results, num_errors = self._collector.take_num_tool_results()
-            metrics.add_total("count/tool_results", num_results)
-            metrics.add_total("count/tool_errors", num_errors)
+            metrics.add_total("count/tool_results", self._collector.take_count("tool_results"))
+            metrics.add_total("count/tool_errors", self._collector.take_count("tool_errors"))
         self.progress.num_served = self._collector.num_served
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
         evaluates = is_last or _is_due(step, self._config.eval_every)

@@ -17,7 +17,7 @@ from minirl.collect.collector import Collector
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
 from minirl.episodes.episode import RolloutFunction
-from minirl.episodes.runner import EpisodeLimits
+from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
 from minirl.model.batch_invariance import product_dtype

@@ -1,8 +1,8 @@
 """The program of a worker: `main` with the arguments ADAPTER SOURCE NAME holds conversations with a user's code.
 
 ADAPTER is a function, "module:function", that loads the user's code: given SOURCE, a Python file or the name of a
-module, and NAME it returns a `Loaded`, or why there is none. One process holds many conversations. With code that is
-async they go on at the same time; otherwise they take turns, from a message to the reply.
+module, and NAME, it returns a `Loaded`, or the reason why it cannot. One process holds many conversations. Those of
+async code run at the same time; others take turns, from a message to the reply.
 
 Protocol: one JSON object per line, requests on stdin, answers on stdout.
 
@@ -11,7 +11,7 @@ Protocol: one JSON object per line, requests on stdin, answers on stdout.
 - Every later request is {"number", "message", "limit_s"}, or {"number", "closes", "limit_s"}, of the conversation with
   this number. The first one of a conversation has "seed" too, for the random generators.
 - The answer is {"number", "seconds", "facts"}, with the seconds that it took, and {"reply", "is_last"}, {"error"} or
-  {"is_late"}. After an error, or when it is late, the conversation is over.
+  {"is_late"}. An error or a late answer ends the conversation.
 - Every answer also has the "id" of the first request, a random text, and "printed": the beginning of what the user's
   code printed.
 
@@ -85,7 +85,7 @@ current_random: contextvars.ContextVar[OwnRandom] = contextvars.ContextVar("curr
 
 
 class Server:
-    """Holds conversations as the trainer's requests say."""
+    """Holds conversations, driven by the trainer's requests."""
 
     def __init__(self, trainer: Trainer, loaded: Loaded):
         self._trainer = trainer
@@ -121,7 +121,7 @@ class Server:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(make_task)
         tasks = set()
-        # The reader has its own thread: user code may use up those of the loop.
+        # The reader has its own thread: user code may use up the threads of the loop.
         with ThreadPoolExecutor(1) as reader:
             while line := await loop.run_in_executor(reader, self._trainer.requests.readline):
                 request = loads(line)
@@ -130,12 +130,12 @@ class Server:
                 task.add_done_callback(tasks.discard)
 
     async def _isolated_task(self, coroutine: Any, own_random: OwnRandom) -> Any:
-        """A task that a conversation's code begins."""
+        """A task that a conversation's code starts."""
         return await isolated(coroutine, own_random, self._folder)
 
 
 async def _answer_within(limit: Any, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, also where user code raises. limit: an `asyncio.timeout`, or None for none."""
+    """Return the answer to a request, also if user code raises. limit: an `asyncio.timeout`, or None."""
     try:
         if limit is None:
             return await _answer(conversation, request)

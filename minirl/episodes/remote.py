@@ -1,0 +1,165 @@
+"""An episode whose function runs in another process: what the two processes tell each other, as JSON values.
+
+The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
+
+- The first message is {"begin": `Episode.header`, "turns", "branches"}; it brings back the turns of an episode that ran
+  before, in a process that ended. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its
+  tokens and what they say; branches are those of which these turns are the first.
+- A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, {"failed": why} or {"differs": true}.
+- With each reply go the facts {"given", "unseen", "environment"}: what `Episode.take_given` returns, the branches whose
+  last turn nobody saw, and the attributes of the environment.
+
+Standard library only: a process that runs such a function starts quickly.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from minirl.episodes.asked import Generate, returned_rewards
+from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.program import Differs, Ended, Failed, Program, Reply
+from minirl.errors import InputError, refuse
+
+
+def opening(episode: Episode) -> dict[str, Any]:
+    """Return the first message, with all turns so far."""
+    return {"begin": episode.header, **turns_message(episode, episode.all_turns)}
+
+
+def turns_message(episode: Episode, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Return the message with these turns, which the episode has already."""
+    begun = [branch for branch in episode.further if branch.turns and branch.turns[0] in turns]
+    return {"turns": [_whole(turn) for turn in turns], "branches": [branch.to_json() for branch in begun]}
+
+
+def _whole(turn: Turn) -> dict[str, Any]:
+    """Return a turn for a process without a tokenizer."""
+    said: dict[str, Any] = {}
+    try:
+        said["message"] = turn.message
+    except InputError as error:  # raised there if the function asks for the message
+        said["message_error"] = str(error)
+    tokens = {
+        "appended": turn.appended,
+        "ids": turn.ids,
+        "logprobs": turn.logprobs,
+        "versions": turn.versions,
+    }
+    return turn.to_json() | tokens | {"text": turn.text, "answer": turn.answer} | said
+
+
+def read_reply(content: Mapping[str, Any]) -> Reply:
+    """Return what the function replied. Raises InputError for what no function of an episode replies."""
+    if "asked" in content:
+        return Generate.read(content["asked"])
+    if "differs" in content:
+        return Differs()
+    if "failed" in content:
+        return Failed(content["failed"])
+    refuse(not isinstance(content["returned"], dict), "returned no rewards")
+    return Ended(returned_rewards(content["returned"]), content["reason"])
+
+
+def take_facts(episode: Episode, facts: Mapping[str, Any]) -> None:
+    """Set what goes with a reply in the trainer's episode. Raises InputError for what no episode sends."""
+    places = episode.rewards
+    try:
+        for place, given in facts["given"]:
+            is_given = type(place) is int and 0 <= place < len(places) and None not in given.values()
+            refuse(not is_given, f"rewards for turn {place}: {given}")
+            places[place].update(returned_rewards(given))
+        refuse(not isinstance(facts["environment"], dict | None), "an environment that is none")
+        episode.environment = facts["environment"]
+        branches = episode.branches
+        for number in facts["unseen"]:
+            branches[number].drops_last = True
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{facts}: {error!r}") from None
+
+
+class RemoteEpisode:
+    """An episode in the process that runs its function: a `workers.conversation.Conversation`."""
+
+    def __init__(self, function: Callable[[Episode], Any]):
+        self.has_ended = False
+        self._function = function
+        self._episode: Episode | None = None
+        self._program: Program | None = None
+
+    async def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the function the turns of a message; return its reply. Raises what the function raises."""
+        if "begin" in message:
+            row: Any = SimpleNamespace(**message["begin"]["row"])
+            self._episode = Episode(**{**message["begin"], "row": row})
+            self._program = Program(self._function, self._episode)
+        assert self._episode is not None
+        assert self._program is not None
+        self._episode.know(message["branches"])
+        turns = [Turn.read(values, values["appended"], _Told(values)) for values in message["turns"]]
+        if "begin" in message:
+            reply = await self._program.replay(turns)
+        else:
+            reply = await self._program.reply(*turns)
+        content = _reply_content(reply)
+        self.has_ended = "asked" not in content
+        return content
+
+    async def close(self) -> None:
+        """Run the function's `finally`."""
+        if self._program is not None:
+            await self._program.close()
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return what goes with each reply; None if the function was not called."""
+        if self._episode is None:
+            return None
+        unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
+        return {
+            "given": self._episode.take_given(),
+            "unseen": unseen,
+            "environment": self._episode.environment,
+        }
+
+
+def _reply_content(reply: Reply) -> dict[str, Any]:
+    if isinstance(reply, Differs):
+        return {"differs": True}
+    if isinstance(reply, Ended):
+        return vars(reply)
+    try:
+        return {"asked": reply.to_json()} if isinstance(reply, Generate) else {"failed": reply.why}
+    except InputError as error:
+        return {"failed": str(error)}
+
+
+class _Told:
+    """Reads a turn of which the trainer has told everything: an `episode.TurnReader`."""
+
+    def __init__(self, values: dict[str, Any]):
+        self._values = values
+
+    def ids(self) -> list[int]:
+        ids: list[int] = self._values["ids"]
+        return ids
+
+    def logprobs(self) -> list[float]:
+        logprobs: list[float] = self._values["logprobs"]
+        return logprobs
+
+    def versions(self) -> list[int]:
+        versions: list[int] = self._values["versions"]
+        return versions
+
+    def text(self) -> str:
+        text: str = self._values["text"]
+        return text
+
+    def message(self) -> dict[str, Any]:
+        refuse("message_error" in self._values, self._values.get("message_error", ""))
+        message: dict[str, Any] = self._values["message"]
+        return message
+
+    def answer(self) -> str:
+        answer: str = self._values["answer"]
+        return answer

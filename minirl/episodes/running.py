@@ -1,0 +1,172 @@
+"""Episodes that are running or paused, with the tokens that the engine returned for them."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from minirl.data.answers import parsed_answer
+from minirl.data.stop_strings import StopStrings
+from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.episode import Branch, Episode, Turn
+from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended
+
+NO_BUDGET = sys.maxsize
+
+
+@dataclass
+class RunningBranch:
+    """A branch of a running episode.
+
+    request: of its prompt. is_held: whether the engine has it, between two turns. rollout: as the engine returned it
+    last, at the end of a turn or of a phase's part of one. answer_start: where the answer of the present turn begins
+    among the tokens after the prompt.
+    """
+
+    request: Request
+    branch: Branch
+    is_held: bool = False
+    rollout: Rollout | None = None
+    answer_start: int = 0
+
+    def completion(self, present: Turn) -> Completion:
+        """Return all tokens after the prompt, with those that are appended before the present turn, if it is here."""
+        tokens = NO_TOKENS if self.rollout is None else self.rollout.after_prompt
+        is_here = present.branch == self.branch.number
+        if is_here and len(tokens) < present.start:
+            tokens += appended(present.appended)
+        return tokens
+
+    @property
+    def seen(self) -> Rollout | None:
+        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        if self.rollout is None or not self.branch.turns:
+            return None
+        return self.rollout.up_to(self.branch.num_tokens)
+
+
+@dataclass
+class RunningEpisode:
+    """An episode between its beginning and the end of its last turn.
+
+    request: of the row's prompt, as it was given. number: that its function's replies have.
+    branches: those that have begun, by number.
+    turn: that the function asks for; None before the first one. branch: that of the turn; None where a new branch has
+    no room for its prompt. stop_test: ends the turn. turn_limit: how many tokens there are after the branch's prompt
+    when the turn ends, at the latest. part_start: how many there were when the engine took up the turn, in this phase.
+    budget: how many tokens the episode may sample in this phase from the beginning of the turn's part on.
+    """
+
+    request: Request
+    episode: Episode
+    number: int = -1
+    branches: dict[int, RunningBranch] = field(default_factory=dict)
+    turn: Turn | None = None
+    branch: RunningBranch | None = None
+    stop_test: StopStrings | None = None
+    turn_limit: int = 0
+    part_start: int = 0
+    budget: int = NO_BUDGET
+
+    @property
+    def present(self) -> tuple[RunningBranch, Turn]:
+        """The turn that the function asks for, and its branch."""
+        assert self.branch is not None, "there is no room for it"
+        assert self.turn is not None, "there is no room for it"
+        return self.branch, self.turn
+
+    @property
+    def part_limit(self) -> int:
+        """How many tokens there are when this phase's part of the turn ends, at the latest."""
+        return min(self.turn_limit, self.part_start + self.budget)
+
+    def rollout(self, finish_reason: str, ends: Mapping[int, str], record: EpisodeRecord) -> Rollout:
+        """Return what was sampled up to the end of the last turn, of which there is one.
+
+        ends: of the branches, by number.
+        """
+        begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
+        *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
+        return replace(
+            last,
+            finish_reason=finish_reason,
+            branch_end=own_end,
+            episode=record,
+            earlier=tuple(replace(branch, finish_reason=end) for branch, end in earlier),
+        )
+
+
+@dataclass(frozen=True)
+class PausedEpisode:
+    """A paused episode of an earlier process.
+
+    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun: of the further
+    ones, `Branch.to_json`. turns: of those that ended, `Turn.to_json`. asked: `Turn.asked` of the one that had not.
+    """
+
+    request: Request
+    branches: Mapping[int, Rollout]
+    begun: Sequence[Mapping[str, Any]]
+    turns: Sequence[Mapping[str, Any]]
+    asked: str
+
+    def turns_read(self, tokenizer: Tokenizer) -> list[Turn]:
+        """Return the turns that ended."""
+        tools = {branch["number"]: branch["tools"] for branch in self.begun}
+        # By branch, among all its tokens: where the turn before ended, and where the present answer began.
+        lasts = {number: rollout.num_prompt_tokens for number, rollout in self.branches.items()}
+        answer_firsts = dict(lasts)
+        turns = []
+        for facts in self.turns:
+            number = facts["branch"]
+            rollout = self.branches[number]
+            first = rollout.num_prompt_tokens + facts["start"]
+            if facts["inserted"]:
+                answer_firsts[number] = first
+            appended = rollout.tokens[lasts[number] : first].tolist()
+            lasts[number] = first + facts["num_tokens"]
+            own_tokenizer = tokenizer.with_tools(tools.get(number))
+            reader = TokenReader(own_tokenizer, rollout, first, lasts[number], answer_firsts[number])
+            turns.append(Turn.read(facts, appended, reader))
+        return turns
+
+
+@dataclass(slots=True)
+class TokenReader:
+    """Reads a turn, the tokens of a rollout from `first` to `last`. See `episode.TurnReader`.
+
+    answer_first: where the message begins that the turn belongs to.
+    """
+
+    tokenizer: Tokenizer
+    rollout: Rollout
+    first: int
+    last: int
+    answer_first: int
+
+    def ids(self) -> list[int]:
+        """Return its token ids."""
+        ids: list[int] = self.rollout.tokens[self.first : self.last].tolist()
+        return ids
+
+    def logprobs(self) -> list[float]:
+        """Return the logprobs of these tokens."""
+        logprobs: list[float] = self.rollout.sample_logprobs[self.first : self.last].tolist()
+        return logprobs
+
+    def versions(self) -> list[int]:
+        """Return the versions of the weights that sampled them."""
+        versions: list[int] = self.rollout.weight_version[self.first : self.last].tolist()
+        return versions
+
+    def text(self) -> str:
+        """Return the text of the ids, without special tokens."""
+        return self.tokenizer.decode(self.rollout.tokens[self.first : self.last])
+
+    def message(self) -> dict[str, Any]:
+        """Return the message that the ids say. Raises InputError as `parsed_answer`."""
+        return parsed_answer(self.tokenizer, self.ids(), self.rollout.tokens[: self.first])
+
+    def answer(self) -> str:
+        """Return the text of the message that the turn belongs to, up to its end."""
+        return self.tokenizer.decode(self.rollout.tokens[self.answer_first : self.last])
