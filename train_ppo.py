@@ -12,10 +12,10 @@ value model, update both models on sums over tokens of
     loss_weight * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(new - old)
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
-A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
-token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token, what an episode was
-given at a turn at that turn's. Where a rollout has several branches, each has its own turns' rewards and, at its last
-token, what was given at no turn (docs/episodes.md). Policy and value model share no weights.
+A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a token is
+-kl_reward_coef * (old - ref). The completion's reward is added at its last token, a turn's reward at the turn's last
+token. Each branch of a rollout has its own turns' rewards and, at its last token, the rewards given at no turn
+(docs/episodes.md). Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -80,7 +80,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the KL term needs the model that the run began with."""
+        """Whether the KL term needs the initial model."""
         return bool(self.kl_reward_coef)
 
     @property
@@ -101,9 +101,9 @@ class Config(RunConfig):
 
 
 def rollout(episode: Episode) -> Turns:
-    """One rollout. What it yields is sampled, together with the turns of all other rollouts.
+    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
 
-    For a further turn go on: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
     """
     yield episode.generate()
 
@@ -128,12 +128,12 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 (NaN where no reward applies) and is_truncated bool are of the branches of all ranks' rollouts;
-    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token; end_values [N]:
-    values of the states after the last tokens. All ranks call it (collective).
+    scores fp64 (NaN where no reward applies) and is_truncated bool cover the branches of all ranks' rollouts;
+    batch.table_index selects the batch's N sequences. kl [T]: old - ref of each token; end_values [N]: values of the
+    states after the last tokens. All ranks call it (collective).
 
-    A branch's score is what was given at its turns, paid there, and at no turn, paid at its end. Estimates go from each
-    sampled token to the next one of its branch: over what was appended between two turns, as in verl.
+    A branch's score has the rewards of its turns, paid there, and those given at no turn, paid at its end. Estimates go
+    from each sampled token to the next one of its branch and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
@@ -161,9 +161,9 @@ def advantages_and_returns(
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
+    """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
 
-    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
+    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -355,7 +355,7 @@ def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: i
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
+    """Refuse combinations without a meaning, before anything is loaded. Raises InputError naming the flag."""
     check_shared(config, rollout)
     check_numbers(config, positive=("value_lr", "kl_horizon"))
     check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})
