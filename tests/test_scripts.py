@@ -381,7 +381,7 @@ def rollout(episode):
     assert roles == ["user", "assistant", "tool", "assistant"]
 
 
-Run = functools.partial(Run, tools=[one])
+Setup = functools.partial(Setup, tools=[one])
 dry_run = functools.partial(dry_run, tools=[one])
 '''
 CHAT_TEMPLATE = (
