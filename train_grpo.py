@@ -99,18 +99,18 @@ RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 class Config(RunConfig):
     """Objective"""
 
-    algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags that are given win
+    algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags given with it win
     dynamic_sampling: bool = False  # replace groups of equal rewards by groups of new prompts
     max_refills: int = 10  # most rounds of new prompts; then groups of equal rewards fill the step
     baseline: Baseline = "mean"  # of a group; greedy: the reward of one more rollout
-    advantage_norm: AdvantageNorm = "group_std"  # std that advantages are divided by
+    advantage_norm: AdvantageNorm = "group_std"  # the std that divides advantages
     advantage_eps: float = 1e-6  # added to that std
     whiten: bool = False  # then shift and scale them to mean 0 and variance 1 over the step's tokens
     separate_rewards: bool = False  # normalise each of several rewards before they are summed, not their sum
     kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward
     kl_reward_level: Literal["sequence", "token"] = "sequence"
-    """summed over a completion before the baseline is subtracted, or per token after it"""
-    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms no reference model is loaded
+    """summed over a completion before subtracting the baseline, or per token after it"""
+    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms there is no reference model
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
     ratio_level: RatioLevel = "token"  # token: PPO; sequence_mean: GSPO; sequence_sum: RLOO
@@ -223,7 +223,7 @@ def is_trained(
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weighs and sums the loss.
+    """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
     with a KL term those of the reference.
@@ -347,7 +347,7 @@ def main(config: Config) -> int:
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
-            if grad_norm != 0:  # without a gradient no step was made
+            if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
         metrics.begin("report")

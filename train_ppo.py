@@ -67,13 +67,13 @@ class Config(RunConfig):
     value_model: str | None = None
     """folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk"""
     value_lr: float | None = None  # the value model's; none: 1e-5, and 1e-3 for the embedded model
-    value_warmup_steps: int = 0  # first steps that update the value model only
-    value_clip: float = 0.2  # values that moved further from the old ones lose their gradient; 0: none do
+    value_warmup_steps: int = 0  # steps at the start that update only the value model
+    value_clip: float = 0.2  # values farther than this from the old ones lose their gradient; 0: none do
     kl_reward_coef: float = 0.0
     """weight of the KL term (k1) in the reward of each token; 0: no reference model"""
     kl_target: float = 0.0
     """nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed"""
-    kl_horizon: float = 10_000  # completions in which it adapts by at most 20 %
+    kl_horizon: float = 10_000  # completions over which it adapts by at most 20 %
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # of generalised advantage estimation
     bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
@@ -85,7 +85,7 @@ class Config(RunConfig):
 
     @property
     def has_value_model(self) -> bool:
-        """Always: it is trained beside the policy."""
+        """Always true: PPO trains it beside the policy."""
         return True
 
     @property
@@ -109,7 +109,7 @@ def rollout(episode: Episode) -> Turns:
 
 
 def kl_to_reference(batch: Batch) -> Tensor:
-    """Estimate (k1) of the KL divergence to the reference at each token [T]; 0 without a reference."""
+    """Estimate (k1) of the KL divergence from the reference at each token [T]; 0 without a reference."""
     logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
     if batch.ref_logprobs is None:
         return torch.zeros_like(logprobs)
@@ -176,7 +176,7 @@ def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Policy loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weighs and sums it.
+    """Policy loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled
     logprobs.
@@ -329,7 +329,7 @@ def main(config: Config) -> int:
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Shape and folder of the value model, which must read the policy's tokens. Raises InputError."""
+    """Config and folder of the value model, which must read the policy's tokens. Raises InputError."""
     folder = setup.saved_folder("value")
     if folder is None and config.value_model:
         folder = resolve_folder(config.value_model, flag="--value-model")
@@ -346,7 +346,7 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
 
 
 def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: int) -> float:
-    """The coefficient of the next step, adapted to --kl-target if given; kl_mean: nats per completion."""
+    """The coefficient of the next step, adapted to --kl-target if that is set; kl_mean: nats per completion."""
     if not config.kl_target:
         return kl_coef
     return adapted_kl_coef(

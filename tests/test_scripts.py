@@ -524,7 +524,7 @@ def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tm
     assert divergences[0] > 2 * divergences[1]
 
 
-@pytest.mark.parametrize(("name", "message"), [("taken", "it is no run"), ("../taken", "plain name")])
+@pytest.mark.parametrize(("name", "message"), [("taken", "it is not a run"), ("../taken", "plain name")])
 def test_no_run_writes_into_another_or_outside(one_rank, runs, name, message):
     """A taken name and a path are refused, and what is there stays as it was. Fault 47."""
     (runs / "taken").mkdir(exist_ok=True)
