@@ -192,7 +192,7 @@ def remembered(checkpoint: Path, name: str) -> dict:
     return read_values(path.with_suffix(""))[name]
 
 
-@pytest.mark.parametrize("name", list(FORKS))
+@pytest.mark.parametrize("name", ["replay", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
     """Fault 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
     fork = make_fork(tmp_path, name)
@@ -213,7 +213,7 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
         assert on_one["level"] == last["level"]
 
 
-@pytest.mark.parametrize("name", list(FORKS))
+@pytest.mark.parametrize("name", [pytest.param("replay", marks=pytest.mark.slow), "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
     """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
     fork = str(make_fork(tmp_path, name))
