@@ -25,6 +25,7 @@ ORDER = (
     "objective",
     "generation",
     "training",
+    "plan",
     "data",
     "workers",
     "rewards",
