@@ -232,7 +232,7 @@ def rewards(completions):
 
 def replies(episode):
     yield episode.generate(max_tokens=1)
-    time.sleep(0.02)
+    time.sleep(0.05)
     yield episode.generate(max_tokens=1)
 """
 
