@@ -17,7 +17,6 @@ from minirl.episodes.episode import Branch, Episode, RolloutFunction, Turn
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.program import Differs, Ended, Failed, Host, InProcess, Reply
 from minirl.episodes.running import PausedEpisode, RunningBranch, RunningEpisode, TokenReader
-from minirl.episodes.view import record_of, sum_of_rewards
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
@@ -419,15 +418,14 @@ class EpisodeRunner:
         if not episode.all_turns:
             raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
-        rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(episode, returned or {})
-        record = record_of(episode, rewards, self._prompts.tokenizer)
+        rewards = dict.fromkeys(self._reward_names, missing) | episode.sum_of_rewards(returned or {})
         # An episode's end is that of the branch which had its last turn, or asked for a further one.
         ends = self._limits.ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.branch.number] = finish_reason
-        self._ended.append(running.rollout(finish_reason, ends, record))
+        self._ended.append(running.rollout(finish_reason, ends, rewards))
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
