@@ -27,6 +27,11 @@ class TurnFacts:
         """Where the turn ends among the branch's tokens after its prompt."""
         return self.start + self.num_tokens
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the turn is all of its answer: nothing but messages was appended before it."""
+        return self.start == 0 or bool(self.inserted)
+
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON values, by the names above."""
         return {one.name: getattr(self, one.name) for one in fields(TurnFacts)}

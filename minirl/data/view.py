@@ -66,10 +66,9 @@ def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) 
     for turn in rollout.episode.turns:
         if turn.branch != number:
             continue
-        is_whole = bool(turn.inserted) or turn.start == 0
         if turn.inserted:
             answer_start = turn.start
-        reads_calls = is_whole and bool(tools)
+        reads_calls = turn.is_answer and bool(tools)
         answer = functools.partial(_answer, tokenizer, rollout, answer_start, turn.end, reads_calls)
         turns.append((turn.inserted, answer))
     return as_plain(conversation(as_messages(cast(str | Messages, begun)), turns))

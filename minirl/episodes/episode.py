@@ -68,7 +68,7 @@ class Turn(TurnFacts):
         """End the turn. For who runs the episode."""
         self.num_tokens = num_tokens
         self.finish_reason = finish_reason
-        self._reader = reader
+        self.reader = reader
 
     @staticmethod
     def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
@@ -86,22 +86,22 @@ class Turn(TurnFacts):
     @functools.cached_property
     def ids(self) -> list[int]:
         """The token ids, including the stop token."""
-        return self._reader.ids()
+        return self.reader.ids()
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
         """Of these tokens, when they were sampled."""
-        return self._reader.logprobs()
+        return self.reader.logprobs()
 
     @functools.cached_property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
-        return self._reader.versions()
+        return self.reader.versions()
 
     @functools.cached_property
     def text(self) -> str:
         """The text of its ids, without special tokens."""
-        return self._reader.text()
+        return self.reader.text()
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Turn(TurnFacts):
 
         Raises InputError if it is not known how the model writes calls.
         """
-        message = self._reader.message()
+        message = self.reader.message()
         self.parse_error = message.get("parse_error")
         return message
 
@@ -119,8 +119,7 @@ class Turn(TurnFacts):
 
         All that was sampled, and appended as text or ids, since the last messages.
         """
-        is_whole = self.start == 0 or self.inserted
-        return self.text if is_whole else self._reader.answer()
+        return self.text if self.is_answer else self.reader.answer()
 
 
 @dataclass
