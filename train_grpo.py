@@ -55,7 +55,7 @@ from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
 from minirl.training.scoring import refuse_gradient, score_batch
 
-ALGORITHMS: dict[str, dict[str, Any]] = {  # what each sets of Config
+ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     "default": {},
     "grpo": {"loss_norm": "sequence_mean", "clip_high": 0.2, "kl_coef": 0.04},
     "dr_grpo": {"advantage_norm": "none", "loss_norm": "constant", "clip_high": 0.2},
@@ -99,18 +99,18 @@ RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 class Config(RunConfig):
     """Objective"""
 
-    algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags that are given win
+    algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags given with it win
     dynamic_sampling: bool = False  # replace groups of equal rewards by groups of new prompts
-    max_refills: int = 10  # rounds of new prompts, at most; then groups of equal rewards fill the step
+    max_refills: int = 10  # most rounds of new prompts; then groups of equal rewards fill the step
     baseline: Baseline = "mean"  # of a group; greedy: the reward of one more rollout
-    advantage_norm: AdvantageNorm = "group_std"  # std that advantages are divided by
+    advantage_norm: AdvantageNorm = "group_std"  # the std that divides advantages
     advantage_eps: float = 1e-6  # added to that std
     whiten: bool = False  # then shift and scale them to mean 0 and variance 1 over the step's tokens
     separate_rewards: bool = False  # normalise each of several rewards before they are summed, not their sum
     kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward
     kl_reward_level: Literal["sequence", "token"] = "sequence"
-    """summed over a completion before the baseline is subtracted, or per token after it"""
-    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms no reference model is loaded
+    """summed over a completion before subtracting the baseline, or per token after it"""
+    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms there is no reference model
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
     ratio_level: RatioLevel = "token"  # token: PPO; sequence_mean: GSPO; sequence_sum: RLOO
@@ -118,14 +118,14 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL term needs the model that the run began with."""
+        """Whether a KL term needs the initial model."""
         return bool(self.kl_coef or self.kl_reward_coef)
 
 
 def rollout(episode: Episode) -> Turns:
-    """One rollout. What it yields is sampled, together with the turns of all other rollouts.
+    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
 
-    For a further turn go on: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
     """
     yield episode.generate()
 
@@ -135,7 +135,7 @@ def branch_advantages(
 ) -> Tensor:
     """Advantages fp64 [P, G, B] of the branches of all rollouts.
 
-    scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The others are those of
+    scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The other arguments are those of
     `token_advantages`.
     """
     if config.separate_rewards:
@@ -156,9 +156,9 @@ def token_advantages(
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
     rewards [P, G, B, K] of branch b of each rollout, greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64,
-    are the same on every rank; a reward that does not apply is NaN. table.episode[batch.table_index] says which of the
-    P x G rollouts each of its sequences is a branch of, table.branch[batch.table_index] which branch. A KL term per
-    token counts up to the end of its branch. All ranks call it (collective).
+    are the same on every rank; a reward that does not apply is NaN. For each sequence of the batch,
+    table.episode[batch.table_index] is its rollout of the P x G, and table.branch[batch.table_index] its branch. A KL
+    term per token counts up to the end of its branch. All ranks call it (collective).
     """
     episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
     scores = weighted_scores(rewards, reward_weights)
@@ -185,9 +185,9 @@ def token_advantages(
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
+    """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
 
-    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
+    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -207,13 +207,13 @@ def is_trained(
     table: RolloutTable,
     weights: Tensor,
 ) -> Tensor:
-    """Which of the N branches can move a weight, bool [N]; no rank computes the others after the first step.
+    """Return bool [N]: the branches that can change the weights; after the first step no rank computes the others.
 
-    They have a weight in the loss (weights [N], of `rollout_weights`), and an advantage or a loss that teaches without
-    one. If you add such a term, or advantages of single tokens, say so here: the first step computes all branches, and
-    is refused if one that is left out here has a gradient. The other arguments are those of `token_advantages`.
+    Such a branch has a weight in the loss (weights [N], from `rollout_weights`), and an advantage or a loss term that
+    teaches without one. If you add such a term, or advantages of single tokens, say so here: the first step computes
+    all branches and refuses a gradient of one left out here. The other arguments are those of `token_advantages`.
     """
-    if config.whiten or config.kl_reward_coef:  # their statistics are over all tokens of the step
+    if config.whiten or config.kl_reward_coef:  # its statistics cover all tokens of the step
         return torch.ones(len(weights), dtype=torch.bool)
     if config.kl_coef or config.entropy_coef:
         return weights != 0
@@ -223,7 +223,7 @@ def is_trained(
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weighs and sums the loss.
+    """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
     with a KL term those of the reference.
@@ -296,7 +296,7 @@ def main(config: Config) -> int:
         branch_weights = torch.cat(weights)
         rewards = (groups.branch_rewards, groups.greedy_rewards, run.reward_weights)
         has_gradient = is_trained(config, *rewards, table, branch_weights)
-        # In the first step all are computed, to find a gradient where there should be none.
+        # The first step computes all branches, to find a gradient where there should be none.
         is_computed = has_gradient | (step == 1)
         plan = run.plan_updates(table, is_computed)
         add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
@@ -347,7 +347,7 @@ def main(config: Config) -> int:
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
-            if grad_norm != 0:  # without a gradient no step was made
+            if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
         metrics.begin("report")
@@ -357,7 +357,7 @@ def main(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
+    """Refuse combinations without a meaning, before anything is loaded. Raises InputError naming the flag."""
     refuse(
         config.algorithm not in ALGORITHMS, f"--algorithm {config.algorithm}: one of {', '.join(ALGORITHMS)}"
     )
@@ -391,7 +391,7 @@ def check(config: Config) -> None:
     is_default = (config.baseline, config.advantage_norm, config.whiten) == ("mean", "group_std", False)
     refuse(
         config.separate_rewards and not is_default,
-        "--separate-rewards has a baseline, norm and whitening of its own",
+        "--separate-rewards has its own baseline, norm and whitening",
     )
     refuse(config.separate_rewards and config.num_rewards < 2, "--separate-rewards: there is only one reward")
     is_sequence_kl = config.kl_reward_coef and config.kl_reward_level == "sequence"

@@ -12,10 +12,10 @@ value model, update both models on sums over tokens of
     loss_weight * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(new - old)
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
-A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a
-token is -kl_reward_coef * (old - ref), and the completion's own reward is added at its last token, what an episode was
-given at a turn at that turn's. Where a rollout has several branches, each has its own turns' rewards and, at its last
-token, what was given at no turn (docs/episodes.md). Policy and value model share no weights.
+A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a token is
+-kl_reward_coef * (old - ref). The completion's reward is added at its last token, a turn's reward at the turn's last
+token. Each branch of a rollout has its own turns' rewards and, at its last token, the rewards given at no turn
+(docs/episodes.md). Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -67,25 +67,25 @@ class Config(RunConfig):
     value_model: str | None = None
     """folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk"""
     value_lr: float | None = None  # the value model's; none: 1e-5, and 1e-3 for the embedded model
-    value_warmup_steps: int = 0  # first steps that update the value model only
-    value_clip: float = 0.2  # values that moved further from the old ones lose their gradient; 0: none do
+    value_warmup_steps: int = 0  # steps at the start that update only the value model
+    value_clip: float = 0.2  # values farther than this from the old ones lose their gradient; 0: none do
     kl_reward_coef: float = 0.0
     """weight of the KL term (k1) in the reward of each token; 0: no reference model"""
     kl_target: float = 0.0
     """nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed"""
-    kl_horizon: float = 10_000  # completions in which it adapts by at most 20 %
+    kl_horizon: float = 10_000  # completions over which it adapts by at most 20 %
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # of generalised advantage estimation
     bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
 
     @property
     def has_reference(self) -> bool:
-        """Whether the KL term needs the model that the run began with."""
+        """Whether the KL term needs the initial model."""
         return bool(self.kl_reward_coef)
 
     @property
     def has_value_model(self) -> bool:
-        """Always: it is trained beside the policy."""
+        """Always true: PPO trains it beside the policy."""
         return True
 
     @property
@@ -101,15 +101,15 @@ class Config(RunConfig):
 
 
 def rollout(episode: Episode) -> Turns:
-    """One rollout. What it yields is sampled, together with the turns of all other rollouts.
+    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
 
-    For a further turn go on: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
     """
     yield episode.generate()
 
 
 def kl_to_reference(batch: Batch) -> Tensor:
-    """Estimate (k1) of the KL divergence to the reference at each token [T]; 0 without a reference."""
+    """Estimate (k1) of the KL divergence from the reference at each token [T]; 0 without a reference."""
     logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
     if batch.ref_logprobs is None:
         return torch.zeros_like(logprobs)
@@ -128,12 +128,12 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 (NaN where no reward applies) and is_truncated bool are of the branches of all ranks' rollouts;
-    batch.table_index says which of them the batch's N sequences are. kl [T]: old - ref of each token; end_values [N]:
-    values of the states after the last tokens. All ranks call it (collective).
+    scores fp64 (NaN where no reward applies) and is_truncated bool cover the branches of all ranks' rollouts;
+    batch.table_index selects the batch's N sequences. kl [T]: old - ref of each token; end_values [N]: values of the
+    states after the last tokens. All ranks call it (collective).
 
-    A branch's score is what was given at its turns, paid there, and at no turn, paid at its end. Estimates go from each
-    sampled token to the next one of its branch: over what was appended between two turns, as in verl.
+    A branch's score has the rewards of its turns, paid there, and those given at no turn, paid at its end. Estimates go
+    from each sampled token to the next one of its branch and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]
@@ -161,9 +161,9 @@ def advantages_and_returns(
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weight fp64 [N] in the loss of the tokens of each of the N branches of one optimizer step's rollouts.
+    """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
 
-    scores [N], of the branches: NaN where no reward applies to their rollout; it is left out of the loss.
+    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out.
     """
     keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -176,7 +176,7 @@ def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Policy loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weighs and sums it.
+    """Policy loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled
     logprobs.
@@ -329,7 +329,7 @@ def main(config: Config) -> int:
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Shape and folder of the value model, which must read the policy's tokens. Raises InputError."""
+    """Config and folder of the value model, which must read the policy's tokens. Raises InputError."""
     folder = setup.saved_folder("value")
     if folder is None and config.value_model:
         folder = resolve_folder(config.value_model, flag="--value-model")
@@ -346,7 +346,7 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
 
 
 def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: int) -> float:
-    """The coefficient of the next step, adapted to --kl-target if given; kl_mean: nats per completion."""
+    """The coefficient of the next step, adapted to --kl-target if that is set; kl_mean: nats per completion."""
     if not config.kl_target:
         return kl_coef
     return adapted_kl_coef(
@@ -355,7 +355,7 @@ def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: i
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot mean anything, before anything is loaded. Raises InputError naming the flag."""
+    """Refuse combinations without a meaning, before anything is loaded. Raises InputError naming the flag."""
     check_shared(config, rollout)
     check_numbers(config, positive=("value_lr", "kl_horizon"))
     check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.turns import TurnFacts
 
-# The finish reasons of rollouts that a limit has cut off: of all tokens, turns, sampled tokens, seconds.
+# The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
 
 
@@ -73,17 +73,17 @@ NO_TOKENS = appended(())
 
 
 class StopTest(Protocol):
-    """Tells which turns have ended with the token sampled last, as `data.stop_strings` does for texts."""
+    """Finds the turns that end with the token sampled last, as `data.stop_strings` does for texts."""
 
     @property
     def max_tokens(self) -> int:
-        """How many ids it looks at, at least 1."""
+        """The number of ids that it looks at, 1 or more."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
-        """Whether each turn ends with the last of its ids: those sampled in it, the last `max_tokens` of them.
+        """Return for each turn whether it ends with the last of its ids: the last `max_tokens` sampled in it.
 
-        It is asked once for all turns of a decode step that have this test, each after each of its tokens until it
-        ends, and must depend on the ids of each turn alone.
+        The engine asks once per decode step for all turns with this test, after each of their tokens. The result must
+        depend on the ids of each turn alone.
         """
 
 
@@ -91,16 +91,16 @@ class StopTest(Protocol):
 class Request:
     """One rollout to generate. `sampled` has the tokens of an earlier phase (see `Engine.abort`).
 
-    holds: when its turn ends, its keys and values stay in the cache for a further turn (`Engine.resume`), until it is
+    holds: when its turn ends, its keys and values stay in the cache for another turn (`Engine.resume`), until it is
     released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
     stop_test: ends the turn too, besides stop_ids.
-    turn_start: how many tokens after the prompt came before the present turn, appended ones included. What was sampled
-    since then, be it in an earlier phase, is the turn's.
+    turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
+    sampled since then, even in an earlier phase, are the turn's.
     """
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    key: int  # of the sampling noise: `sampling.request_key`
+    key: int  # for the sampling noise: `sampling.request_key`
     max_new_tokens: int
     temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]
@@ -131,15 +131,15 @@ class EpisodeRecord:
 class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
-    A completion of several turns has appended tokens between them, which are no part of the loss mask.
+    A completion of several turns has appended tokens between them, which are not in the loss mask.
     finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also "turn_length" (the last turn
     reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`episodes.episode.END_REASONS`), or
     "error".
 
-    Where an episode does not go on behind its tokens (a conversation that is written anew, another conversation), it
-    has several branches: each a prompt with a completion, and a sample in training with an end and a reward of its own.
-    They share the weight of the episode. The rollout is then the last branch, with the others in `earlier`.
-    branch_end: why the last branch ended; "" for `finish_reason`. Of those in `earlier` that is their `finish_reason`.
+    If an episode does not only append to its tokens (a rewritten conversation, a second conversation), it has several
+    branches: each is a prompt with a completion, and a training sample with its own end and reward. They share the
+    weight of the episode. The rollout is then the last branch, with the others in `earlier`.
+    branch_end: why the last branch ended; "" for `finish_reason`. Branches in `earlier` say so in `finish_reason`.
     """
 
     tokens: Tensor  # int64 [L]
@@ -155,7 +155,7 @@ class Rollout:
 
     @property
     def branches(self) -> tuple["Rollout", ...]:
-        """All branches, in order; nearly always the rollout alone."""
+        """All branches, in order; mostly the rollout alone."""
         return (*self.earlier, self)
 
     @property
@@ -165,7 +165,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut the rollout off, so that it might have gone on."""
+        """Whether a limit cut off the rollout, which might have gone on."""
         return self.finish_reason in CUT_OFF
 
     @property
@@ -208,7 +208,7 @@ def rollout_of(request: Request, finish_reason: str, sampled: Completion | None 
     """The rollout of a request with these tokens, copied. None: those that it has."""
     sampled = request.sampled if sampled is None else sampled
     num_prompt_tokens = len(request.prompt_ids)
-    before = (num_prompt_tokens, 0)  # zeros in place of the prompt
+    before = (num_prompt_tokens, 0)  # zeros for the prompt
     return Rollout(
         tokens=torch.cat([token_tensor(request.prompt_ids), sampled.tokens]),
         loss_mask=torch.constant_pad_nd(sampled.is_sampled, before),

@@ -410,9 +410,7 @@ class TestWhatIsGoneOnFrom:
         with pytest.raises(InputError, match="choose another --run-name"):
             open_run_folder("a", FLAGS, resume="never")
         (tmp_path / "a" / "args.json").unlink()
-        with pytest.raises(
-            InputError, match=r"no args\.json, so the flags cannot be compared.*--resume force"
-        ):
+        with pytest.raises(InputError, match=r"no args\.json to compare the flags with.*--resume force"):
             open_run_folder("a", FLAGS)
         close(open_run_folder("a", FLAGS, resume="force"))
 
@@ -491,7 +489,7 @@ def test_row_06_a_failed_save_is_said_and_the_run_goes_on(tmp_path, source, monk
     checkpoints.save({"step": 2})
     checkpoints._wait()
     printed = capsys.readouterr().out
-    assert "000002 was not saved, the run goes on without it" in printed
+    assert "000002 was not saved, the run continues without it" in printed
     assert "model.safetensors" in printed
     assert os.strerror(code) in printed
     assert "bytes are free" in printed

@@ -591,7 +591,7 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, lo
         load_tokenizer(config, tmp_path, (), tools)
     hermes = RunConfig(tools="mine.py:add", chat=True, tool_format="hermes")
     assert load_tokenizer(hermes, tmp_path, (), tools).tools == tools.tools
-    with pytest.raises(InputError, match="--tools or --environment: this script tells of tools of its own"):
+    with pytest.raises(InputError, match="--tools or --environment: this script describes its own tools"):
         load_tokenizer(hermes, tmp_path, (add,), tools)
     only_users = WITH_TOOLS.replace(
         "{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"

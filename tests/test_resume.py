@@ -223,7 +223,7 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
     with pytest.raises(AssertionError, match=rf'has no \w+\["{name}"\]: this script has; --resume force'):
         run_in_pool(one_rank, fork, *flags, "--num-steps", "2", runs=runs)
     forced = run_in_pool(one_rank, fork, *flags, "--num-steps", "2", "--resume", "force", runs=runs)
-    assert "resuming with what this script remembers" in forced
+    assert "resuming with other values to remember" in forced
     with pytest.raises(AssertionError, match=rf'\["{name}"\]: this script has none; --resume force'):
         run_in_pool(one_rank, "train_grpo.py", *flags, runs=runs)
     newest = max((runs / f"{name}-new" / "checkpoints").iterdir())

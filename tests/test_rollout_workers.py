@@ -4,15 +4,11 @@ import inspect
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
 from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.rollout_process import load_rollout
 from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
@@ -132,24 +128,7 @@ def hostile_async(action):
 def do_raise(episode):
     raise KeyError("no such tool")
 
-def do_print(episode):
-    print("x" * 10_000_000)
-    return episode.generate(after="b", max_tokens=3)
-
-def do_fork(episode):
-    if os.fork() == 0:
-        return episode.generate(after="z")
-    os.wait()
-    return episode.generate(after="b", max_tokens=3)
-
-def do_move(episode):
-    os.chdir("/")
-    return episode.generate(after="b", max_tokens=3)
-
 raises = hostile(do_raise)
-raises_async = hostile_async(do_raise)
-exits = hostile(lambda episode: sys.exit(3))
-exits_async = hostile_async(lambda episode: sys.exit(3))
 dies = hostile(lambda episode: os._exit(3))
 dies_async = hostile_async(lambda episode: os._exit(3))
 hangs = hostile(lambda episode: time.sleep(1000))
@@ -161,13 +140,8 @@ strange_object = hostile(lambda episode: episode.generate(after=[object()]))
 strange_stop = hostile(lambda episode: episode.generate(stop=[7]))
 strange_limit = hostile(lambda episode: episode.generate(max_tokens="7"))
 foreign_ids = hostile(lambda episode: episode.generate(after=[10_000]))
+calm = hostile(lambda episode: episode.generate(after="b", max_tokens=3))
 huge = hostile(lambda episode: episode.generate(after="a" * 10_000_000))
-prints = hostile(do_print)
-prints_async = hostile_async(do_print)
-forks = hostile(do_fork)
-forks_async = hostile_async(do_fork)
-moves = hostile(do_move)
-closes = hostile(lambda episode: os.closerange(0, 50) or episode.generate(after="b", max_tokens=3))
 
 def tells_secrets(episode):
     print("the key is", os.environ["MY_API_KEY"], flush=True)
@@ -212,13 +186,6 @@ def raises_first(episode):
     raise KeyError("at its beginning")
     yield
 
-def starts(episode):
-    process = subprocess.Popen(["sleep", "1000"])
-    with (FOLDER / "pids").open("a") as file:
-        file.write(f"{process.pid} {os.getpid()} ")
-    yield episode.generate(max_tokens=2)
-    time.sleep(1000)
-
 async def naps(episode):
     for _ in range(3):
         yield episode.generate(max_tokens=10)
@@ -253,9 +220,6 @@ def moody(episode):
 """
 HOSTILE = {
     "raises": r"raised\nTraceback(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'",
-    "raises_async": r"raised\nTraceback(.|\n)*KeyError: 'no such tool'",
-    "exits": r"raised\n(.|\n)*SystemExit: 3",
-    "exits_async": r"raised\n(.|\n)*SystemExit: 3",
     "dies": "ended its process, exit code 3",
     "dies_async": "ended its process, exit code 3",
     "hangs": "took more than 0.5 s for a reply; see --reply-timeout",
@@ -272,7 +236,8 @@ HOSTILE = {
     "returns_text": r"returns '1.0'; a reward is a finite number of at most 1e\+12",
     "gives_nan": r"raised\n(.|\n)*InputError: episode.reward, for the row at f:3: 'reward' is nan; a reward is",
 }
-HARMLESS = ("prints", "prints_async", "forks", "forks_async", "moves", "closes")
+# Each way to fail among other episodes, the refusal of the engine's process, and what is refused at the end.
+FORGIVEN = ("raises", "dies", "dies_async", "hangs", "blocks_async", "foreign_ids", "returns", "gives_nan")
 
 
 @pytest.fixture
@@ -400,7 +365,7 @@ def test_row_53_a_failure_stops_the_run_with_function_row_and_turn(load, name):
     assert raised.value.exit_code == 4
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", FORGIVEN)
 def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
     """Of 40 episodes one fails; the others are those of a function that does not fail."""
     collector = make_collector(rollout=load(name, timeout_s=0.5, on_error="end"), group_size=1)
@@ -410,7 +375,7 @@ def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
     assert collector.take_count("rollout_errors") == 1
     assert collector.take_count("rollout_errors") == 0
     if not name.startswith("returns"):
-        expected = by_id(rollouts_of(load("prints"), num_groups=40, group_size=1))
+        expected = by_id(rollouts_of(load("calm"), num_groups=40, group_size=1))
         assert {i: row for i, row in found.items() if i != failed} == {
             i: row for i, row in expected.items() if i != failed
         }
@@ -433,15 +398,6 @@ def test_row_53_more_failures_than_are_forgiven_stop_the_run(load):
     ):
         collector.collect(20)
     assert collector.take_count("rollout_errors") == 3
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_row_55_what_touches_only_its_process_is_harmless(load, name, capfd):
-    found = rollouts_of(load(name), num_groups=40, group_size=1)
-    assert found == rollouts_of(load("prints"), num_groups=40, group_size=1)
-    out = capfd.readouterr().out
-    assert "printed (said once):\nxxx" in out
-    assert len(out) < 10_000
 
 
 @pytest.mark.parametrize("name", ["no_generator", "silent", "raises_first"])
@@ -491,77 +447,6 @@ def test_the_engine_decodes_while_replies_are_awaited(load):
     stats = collector._runner._engine.take_stats()
     assert stats.decode_tokens > 64 * 25
     assert stats.decode_tokens / stats.decode_steps > 8
-
-
-def test_no_process_is_left_after_stop_and_after_a_kill_of_the_trainer(tmp_path):
-    """Nor what user code has started."""
-    (tmp_path / "mine.py").write_text(SOURCE)
-    program = (
-        "from support.collecting import make_collector\n"
-        "from minirl.episodes.rollout_process import load_rollout\n"
-        f"rollout = load_rollout('{tmp_path}/mine.py:starts', num_workers=2)\n"
-        "make_collector(rollout=rollout).collect(2)\n"
-    )
-    tests = os.path.dirname(__file__)
-    environment = {**os.environ, "PYTHONPATH": f"{os.path.dirname(tests)}:{tests}"}
-    trainer = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    pids = tmp_path / "pids"
-    until = time.monotonic() + 60
-    while not pids.exists() or len(pids.read_text().split()) < 12:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    processes = [int(pid) for pid in pids.read_text().split()]
-    assert all(map(is_alive, processes))
-    trainer.kill()
-    trainer.wait()
-    while any(map(is_alive, processes)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def test_stop_kills_the_workers(load):
-    workers = load("calculator", num_workers=2)
-    workers.stop()
-    assert not any(is_alive(worker.pid) for worker in workers.pool.workers)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("mine.py", "expected file.py:function or module:function"),
-        ("none.py:f", "there is no file none.py"),
-        ("none_such:f", "there is no module 'none_such' here"),
-        ("MINE:none", "has no function none"),
-        ("BROKEN:f", r"raised\n(.|\n)*ZeroDivisionError"),
-        ("DEAD:f", "ended its process, exit code 5"),
-    ],
-)
-def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, spec, said):
-    """Fault 53."""
-    for name, text in {"MINE": SOURCE, "BROKEN": "1 / 0", "DEAD": "import os\nos._exit(5)"}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        spec = spec.replace(f"{name}:", f"{tmp_path}/{name}.py:")
-    with pytest.raises(InputError, match=rf"--rollout .*: (.|\n)*{said}"):
-        load_rollout(spec)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, r"raised\n(.|\n)*FileNotFoundError"),
-        ("import os\nos._exit(5)", "ended its process, exit code 5"),
-    ],
-    ids=["gone", "dies"],
-)
-def test_a_worker_that_cannot_be_replaced_is_an_error_with_the_row_that_it_was_for(
-    load, tmp_path, content, said
-):
-    """Fault 54."""
-    workers = load("dies")
-    file = tmp_path / "mine.py"
-    file.unlink() if content is None else file.write_text(content)
-    with pytest.raises(RolloutError, match=rf"rollout dies: {said}(.|\n)* for the row at f:\d+$"):
-        rollouts_of(workers, num_groups=40, group_size=1)
 
 
 def test_an_async_function_in_this_process_is_refused_with_the_flag():

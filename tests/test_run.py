@@ -129,7 +129,7 @@ def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):
     flags = (*TINY, "--lr-schedule", "constant", "--eval-every", "1")
     run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
     output = run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
-    assert "already finished; a greater --num-steps goes on" in output
+    assert "already finished; a greater --num-steps continues it" in output
     more = (*flags, "--num-steps", "3")
     run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "grown", runs=runs)
     run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "whole", runs=runs)
@@ -291,7 +291,7 @@ def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tm
     run_in_pool(one_rank, "train_grpo.py", *flags, runs=runs)
     reward.write_text(reward.read_text() + "# mended\n")
     output = run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "3", runs=runs)
-    assert f"note: {reward} has changed since this run was last started" in output
+    assert f"note: {reward} has changed since this run last started" in output
     data.write_text("\n".join(map(json.dumps, reversed(rows))))
     with pytest.raises(AssertionError, match=r"data\.jsonl: the data has changed.*--resume force"):
         run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "4", runs=runs)

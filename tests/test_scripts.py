@@ -427,7 +427,7 @@ def rollout(episode):
     assert roles == ["user", "assistant", "tool", "assistant"]
 
 
-Run = functools.partial(Run, tools=[one])
+Setup = functools.partial(Setup, tools=[one])
 dry_run = functools.partial(dry_run, tools=[one])
 '''
 CHAT_TEMPLATE = (
@@ -589,7 +589,7 @@ def story_flags(data_folder: Path, tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(data_folder / "stories260K"), "--data", str(data), "--reward", f"{reward}:score")
 
 
-@pytest.mark.parametrize(("name", "message"), [("taken", "it is no run"), ("../taken", "plain name")])
+@pytest.mark.parametrize(("name", "message"), [("taken", "it is not a run"), ("../taken", "plain name")])
 def test_no_run_writes_into_another_or_outside(one_rank, runs, name, message):
     """A taken name and a path are refused, and what is there stays as it was. Fault 47."""
     (runs / "taken").mkdir(exist_ok=True)

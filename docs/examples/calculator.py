@@ -1,4 +1,4 @@
-"""A rollout with a tool: what the model writes between <calc> and </calc> is computed, and it reads the result.
+"""A rollout with a tool: it computes the text between <calc> and </calc>, and the model reads the result.
 
 torchrun --standalone --nproc-per-node 2 train_grpo.py --task calculator \
     --rollout docs/examples/calculator.py:calculator --num-steps 100

@@ -9,13 +9,13 @@ import openai
 
 from minirl.agents.endpoint import serve
 
-# Made once: a client of its own for each episode takes longer than its requests.
+# Made once: a client per episode would take longer than its requests.
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")
 
 
 @serve
 async def agent(url, episode):
-    """Its reward is whether the last number that it says is the row's answer."""
+    """Return 1 if the last number that the model says is the row's answer, else 0."""
     client = CLIENT.with_options(base_url=url)
     messages = [{"role": "user", "content": episode.row.prompt}]
     for _ in range(2):

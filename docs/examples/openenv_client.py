@@ -24,5 +24,5 @@ async def play(episode):
 
 
 def message(observation):
-    """What the model is told of an observation, which is a dict."""
+    """Return the text that the model gets for an observation, a dict."""
     return {"role": "user", "content": json.dumps(observation)}

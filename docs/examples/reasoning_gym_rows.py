@@ -19,7 +19,7 @@ def score(completions, entry):
 
 
 def scorer_of(entry):
-    """The scoring of the data set that an entry is of."""
+    """Return the scoring function of an entry's data set."""
     return reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
 
 

@@ -7,7 +7,7 @@ import random
 
 
 class HigherOrLower:
-    """Guess a number from 1 to 20. Put `gymnasium.make(...)` in its place: `reset` and `step` are gymnasium's."""
+    """Guess a number from 1 to 20. Replace it by `gymnasium.make(...)`: `reset` and `step` are gymnasium's."""
 
     def reset(self, seed):
         self.target, self.num_left = random.Random(seed).randint(1, 20), 5
@@ -21,7 +21,7 @@ class HigherOrLower:
 
 
 def play(episode):
-    """The first observation is a message behind the row's; each further one is a user's turn."""
+    """The first observation is a message after the row's; each later one is a user's turn."""
     game = HigherOrLower()
     observation, _ = game.reset(seed=episode.seed % 2**31)
     branch = episode.branch([*episode.messages, {"role": "user", "content": observation}])

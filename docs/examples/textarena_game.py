@@ -7,10 +7,10 @@ import textarena
 
 
 def play(episode):
-    """A game for one. Its observation has all that was said; what is new in it is told to the model."""
+    """A game for one. Its observation repeats everything said so far; the model gets the new part."""
     game = textarena.make(episode.row.columns["game"])
     game.reset(num_players=1, seed=episode.seed % 2**31)
-    episode.reward(0.0)  # where it ends before the game does
+    episode.reward(0.0)  # if it ends before the game does
     _, told = game.get_observation()
     branch = episode.branch([*episode.messages, {"role": "user", "content": told}])
     turn = yield branch.generate()

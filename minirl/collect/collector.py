@@ -1,11 +1,11 @@
 """The collector: prompts in, whole groups of rewarded rollouts out. It stands between the engine and the update.
 
-What it collects for a step is a function of the prompts, of the rollouts' lengths and of their rewards, never of the
-clock: on another number of ranks, or run twice, it is the same.
+The groups of a step depend on the prompts, the rollouts' lengths and their rewards, never on the clock: they are the
+same on another number of ranks, or in a second run.
 
-With a decode budget rollouts are partial: each samples at most so many tokens in a step, and goes on in the next one
-under new weights. A step takes the first complete groups in order of their prompts. What is unfinished, or complete
-but not taken, is in flight; `state` and `records` put it into a checkpoint.
+With a decode budget rollouts are partial: each samples up to that many tokens in a step, and continues in the next one
+under new weights. A step takes the first complete groups in order of their prompts. Rollouts that are unfinished, or
+complete but not taken, are in flight; `state` and `records` put them into a checkpoint.
 """
 
 import itertools
@@ -73,9 +73,9 @@ class Collector:
 
         limits: of an episode.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
-        max_refills: replace groups of equal first rewards by groups of new prompts, at most so many times in a step;
-        then they fill it up. None: do not replace them.
-        decode_budget: tokens that a rollout samples in a step, at most. None: all of it.
+        max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; then
+        such groups fill it up. None: do not replace them.
+        decode_budget: the most tokens that a rollout samples in a step. None: all of it.
         max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
         trained in.
         frozen: models that score the groups' rollouts; they do so early where this rank would wait.
@@ -125,8 +125,8 @@ class Collector:
         due = self._prompts_due(num_groups)
         for model in self._frozen:
             model.begin()
-        # As many as the step takes are begun in any case. So what is in flight grows until it fills each step with one
-        # budget; to begin only what is missing takes 1.7 times the decode steps where a few rollouts are much longer.
+        # Always begin as many as the step takes, so the number in flight grows until one budget fills each step.
+        # Beginning only the missing ones takes 1.7 times the decode steps if a few rollouts are much longer.
         num_missing = num_groups
         for num_rounds in itertools.count(1):
             new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
@@ -151,7 +151,7 @@ class Collector:
         return selection.groups
 
     def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """What frozen models have made of these rollouts already, for `exchange`. Not collective."""
+        """The streams that frozen models computed for these rollouts, for `exchange`. Not collective."""
         streams: dict[str, Tensor] = {}
         for model in self._frozen:
             streams |= model.early_streams(rollouts)
@@ -166,7 +166,7 @@ class Collector:
         return self._run(episodes, (), weight_version=weight_version)
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
-        """What makes a greedy rollout of each of other prompts, by the same engine, rewards and rollout function."""
+        """A collector of greedy rollouts of other prompts, with the same engine, rewards and rollout function."""
         return Collector(
             self.engine,
             prompts,
@@ -185,14 +185,14 @@ class Collector:
         return self._runner.take_count(counted)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the collector beside `records`: JSON values, the same on every rank."""
+        """The collector's state for a checkpoint, besides `records`: JSON values, the same on every rank."""
         return {
             "num_steps": self._num_steps,
             "begun_in": [list(item) for item in self._begun_in.items()],
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """What is in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
+        """The rollouts in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
         records = [paused_record(running) for running in self._paused]
         for rollout in itertools.chain(*self._ended.values()):
             records.append(finished_record(FinishedRollout(rollout)))
@@ -236,7 +236,7 @@ class Collector:
         return paused_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
 
     def _prompts_due(self, num_groups: int) -> set[int]:
-        """The prompts in flight that are finished in this step, lest some rollout gets older than `max_staleness`.
+        """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
 
         If each further step takes `num_groups` of them, the oldest first, all are taken in time.
         """
@@ -254,7 +254,7 @@ class Collector:
         return num_groups * (1 + self._max_staleness) - len(self._begun_in)
 
     def _serve(self, num_prompts: int) -> list[RunningEpisode]:
-        """This rank's share of the episodes of so many new prompts."""
+        """This rank's share of the episodes of this many new prompts."""
         requests = self._prompts.requests(
             self.num_served,
             num_prompts,
@@ -272,7 +272,7 @@ class Collector:
     ) -> RewardedRollouts:
         """Run episodes until they end or are paused; returns those that are rewarded, in order of their ids.
 
-        A prompt's rollouts are rewarded when all of them have ended. due: prompts whose rollouts have no
+        A prompt's rollouts are rewarded when the last one ends. due: prompts whose rollouts have no
         budget.
         """
         num_open = Counter(ordinal_of(running) for running in episodes)

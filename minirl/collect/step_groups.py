@@ -12,7 +12,7 @@ from minirl.training.batch import RolloutTable, gather_table
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of G rollouts to train on. All fields but `rewarded` are the same on every rank."""
+    """P groups of G rollouts to train on. All fields except `rewarded` are the same on every rank."""
 
     # This rank's rollouts of these groups.
     rewarded: RewardedRollouts
@@ -28,19 +28,19 @@ class Groups:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of a step among those that there are. All fields but `left` are the same on every rank."""
+    """The groups selected for a step. All fields except `left` are the same on every rank."""
 
     groups: Groups
     # This rank's rollouts that later steps may select.
     left: RewardedRollouts
     # How many of P groups are missing: not complete, or replaceable.
     num_missing: int
-    # The prompts whose groups are in use no more: selected, or given up.
+    # The prompts whose groups are no longer in use: selected, or dropped.
     ended: frozenset[int]
 
     @property
     def num_selected(self) -> int:
-        """How many complete groups were selected, P at most."""
+        """The number of complete groups that were selected, up to P."""
         return len(self.groups.rewards)
 
 
@@ -58,7 +58,7 @@ def select_step(
     rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
     branch_rewards: as of `gather_table`.
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
-    are given up if they are not selected.
+    are dropped if they are not selected.
     """
     table = gather_table(rewarded.rollouts, rewarded.rewards, branch_rewards)
     episodes = table.first_branches()
@@ -80,7 +80,7 @@ def select_step(
     is_chosen = torch.isin(table.episode, chosen)
     ended = {*ordinals[selected].tolist(), *ordinals[given_up].tolist()}
 
-    # What this rank has of all that, in order of the ids too.
+    # This rank's part, also in order of the ids.
     own_episodes = table.episode[table.indices_of(rewarded.rollouts)].tolist()
     own_index = {episode: i for i, episode in enumerate(own_episodes)}
     own = [own_index[episode] for episode in chosen.tolist() if episode in own_index]

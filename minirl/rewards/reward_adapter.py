@@ -44,10 +44,10 @@ class _Call:
         return validate_rewards(values, message["count"])
 
     async def close(self) -> None:
-        """Do nothing: a call has ended once it has replied."""
+        """Do nothing: a call ends with its reply."""
 
     def facts(self) -> None:
-        """Return nothing: a call has said all with its reply."""
+        """Return nothing: a reply is all."""
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -79,9 +79,9 @@ class Environment:
     def __getattr__(self, name: str) -> Any:
         there = ", ".join(vars(self)) or "none"
         raise AttributeError(
-            f"{name!r} is no attribute of the environment that can be seen here; there are: {there}. Reward functions "
-            "see those that are numbers, texts, or lists and dicts of them: set one in `reset` or in a tool, or write "
-            "`get_reward(self)` and add --reward episode"
+            f"{name!r} is not an attribute of the environment that can be seen here; there are: {there}. Reward "
+            "functions see those that are numbers, texts, or lists and dicts of them: set one in `reset` or in a "
+            "tool, or write `get_reward(self)` and add --reward episode"
         )
 
 

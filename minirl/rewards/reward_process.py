@@ -1,7 +1,7 @@
-"""Run each of the user's reward functions in worker processes (`minirl.workers`), which check what they send.
+"""Run each of the user's reward functions in worker processes (`minirl.workers`), which check the rewards first.
 
-When a whole call raises, hangs, dies or does not return a list of the right length, its completions are sent
-again, one in a call, to find those that fail. What the workers send is checked here again.
+If a whole call raises, hangs, dies or does not return a list of the right length, its completions are sent again one by
+one, to find those that fail. The trainer checks all rewards again.
 """
 
 import contextlib
@@ -18,17 +18,16 @@ from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import ADAPTER
 from minirl.rewards.values import validate_number
+from minirl.workers.failures import Failures
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, Reply, WorkerError, wait_for_any
 
-# With on_error "zero", up to this share of the completions of a phase (at least one) may fail and is forgiven.
-MAX_FORGIVEN_FRAC = 0.05
 # A rank waiting for its workers sends a heartbeat at least this often.
 POLL_S = 0.5
 REWARD = Kind(
     flag="--reward", called="reward", adapter=ADAPTER, too_long="and was killed; see --reward-timeout"
 )
 
-# Rewards, or error strings in their place; a single string: the whole call failed.
+# A reward or an error string for each completion; a single string: the whole call failed.
 Answers = list[float | str | None] | str
 
 
@@ -47,7 +46,7 @@ class RewardProcess:
 
     def __init__(self, spec: str, *, timeout_s: float, on_error: str, num_workers: int = 1):
         """Start the workers. timeout_s: limit of one call. on_error: "zero" forgives a few failed completions,
-        "stop" none. Raises InputError if there is no such function or it cannot be run.
+        "stop" none. Raises InputError if the function is missing or cannot run.
         """
         self.pool = Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers)
         self.__name__ = self.pool.name
@@ -79,7 +78,7 @@ class RewardProcess:
         return call.rewards
 
     def begin_phase(self) -> int:
-        """Return the number of a new phase. Gives up the calls that an earlier one left under way."""
+        """Return the number of a new phase. Drops the calls that an earlier one left under way."""
         self.pool.give_up()
         self.phase += 1
         return self.phase
@@ -122,23 +121,19 @@ class FunctionCalls:
     def __init__(self, function: RewardProcess, *, num_completions: int):
         """num_completions: of all calls together; the limit of forgiven failures is a share of them.
 
-        The calls of an earlier phase of this function are given up.
+        Drops the calls of an earlier phase of this function.
         """
         self.function = function
         self._phase = function.begin_phase()
-        self._num_completions = num_completions
-        self._max_forgiven = 0
-        if function.on_error == "zero":
-            self._max_forgiven = max(1, int(MAX_FORGIVEN_FRAC * num_completions))
-        self._failures: list[str] = []
-        # Each call is the requests that it has yet to make.
+        self._failures = Failures(num_completions, are_forgiven=function.on_error == "zero")
+        # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
-        # By the conversation's number the request that is under way, too.
+        # The same with the request under way, by the conversation's number.
         self._under_way: dict[int, tuple[Call, Generator[Call, Reply, None]]] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls are under way or wait for a worker."""
+        """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
     def add(
@@ -159,15 +154,14 @@ class FunctionCalls:
         return call
 
     def advance(self) -> None:
-        """Send, receive, kill what is over its time, and begin the next calls.
+        """Send, receive, kill calls that are over their time, and begin the next ones.
 
-        Raises RewardError naming function, row, completion and what the user's code did, as soon as a failure that
-        is not forgiven is known.
+        Raises RewardError naming function, row, completion and the error, as soon as a failure is not forgiven.
         """
         self._check_is_newest()
         with self._place_named():
             for number, reply in self.function.pool.poll():
-                # One that raises stays under way: its phase cannot be finished.
+                # A call that raises stays under way: its phase cannot finish.
                 self._continue(self._under_way[number][1], reply)
                 del self._under_way[number]
             self._start_waiting()
@@ -179,14 +173,14 @@ class FunctionCalls:
 
     def say_forgiven(self) -> None:
         """Print once per run that failures were forgiven."""
-        if self._failures:
-            text = f"{self._failures[0]}\nThe reward is 0, see reward/errors."
+        if self._failures.messages:
+            text = f"{self._failures.messages[0]}\nThe reward is 0, see reward/errors."
             self.function.pool.print_once("forgiven", text)
 
     def _check_is_newest(self) -> None:
-        """Raise RuntimeError if the calls were given up."""
+        """Raise RuntimeError if the calls were dropped."""
         if self._phase != self.function.phase:
-            raise RuntimeError(f"reward {self.function.__name__}: this phase was given up")
+            raise RuntimeError(f"reward {self.function.__name__}: this phase was dropped")
 
     def _start_waiting(self) -> None:
         """Begin as many calls as there are free workers. Raises WorkerError."""
@@ -195,7 +189,7 @@ class FunctionCalls:
         self.function.pool.flush()
 
     def _continue(self, requests: Generator[Call, Reply, None], reply: Reply | None) -> None:
-        """Give a call the reply to its last request, and a worker its next request, if there is one."""
+        """Give a call the reply to its last request, and a worker its next request, if any."""
         try:
             request = next(requests) if reply is None else requests.send(reply)
         except StopIteration:
@@ -237,26 +231,25 @@ class FunctionCalls:
         """Return a completion's reward, NaN for a failure that is forgiven. Raises RewardError for another."""
         if not isinstance(answer, str):
             return answer
-        self._failures.append(
-            escaped(f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}")
-        )
-        if len(self._failures) <= self._max_forgiven:
+        failures = self._failures
+        message = f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}"
+        if failures.add(escaped(message)):
             return math.nan
         summary = ""
-        if self._max_forgiven > 0:
-            counts = f"{len(self._failures)} of this phase's {self._num_completions} completions"
-            summary = f"{counts}, --on-reward-error zero forgives {self._max_forgiven}; "
-        raise RewardError(summary + self._failures[0])
+        if failures.max_forgiven > 0:
+            counts = f"{len(failures.messages)} of this phase's {failures.num_total} completions"
+            summary = f"{counts}, --on-reward-error zero forgives {failures.max_forgiven}; "
+        raise RewardError(summary + failures.messages[0])
 
 
 def _named_completion(call: Call, i: int) -> str:
-    """Return what an error says of a completion, after the function's name."""
+    """Return an error's words for a completion, after the function's name."""
     return f" for the row at {call.places[i]}, completion {call.texts[i][:80]!r}"
 
 
 @contextlib.contextmanager
 def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
-    """Give up the calls if the block raises, whatever it is."""
+    """Drop the calls if the block raises anything."""
     try:
         yield
     except BaseException:
@@ -266,13 +259,13 @@ def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
 
 
 def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
-    """Advance the calls of several functions. With a timeout, wait for something to happen, at most POLL_S seconds.
+    """Advance the calls of several functions. With a timeout, wait for an event, up to POLL_S seconds.
 
-    Raises as `FunctionCalls.advance`; all calls are then given up, as at any other exception.
+    Raises as `FunctionCalls.advance`, and like any exception drops all calls.
     """
     with given_up_on_error(all_calls):
         if timeout_s > 0:
-            # This wait is limited by the deadlines, not by --hang-timeout.
+            # The deadlines limit this wait, not --hang-timeout.
             watchdog.heartbeat()
             wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
         for calls in all_calls:
@@ -283,7 +276,7 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
 def complete(all_calls: Sequence[FunctionCalls]) -> None:
     """Wait for all calls of several functions. Raises as `poll`."""
     for calls in all_calls:
-        # What other ranks' hang reports say of this one.
+        # For this rank's line in a hang report.
         watchdog.heartbeat(f"reward {calls.function.__name__}")
         while calls.is_busy:
             poll(all_calls, POLL_S)

@@ -1,4 +1,4 @@
-"""What a reward function may return. Standard library only: workers check it first, and the trainer again."""
+"""Check the values of a reward function. Standard library only: workers check first, then the trainer again."""
 
 from collections.abc import Mapping, Set
 from math import isfinite, nan
@@ -14,7 +14,7 @@ def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
     """Check that `values` is a list of `count` entries, each a number of up to MAX_REWARD or None.
 
     None means that the reward does not apply to the completion. Returns floats and Nones, with an error string
-    in place of each invalid one; a single error string if `values` is not a list or has another length. Numbers
+    for each invalid one; a single error string if `values` is not a list or has another length. Numbers
     are bool, int, float, Decimal, and 0-d arrays and tensors. Lists are also tuples, arrays and tensors, but neither
     texts nor mappings nor sets. The error strings begin with "returned".
     """

@@ -3,26 +3,28 @@
     000050/                          a Hugging Face folder of the policy, in the compute dtype
     000050/value/                    the same for each further model, by its name
     000050/resume/policy-0-of-2.safetensors    one rank's shards of fp32 masters and optimizer state
-    000050/resume/extra.json         what the script remembers, and beside it its tensors (`value_files`)
-    000050/resume/records/0-of-2.json          one rank's own records of it, and beside it their tensors
-    000050/manifest.json             how far the run is, and size and SHA-256 of every file
+    000050/resume/extra.json         the script's `extra`, with its tensors in extra.safetensors (`value_files`)
+    000050/resume/records/0-of-2.json          one rank's `records`, with their tensors likewise
+    000050/manifest.json             the run's progress, and size and SHA-256 of every file
 
 Saving overlaps with training. In order:
 
 1. `Checkpoints.save`, on each rank's main thread: copy the rank's shards to host memory, and on rank 0 the
    compute weights. Then training goes on.
 2. `_Save`, a thread on each rank, without collectives: write the rank's files into the folder
-   .tmp-000050-TOKEN-RANK, each through to the disk. Last comes files.json, with the digests of the others.
+   .tmp-000050-TOKEN-RANK, and sync each to the disk. files.json comes last, with the digests of the others.
 3. `_Save._commit`, the thread of rank 0, once every rank's files.json exists: move all files into its own
-   folder, write manifest.json, rename the folder to 000050, and delete checkpoints that are not to be kept.
+   folder, write manifest.json, rename the folder to 000050, and delete the checkpoints that --keep-checkpoints drops.
 4. `Checkpoints._wait`, on the main threads, before the next save and at the end of the run (collective):
-   find out whether every rank could write its files and rank 0 could commit. If not, all ranks give up this
-   save with a warning, and the run goes on with the checkpoints that it has.
+   find out whether every rank could write its files and rank 0 could commit. If not, all ranks abandon this
+   save with a warning, and the run continues with the checkpoints that it has.
 
-A kill at any moment leaves a whole checkpoint, because a folder gets a name that consists of digits only by
-the rename in 3, when all of its files are on the disk. The names of unfinished folders begin with a dot, and
-the next start deletes them. An old checkpoint is deleted only when the newer ones have their names, and is
-first renamed to a name with a dot.
+The commit does not wait for the main threads: a step may take minutes, and a kill in it must not lose a checkpoint
+whose files are all on the disk.
+
+A kill at any moment leaves a whole checkpoint: only the rename in 3 gives a folder a name of digits, and by then all
+of its files are on the disk. The names of unfinished folders begin with a dot, and the next start deletes them. An old
+checkpoint is deleted only after the newer ones have their names, and gets a name with a dot first.
 
 Nothing is pickled.
 """
@@ -67,8 +69,8 @@ from minirl.run.run_folder import (
 from minirl.training.sharded_model import ShardedModel
 
 _DIGESTS_FILE = "files.json"  # written by each rank after its other files
-SHARED_S = 60.0  # seconds until a file that one rank has written must be visible to rank 0
-_NO_RECORD = object()  # where a rank has fewer records than another
+SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
+_NO_RECORD = object()  # fills the places of a rank that has fewer records than another
 _THREAD_DIED = "its thread died, see the traceback"
 # Writes files into the folder that it is given, and returns their digests by path within the folder.
 _FileWriter = Callable[[Path], dict[str, Digest]]
@@ -77,10 +79,10 @@ _FileWriter = Callable[[Path], dict[str, Digest]]
 class Checkpoints:
     """Saves and restores models with their optimizers.
 
-    models: by name; the first one becomes the checkpoint's own Hugging Face folder.
-    sources: for each model, the folder that its config and tokenizer come from. They are read once, here: a save
-        needs nothing but the run's folder.
-    keep: how many of the newest checkpoints stay (0: all), besides the one with the best score.
+    models: by name; the first becomes the checkpoint's own Hugging Face folder.
+    sources: for each model, the folder of its config and tokenizer. They are read once, here: a save needs only the
+        run's folder.
+    keep: the number of newest checkpoints to keep (0: all), besides the one with the best score.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class Checkpoints:
         self._newest = run.checkpoint
 
     def restore(self, num_steps: int) -> dict[str, Any]:
-        """Load models and optimizers from the run's checkpoint, saved by any number of ranks (collective).
+        """Load models and optimizers from the run's checkpoint, which any number of ranks may have saved (collective).
 
-        Returns the state that was saved with them, with `extra` and this rank's share of `records`, or {} in a new
-        run. num_steps: steps of the whole run, for the message.
+        Returns the fields of `Progress`: the saved state, `extra` and this rank's share of `records`; {} in a new run.
+        num_steps: steps of the whole run, for the message.
         """
         checkpoint = self._run.checkpoint
         if checkpoint is None:
@@ -117,7 +119,9 @@ class Checkpoints:
         if num_saved_ranks != world_size():
             message += f", saved by {num_saved_ranks} ranks"
         if state["step"] >= num_steps:
-            message += ": already finished; a greater --num-steps goes on, another --run-name starts afresh"
+            message += (
+                ": already finished; a greater --num-steps continues it, another --run-name starts a new run"
+            )
         print0(message)
         extra = read_values(checkpoint / EXTRA_FILE)
         records = [read_values(checkpoint / stem) for stem in _record_files(num_saved_ranks)]
@@ -132,11 +136,11 @@ class Checkpoints:
         records: Mapping[str, list[Any]] | None = None,
         score: float | None = None,
     ) -> None:
-        """Start to save models, optimizers, `state` and what the script remembers (collective).
+        """Start to save models, optimizers, `state`, `extra` and `records` (collective).
 
-        Waits for the save before, copies this rank's tensors and values and returns.
-        state: JSON values, among them `step`. extra, records: see `Run.begin`. score: the held-out score at this
-        step, if it was evaluated. Raises InputError naming a value that cannot be saved.
+        Waits for the previous save, copies this rank's tensors and values, and returns.
+        state: JSON values, among them `step`. extra, records: see `Run`. score: the held-out score, if the run
+        evaluated this step. Raises InputError naming a value that cannot be saved.
         """
         self._wait()
         writers = Remembered.copied(extra or {}, records or {}).writers()
@@ -160,7 +164,7 @@ class Checkpoints:
         return self._newest
 
     def _wait(self) -> str | None:
-        """Wait until the current save has ended on every rank; returns its error, or None (collective).
+        """Wait for every rank to end the current save; returns its error, or None (collective).
 
         The error is the same on all ranks.
         """
@@ -176,7 +180,7 @@ class Checkpoints:
         if error is None:
             self._newest = save.folder
         else:
-            print0(f"warning: {save.folder} was not saved, the run goes on without it: {error}")
+            print0(f"warning: {save.folder} was not saved, the run continues without it: {error}")
         return error
 
 
@@ -191,10 +195,10 @@ def _record_files(world_size: int) -> list[str]:
 
 
 def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Of the records that each rank has saved, those that this rank goes on with. Not collective.
+    """This rank's share of the records that all ranks saved. Not collective.
 
-    They are its own if there are as many ranks as before. Else all are dealt out in turn, the first of each rank
-    first, so that those of an early step still stand before those of a late one.
+    With as many ranks as before, a rank gets its own. Otherwise the ranks are dealt all in turn, the first of each rank
+    first, so that records of an early step still come before those of a late one.
     """
     if len(saved) == world_size():
         return dict(saved[rank()])
@@ -208,14 +212,14 @@ def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]
 
 @dataclass(frozen=True)
 class Remembered:
-    """A copy of what the script remembers: `extra`, the same on every rank, and this rank's own `records`."""
+    """A copy of the script's `extra`, the same on every rank, and of this rank's `records`."""
 
     extra: ValueCopy
     records: ValueCopy
 
     @staticmethod
     def copied(extra: Mapping[str, Any], records: Mapping[str, list[Any]]) -> "Remembered":
-        """Copy them (collective). Raises InputError naming what cannot be saved, or what differs between the ranks."""
+        """Copy them (collective). Raises InputError naming a value that cannot be saved or differs between ranks."""
         for name, own in records.items():
             refuse(
                 type(own) is not list,
@@ -234,7 +238,7 @@ class Remembered:
         return copy
 
     def writers(self) -> list[_FileWriter]:
-        """What writes this rank's files: its records, and on rank 0 `extra`."""
+        """The writers of this rank's files: its records, and on rank 0 `extra`."""
         writers = [_values_writer(_record_files(world_size())[rank()], self.records)]
         if rank() == 0:
             writers.append(_values_writer(EXTRA_FILE, self.extra))
@@ -253,7 +257,7 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a model's folder has besides the weights."""
+    """A model folder's files besides the weights."""
 
     config: dict[str, Any]
     tokenizer_files: dict[str, bytes]
@@ -282,7 +286,7 @@ def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWri
 
 
 class _Save:
-    """One checkpoint that is being written. Each rank makes one, which starts the rank's thread.
+    """A checkpoint being written. Each rank makes one, which starts the rank's thread.
 
     After `end` has returned None on rank 0, the checkpoint is at `folder`.
     """
@@ -301,9 +305,9 @@ class _Save:
         self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
         self._has_written = threading.Event()  # this rank's files are written, or could not be
         self._is_abandoned = threading.Event()  # some rank could not write its files
-        self._deadline = math.inf  # of time.monotonic(), for the other ranks' files to become visible
-        self._write_error: str | None = _THREAD_DIED  # of writing this rank's files
-        self._error: str | None = _THREAD_DIED  # of writing them or of the commit
+        self._deadline = math.inf  # by time.monotonic(), for the other ranks' files to become visible
+        self._write_error: str | None = _THREAD_DIED  # from writing this rank's files
+        self._error: str | None = _THREAD_DIED  # from writing them or from the commit
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         watchdog.this_process.checkpoint_thread = self._thread
         self._thread.start()
@@ -317,8 +321,8 @@ class _Save:
     def end(self, *, is_abandoned: bool) -> str | None:
         """Wait for the thread to end; returns its error, or None. Not collective.
 
-        Called when every rank has written its files or failed to. is_abandoned: some rank failed, so that the
-        thread of rank 0 must not wait for its files.
+        Called when every rank has written its files or failed to. is_abandoned: some rank failed, so the thread of
+        rank 0 must not wait for that rank's files.
         """
         if is_abandoned:
             self._is_abandoned.set()
@@ -327,7 +331,7 @@ class _Save:
             self._thread.join(1.0)
             watchdog.heartbeat()
         if self._rank == 0:
-            # A failed save leaves the other ranks' folders. Until now this rank's thread may have used them.
+            # A failed save leaves the other ranks' folders, which this rank's thread may have used until now.
             for path in self._half_made:
                 shutil.rmtree(path, ignore_errors=True)
         return self._error
@@ -339,7 +343,7 @@ class _Save:
             (half_made / "resume").mkdir(PRIVATE, parents=True)
             digests: dict[str, Digest] = {}
             while self._writers:
-                # A writer holds copies of tensors: remove it, so that they are freed once they are written.
+                # A writer holds copies of tensors: remove it to free them once they are written.
                 digests |= self._writers.pop()(half_made)
             durable.replace_file(half_made / _DIGESTS_FILE, json.dumps(digests))
             self._write_error = None
@@ -358,7 +362,7 @@ class _Save:
             self._has_written.set()
 
     def _commit(self, half_made: Path) -> None:
-        """On rank 0, make all ranks' files one checkpoint. Returns without one if the save is abandoned."""
+        """On rank 0, make one checkpoint of all ranks' files, unless the save is abandoned."""
         self._wait_for_digests()
         if self._is_abandoned.is_set():
             return
@@ -373,14 +377,14 @@ class _Save:
         (half_made / _DIGESTS_FILE).unlink()
         manifest = self._manifest | {"files": files}
         durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
-        if is_checkpoint(self.folder):  # a folder of the user's makes `publish` fail instead
+        if is_checkpoint(self.folder):  # the user's own folder makes `publish` fail instead
             durable.remove_folder(self.folder)
         metrics = self._run.path / "metrics.jsonl"
         if metrics.is_file():
-            # A resume from this checkpoint continues the file after this step: its lines must not be lost.
+            # A resume from this checkpoint continues this file: it must not lose the lines up to this step.
             durable.sync(metrics)
-        # An earlier save may have been killed before its last line. Without this line there would be two
-        # checkpoints too many for a moment.
+        # A kill may have stopped an earlier save before its last line. Without this one the disk would briefly hold
+        # two checkpoints too many.
         prune(self._run.path, keep=self._keep)
         durable.publish(half_made, self.folder)
         prune(self._run.path, keep=self._keep)
@@ -388,7 +392,7 @@ class _Save:
     def _wait_for_digests(self) -> None:
         """Wait until rank 0 sees the digests of every rank, or the save is abandoned.
 
-        Raises TimeoutError (an OSError) when digests that a rank has written do not become visible.
+        Raises TimeoutError (an OSError) if a rank's digests do not become visible.
         """
         while True:
             missing = [path for path in self._half_made if not (path / _DIGESTS_FILE).exists()]
@@ -399,7 +403,7 @@ class _Save:
 
 
 def prune(run_folder: Path, *, keep: int) -> None:
-    """Delete a run's checkpoints except the newest `keep` (0: delete none) and the one with the best score.
+    """Delete a run's checkpoints, except the newest `keep` (0: delete none) and the best by score.
 
     Of equal scores the newest is the best. A folder without a readable manifest is left alone.
     """
@@ -422,7 +426,7 @@ def prune(run_folder: Path, *, keep: int) -> None:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor whose shards are in several files. Its interface is that of a slice of a safetensors file.
+    """A tensor whose shards are in several files, with the interface of a slice of a safetensors file.
 
     shards: slices of safetensors files, concatenated along dimension 0. A scalar has a copy in each file.
     """
@@ -452,7 +456,7 @@ class _StoredTensor:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Any]:
-    """The tensors of safetensors files, one file per rank, as if they were one file. Nothing is read yet.
+    """The tensors of safetensors files, one per rank, as if they were one file. It does not read them yet.
 
     Each tensor has `get_shape` and is read by slicing.
     """

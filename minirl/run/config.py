@@ -1,8 +1,7 @@
 """The flags that every script has, in the groups of `--help`.
 
-The comment behind a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
-adds the flags of its objective; a field that it declares again has another default there. Fields are read flat:
-`config.lr`.
+The comment after a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
+adds the flags of its objective; it declares a field again to change the default. Code reads fields flat: `config.lr`.
 """
 
 import re
@@ -18,9 +17,9 @@ from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
 
-# torchrun takes --run for an abbreviation of its own --run-path and refuses it: use --run-name there.
+# torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
-# "auto": from the memory that there is, see docs/memory.md.
+# "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -36,12 +35,12 @@ class ModelAndData:
     eval_data: tuple[str, ...] = ()  # JSONL files of held-out prompts, each with its own metric
     prompt_field: str = "prompt"  # field of a jsonl row that holds the prompt: text or chat messages
     long_prompts: Literal["skip", "error", "left"] = "skip"
-    """prompts too long to leave room for --max-new-tokens: skip, error, or truncate on the left"""
+    """prompts that leave too little room for --max-new-tokens: skip, error, or truncate on the left"""
     chat: bool = False  # wrap text prompts in the chat template, the policy's and the reward model's
     chat_template_kwargs: str | None = None
-    """JSON object of further arguments of the chat templates, as {"enable_thinking": false}"""
+    """JSON object of further arguments for the chat templates, such as {"enable_thinking": false}"""
     tool_format: Literal["hermes"] | None = None
-    """how the model writes calls of tools: as Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
+    """how the model writes tool calls: like Qwen2.5 and Qwen3; none: as its tokenizer's response template says"""
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,29 @@ class Generate:
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
     max_new_tokens: int | None = None
-    """limit of a completion, appended tokens included; none: the task's (sorting 10, calculator 32, gsm8k 512, jsonl
-    256)"""
+    """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
+    jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
     decode_budget: int | None = None
-    """tokens that a completion samples in a step, at most; then it goes on in the next one; none: until it ends"""
+    """most tokens that a completion samples in one step, before it continues in the next; none: until it ends"""
     max_staleness: int = 8
-    """with --decode-budget: steps between a completion's first token and its update, at most"""
+    """with --decode-budget: most steps between a completion's first token and its update"""
     rollout: str | None = None
-    """file.py:function that writes a rollout, in processes of its own; none: the script's"""
+    """file.py:function that writes a rollout, run in worker processes; none: the script's"""
     tools: str | None = None
-    """file.py:function,... with type hints and docstrings that a chat model may call, as TRL's `tools`"""
+    """file.py:function,... with type hints and docstrings that a chat model may call, like TRL's `tools`"""
     environment: str | None = None
-    """file.py:Class with reset, get_reward and methods that a chat model may call, as TRL's `environment_factory`"""
+    """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
     rollout_workers: int = 1
-    """processes of --rollout, --tools or --environment on a rank; agents get more if need be"""
-    reply_timeout: float = 60.0  # seconds for a reply of one of these, after which it has failed
+    """processes of --rollout, --tools or --environment on each rank; agents get more if they need them"""
+    reply_timeout: float = 60.0  # seconds that a reply of one of these may take before it counts as failed
     on_rollout_error: Literal["stop", "end"] = "stop"
-    """end: where it fails the completion ends, for up to 5 % of a step's completions on a rank"""
-    max_turns: int = 0  # turns of a completion; 0: as many as the rollout asks for, up to 1,000
+    """end: a failure ends its completion, for up to 5 % of a step's completions on a rank"""
+    max_turns: int = 0  # most turns of a completion; 0: as many as the rollout asks for, up to 1,000
     max_sampled_tokens: int = 0
-    """sampled tokens of a completion, over all its turns; 0: no limit but --max-new-tokens"""
+    """most sampled tokens of a completion, over all its turns; 0: no limit except --max-new-tokens"""
     max_episode_seconds: float = 0.0
-    """seconds that --rollout works and waits for a completion, checked between turns; 0: no limit"""
+    """most seconds that --rollout works and waits for a completion, checked between turns; 0: no limit"""
     max_running_requests: Size = "auto"  # completions that a rank decodes at a time; auto: what fits
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
@@ -85,14 +84,14 @@ class Reward:
 
     reward: tuple[str, ...] = ()
     """file.py:function ... instead of the task's: f(prompts, completions, **columns); episode[:NAME]: the rollout's"""
-    reward_timeout: float = 60.0  # seconds for a call of a --reward, after which its process is killed
+    reward_timeout: float = 60.0  # seconds that a call of a --reward may take before its process is killed
     on_reward_error: Literal["stop", "zero"] = "stop"
-    """zero: it counts as 0 for up to 5 % of a step's completions on a rank"""
-    reward_workers: int = 1  # processes of each --reward on a rank: as many prompts are judged at a time
+    """zero: a failed call counts as 0, for up to 5 % of a step's completions on a rank"""
+    reward_workers: int = 1  # processes of each --reward on each rank: each judges one prompt at a time
     reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0
-    """last share of --max-new-tokens over which a penalty of each branch grows to 1; 0: none"""
+    """last share of --max-new-tokens, over which a penalty for each branch grows to 1; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Update:
     num_epochs: int = 1  # passes over a step's rollouts
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: Size = "auto"  # tokens of one forward and backward on a rank; auto: what fits
-    max_grad_norm: float = 1.0  # gradient clipping, each model by itself; 0: none
+    max_grad_norm: float = 1.0  # gradient clipping, for each model separately; 0: none
     weight_decay: float = 0.0  # AdamW's
 
 
@@ -118,13 +117,13 @@ class PolicyLoss:
     dual_clip: float = 0.0  # ratios above it lose their gradient if the advantage is negative; 0: none do
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # DAPO; GRPO; Dr.GRPO
     drop_truncated: bool = False
-    """no loss for completions that a limit cut off; baselines count them"""
+    """no loss for completions that a limit cut off; baselines still count them"""
     entropy_coef: float = 0.0  # weight of the entropy bonus
     old_logprobs: Literal["auto", "sampled", "scored"] = "auto"
     """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
     correction: Correction = "auto"
-    """importance weights between old and sampled logprobs: per token or completion, clamped or masked;
-    auto: token_truncate with --decode-budget, else none"""
+    """importance weights between old and sampled logprobs: per token or completion, clamped or masked; auto: with
+    --decode-budget token_truncate, else none"""
     correction_low: float = 0.0  # lower bound of importance weights
     correction_high: float = 2.0  # upper bound of importance weights
 
@@ -134,14 +133,14 @@ class Report:
     """Run and report"""
 
     run_name: RunName = None
-    """folder of the run in ./runs or $MINIRL_RUNS, also to resume it; none: a new one"""
+    """name of the run's folder in ./runs or $MINIRL_RUNS, repeated to resume the run; none: a new one"""
     resume: Literal["auto", "force", "never"] = "auto"
-    """the run of that name: with the same flags; anyway; never"""
+    """auto: a run of that name with the same flags; force: with any flags; never: refuse the name"""
     eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
-    eval_rows: int = 256  # held-out rows used of each file, at most
+    eval_rows: int = 256  # most held-out rows used from each file
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
     keep_checkpoints: int = 2
-    """newest checkpoints to keep, beside the one with the best held-out score; 0: all"""
+    """newest checkpoints to keep, besides the best by held-out score; 0: all"""
     keep_rollouts: int = 0  # newest steps whose rollouts are kept; 0: all
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
 
@@ -150,26 +149,26 @@ class Report:
 class Machine:
     """Machine"""
 
-    seed: int = 0  # of prompts' order and sampling noise
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    seed: int = 0  # for the order of prompts and the sampling noise
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if the machine has it
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of compute; masters are fp32; auto: bfloat16 on cuda"""
+    """for compute; masters are fp32; auto: bfloat16 on cuda, float32 on the CPU"""
     threads: int = 1
-    """CPU threads per rank; with more, sampled and training logprobs may differ by a rounding"""
-    park_frozen: bool = True  # keep reference and reward models in host memory while they are not used
+    """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
+    park_frozen: bool = True  # keep reference and reward models in host memory while idle
     offload_optimizer: bool = False
-    """keep fp32 masters, AdamW's moments and summed gradients in host memory; AdamW runs there, on --threads"""
+    """keep fp32 masters, AdamW's moments and summed gradients in host memory, where AdamW runs on --threads"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
-    """recompute activations in backward: less memory, a third more time; auto: where microbatches would be small"""
+    """recompute activations in backward: less memory, a third more time; auto: if microbatches would be small"""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """sum gradients over the ranks in each microbatch: each rank holds its share; auto: where all do not fit"""
+    """sum gradients over the ranks in each microbatch, so a rank holds only its share; auto: if all do not fit"""
     shard_over: Literal["world", "node"] = "world"
-    """ranks that hold a model's shards together: all, or those of each node, for slow networks between nodes"""
-    dry_run: bool = False  # load no weights and train nothing: print what would happen and whether it fits
+    """ranks that share a model's shards: all, or those of each node, for slow networks between nodes"""
+    dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
-    """with --dry-run, another machine: RANKSxGB, as 8x80 for 8 GPUs of 80 GB; none: what is here"""
+    """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
     hang_timeout: float = 600
-    """seconds without progress on any rank after which all leave with a report; 0: never"""
+    """seconds without progress on any rank before all exit with a report; 0: never"""
 
 
 POSITIVE = (
@@ -192,7 +191,7 @@ POSITIVE = (
     "rollout_workers",
     "reply_timeout",
 )
-# More is a slip of the hand, which would take the host's memory or its processes before anything fails.
+# A larger value is a typo, which would use up the host's memory or processes before anything fails.
 MOST = {
     "threads": 1024,
     "reward_workers": 1024,
@@ -206,21 +205,21 @@ MOST_ROLLOUTS = 2**20  # in a step
 
 @dataclass(frozen=True)
 class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndData):
-    """All shared flags. (Python collects the fields of the last class first.)"""
+    """All shared flags. (Python collects fields from the last class first.)"""
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the tiny embedded model is trained."""
+        """True if the run trains the tiny embedded model."""
         return self.model is None
 
     @property
     def warm_start_task(self) -> str:
-        """The embedded task that the embedded model is warm-started on."""
+        """The embedded task that warm-starts the embedded model."""
         return "calculator" if self.task == "calculator" else "sorting"
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What --chat-template-kwargs says. Raises InputError if it is no JSON object."""
+        """The object of --chat-template-kwargs. Raises InputError if it is not a JSON object."""
         text = self.chat_template_kwargs
         if text is None:
             return {}
@@ -235,12 +234,12 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference model is loaded: a script with a KL term says when."""
+        """True if the run loads a reference model: a script with a KL term says when."""
         return False
 
     @property
     def has_value_model(self) -> bool:
-        """Whether a value model is trained beside the policy."""
+        """True if the run trains a value model beside the policy."""
         return False
 
     @property
@@ -267,7 +266,7 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 
     @property
     def importance_correction(self) -> str:
-        """`correction`, or its default: without one the clip would bound what all steps of a token's age change."""
+        """`correction`, or its default: without one, the clip would bound the change over a token's whole age."""
         if self.correction != "auto":
             return self.correction
         is_partial = self.decode_budget is not None
@@ -275,13 +274,13 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndD
 
     @property
     def num_rewards(self) -> int:
-        """Rewards that the flags ask for: functions and reward model, or the task's own; overlong penalty."""
+        """The number of rewards: functions and reward model, or else the task's own one; overlong penalty."""
         named = len(self.reward) + bool(self.reward_model)
         return (named or 1) + bool(self.overlong_buffer)
 
 
 def ranks_and_bytes(gpus: str) -> tuple[int, float]:
-    """The number of ranks and the memory of each that --gpus says. Raises InputError."""
+    """The number of ranks in --gpus and the bytes of each. Raises InputError."""
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", gpus, re.ASCII)
     if not found:
         raise InputError(f"--gpus {gpus}: give the number of ranks and GB of each, as 8x80")
@@ -289,25 +288,28 @@ def ranks_and_bytes(gpus: str) -> tuple[int, float]:
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """The flags that say what writes rollouts in processes of its own, and their values: one, or none."""
+    """The flags that name code for rollouts in worker processes, with their values: one, or none."""
     values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
     return [(kind, value) for kind, value in values if value]
 
 
 def one_turn(episode: Episode) -> Turns:
-    """The rollout of the scripts as they are, to know it by."""
+    """The scripts' own rollout, unchanged, for `asks_for_one_turn` to compare with."""
     yield episode.generate()
 
 
 def asks_for_one_turn(rollout: RolloutFunction) -> bool:
-    """Whether a script's own function is that of the scripts as they are; it then looks at no answer either."""
+    """True if a script's function is still the scripts' own: one turn, whose answer it does not look at.
+
+    It compares the code: a fork that changes `rollout` has nothing to declare, and nothing of it runs here.
+    """
     code = getattr(rollout, "__code__", None)
     plain = one_turn.__code__
     return code is not None and (code.co_code, code.co_names) == (plain.co_code, plain.co_names)
 
 
 def check_limits(config: RunConfig, max_new_tokens: int) -> None:
-    """Refuse limits of sampled tokens that no completion of `max_new_tokens` comes to. Raises InputError.
+    """Refuse limits of sampled tokens that no completion of `max_new_tokens` can reach. Raises InputError.
 
     A function of --rollout may give a completion several branches of that length.
     """
@@ -359,7 +361,7 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
 
 
 def check_sizes(config: RunConfig) -> None:
-    """Refuse sizes that no machine has room or time for, before they are tried. Raises InputError."""
+    """Refuse sizes that no machine has memory or time for. Raises InputError."""
     for name, most in MOST.items():
         value = getattr(config, name)
         refuse(value != "auto" and value > most, f"{flag_of(name)} {value}: must be at most {most}")
@@ -376,7 +378,7 @@ def check_sizes(config: RunConfig) -> None:
 def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag.
 
-    rollout: the script's own function, for the flags that have no effect on one of a single turn.
+    rollout: the script's own function, as some flags have no effect on one of a single turn.
     """
     check_numbers(config, positive=POSITIVE)
     check_texts(config)
@@ -388,8 +390,8 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
         refuse(config.device == "cpu", f"--gpus {config.gpus}: with --device cpu; leave out one of the two")
         refuse(
             config.shard_over == "node",
-            f"--gpus {config.gpus}: does not say how many are in a node, as --shard-over node asks; leave out one of "
-            "the two (a node by itself needs what --shard-over world says of its GPUs)",
+            f"--gpus {config.gpus}: does not say how many are in a node, which --shard-over node needs; leave out "
+            "one of the two (a single node needs the memory that --shard-over world reports for its GPUs)",
         )
     refuse(
         len(config.reward_weights) not in (0, config.num_rewards),
@@ -400,7 +402,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
         "--reward-weights: all are 0, so that nothing is trained for",
     )
     for weight in config.reward_weights:
-        # Of a reward of up to 1e12: the squares of gradients must fit in fp32.
+        # Rewards go up to 1e12, and the squares of gradients must fit in fp32.
         refuse(abs(weight) > 1e6, f"--reward-weights {weight}: must be at most 1e6")
     refuse(
         config.model and not config.data,

@@ -1,4 +1,4 @@
-"""What a run would do and whether it fits, without weights, run folder or process group: `--dry-run`."""
+"""`--dry-run`: print the plan of a run and whether it fits, without weights, run folder or process group."""
 
 import dataclasses
 import tempfile
@@ -48,15 +48,15 @@ from minirl.run.setup import compute_dtype
 
 SHOWN_PROMPTS = 2
 SHOWN_CHARACTERS = 400  # of a prompt or completion
-SAMPLE_CHARACTERS = 10_000  # of a completion that rewards are called on
-MOST_TOKENS = 2**24  # of a microbatch or cache that are asked for
+SAMPLE_CHARACTERS = 10_000  # of the completion that rewards judge
+MOST_TOKENS = 2**24  # in the largest microbatch and cache that it looks for
 
 
 @dataclasses.dataclass(frozen=True)
 class _Machine:
     """The ranks that a run would have, and the free bytes of each.
 
-    host_ranks, host_free: ranks on this host, and its free bytes; of another machine they are not known.
+    host_ranks, host_free: ranks on this host, and its free bytes; unknown for another machine.
     """
 
     device_type: str
@@ -69,7 +69,7 @@ class _Machine:
 def dry_run(
     config: RunConfig, *, rewards: Mapping[str, RewardFunction] | None = None, tools: Sequence[Tool] = ()
 ) -> int:
-    """Print what the run would do and what each phase needs; returns the exit code. Not collective.
+    """Print the plan of the run and the memory of each phase; returns the exit code. Not collective.
 
     rewards, tools: those of `Setup`. It reads data, config.json and tokenizer, and calls the reward functions on two
     prompts. Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
@@ -112,7 +112,7 @@ def dry_run(
 
 
 def _machine(config: RunConfig) -> _Machine:
-    """That of --gpus, or this one with torchrun's ranks."""
+    """The machine of --gpus, or this one with torchrun's ranks."""
     if config.gpus is not None:
         num_ranks, free = ranks_and_bytes(config.gpus)
         return _Machine("cuda", num_ranks, free)
@@ -165,7 +165,7 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     if keeps_cache:
         print0("  the cache is kept from step to step")
     if not can_score_beside_cache(work, sizes, free):
-        print0("  frozen models do not fit beside the cache: they score when generation has ended")
+        print0("  frozen models do not fit beside the cache: they score after generation")
     if work.is_cuda:
         needed = host_bytes(work, num_ranks=machine.host_ranks)
         there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"
@@ -186,7 +186,7 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
 
 
 def _print_prompts(task: Task, prompts: PromptStream) -> None:
-    """The first prompts as the model reads them, and what each reward gives to an empty and to a sample completion."""
+    """Print the first prompts as the model reads them, and each reward of an empty and of a sample completion."""
     tokenizer = prompts.tokenizer
     for ordinal in range(min(SHOWN_PROMPTS, prompts.num_prompts)):
         row = prompts.row(ordinal)
@@ -197,7 +197,7 @@ def _print_prompts(task: Task, prompts: PromptStream) -> None:
         sample_ids = [tokenizer.backend(sample, add_special_tokens=False)["input_ids"] for sample in samples]
         for name, function in {**task.rewards, **task.extra_scores}.items():
             if asked_of_episodes([function]) - {"messages"}:
-                print0(f"reward   {name}: asks for what only episodes have, and none was made")
+                print0(f"reward   {name}: asks for facts of episodes, and a dry run makes none")
                 continue
             values = compute_rewards(
                 function,
@@ -218,10 +218,10 @@ def _answered(row: Row, completion: str) -> Messages:
 
 
 def _sample_completion(row: Row) -> str:
-    """The row's first field beside the prompt, which often is the answer, if it is text or a number."""
+    """The row's first text or number besides the prompt, which often is the answer."""
     values = [str(value) for value in row.columns.values() if isinstance(value, str | int | float)]
     sample = values[0] if values else "a completion"
-    # Half of a surrogate pair cannot be tokenized, and no completion has one.
+    # Half of a surrogate pair cannot be tokenized, and completions never have one.
     return sample[:SAMPLE_CHARACTERS].encode(errors="replace").decode()
 
 

@@ -1,8 +1,7 @@
-"""The embedded model, trained when no --model is given: a tiny Llama, warm-started on an embedded task.
+"""The embedded model, which a run without --model trains: a tiny Llama, warm-started on an embedded task.
 
-Its folder has the weights and a tokenizer of its own. Rank 0 makes it once for each task and caches it under a name
-with the hash of `RECIPE` and the task's name, on which alone it depends. It gets this name by a rename when it is
-complete.
+Its folder has the weights and its tokenizer. Rank 0 makes it once for each task and caches it under a name with the
+hash of all that it depends on: `RECIPE` and the task's name. A rename gives it this name when it is complete.
 """
 
 import hashlib
@@ -68,7 +67,7 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
     """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective).
 
-    Raises InputError on every rank if a file in it is not what was written.
+    Raises InputError on every rank if a file in it has changed.
     """
     recipe = json.dumps({**RECIPE, "task": task}, sort_keys=True).encode()
     digest = hashlib.sha256(recipe).hexdigest()
@@ -79,7 +78,9 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
     fault = _damage(folder)
-    refuse(fault, f"the embedded model is damaged ({fault}): delete {folder}, and it is made anew")
+    refuse(
+        fault, f"the embedded model is damaged ({fault}): delete {folder}, and the next run makes it again"
+    )
     return folder
 
 
@@ -91,7 +92,7 @@ def write_shape(folder: Path) -> Path:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return which file differs from what was written, or None."""
+    """The file that has changed since it was written, and how, or None."""
     try:
         for name, digest in read_json_object(folder / DIGESTS_FILE).items():
             fault = durable.damage(folder / name, digest)
@@ -103,7 +104,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _make_folder(folder: Path, task: Task) -> None:
-    """Warm-start the model and write its folder. Another run may do the same at the same time."""
+    """Warm-start the model and write its folder. Another run may be doing the same."""
     model = warm_start(task)
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer_folder = Path(temporary)
@@ -112,7 +113,7 @@ def _make_folder(folder: Path, task: Task) -> None:
         try:
             save_folder(folder, weights, config=RECIPE["config"], tokenizer_from=tokenizer_folder)
         except OSError:
-            # If the folder exists now, another run has made the same one in the meantime.
+            # If the folder exists now, another run has made the same one meanwhile.
             if not folder.exists():
                 raise
 
@@ -130,7 +131,7 @@ def save_tokenizer(folder: Path, vocabulary: Mapping[str, int] = VOCABULARY) -> 
 
 
 def warm_start(task: Task) -> Transformer:
-    """A new model, trained on the right answers by cross entropy until it sometimes answers correctly.
+    """A new model, trained by cross entropy on the right answers until it sometimes gives one.
 
     Reinforcement learning needs some correct answers to start from.
     """

@@ -15,7 +15,7 @@ from minirl.ranks import watchdog
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
-# What other libraries call a flag: what it is here.
+# The names of flags in other libraries, and the flags here.
 OTHER_NAMES = {
     "learning-rate": "--lr",
     "out-dir": "--run-name, a folder in ./runs or $MINIRL_RUNS",
@@ -33,7 +33,7 @@ OTHER_NAMES = {
     "epsilon": "--clip-low, and --clip-high",
     "report-to": "--wandb",
 }
-MAX_NUMBER = 2**63 - 1  # of a flag: tensors hold no greater int, and no greater float means anything
+MAX_NUMBER = 2**63 - 1  # in a flag: tensors hold no greater int, and a greater float is a typo
 
 
 def run_script(
@@ -45,7 +45,7 @@ def run_script(
 ) -> typing.NoReturn:
     """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
 
-    presets: what `--algorithm NAME` sets; flags that are given win. Every rank calls it.
+    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
     """
     preset = chosen_preset("--algorithm", presets) if presets else {}
     watchdog.run(lambda: main(parse(config_class, description=description, preset=preset)))
@@ -54,7 +54,7 @@ def run_script(
 def chosen_preset(
     flag: str, presets: Mapping[str, dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The preset that the command line (or `arguments`) names with `flag`, by default the first."""
+    """The preset that the command line (or `arguments`) names with `flag`; without it, the first."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument(flag, dest="name", default=next(iter(presets)))
     name = early.parse_known_args(arguments)[0].name
@@ -90,7 +90,7 @@ def parse(
 
 
 class _Box(dict[str, type]):
-    """The flags of one box of `--help`: the names of their fields, and the class that declares each first."""
+    """The flags of one box of `--help`: the names of their fields, each with the class that declares it first."""
 
 
 def _boxes(config_class: type) -> dict[str, _Box]:
@@ -112,7 +112,7 @@ def _boxes(config_class: type) -> dict[str, _Box]:
 
 
 def _rule_for_boxes(defaults: object) -> ConstructorRegistry:
-    """Tells tyro to parse a `_Box` into a dict of values, by the fields of the config that `defaults` is."""
+    """A registry that has tyro parse each `_Box` into a dict of values. `defaults` is a config."""
     registry = ConstructorRegistry()
     config_class = type(defaults)
 
@@ -134,7 +134,7 @@ def _rule_for_boxes(defaults: object) -> ConstructorRegistry:
 
 
 def _shown(field: StructFieldSpec, first: StructFieldSpec) -> StructFieldSpec:
-    """The field as `--help` shows it; its comment may be that of its `first` declaration."""
+    """The field as `--help` shows it. Without a comment it has that of its `first` declaration."""
 
     def comment() -> str | None:
         texts = [part.helptext() if callable(part.helptext) else part.helptext for part in (field, first)]
@@ -149,7 +149,7 @@ def _shown(field: StructFieldSpec, first: StructFieldSpec) -> StructFieldSpec:
 
 
 def _refuse_other_names(config_class: Any, arguments: Sequence[str]) -> None:
-    """Refuse a flag by the name that another library gives it. Raises InputError with the name here."""
+    """Refuse a flag by its name in another library. Raises InputError with the name here."""
     own = {field.name.replace("_", "-") for field in dataclasses.fields(config_class)}
     for argument in arguments:
         name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
@@ -173,7 +173,7 @@ def _metavar(annotation: Any) -> str | None:
 def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
     """Refuse numbers that are negative or not finite, and 0 in the fields that must be `positive`.
 
-    Of several numbers in one field each may be negative. Raises InputError.
+    The numbers of a field with several may be negative. Raises InputError.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -187,7 +187,7 @@ def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
 
 
 def check_texts(config: Any) -> None:
-    """Refuse empty texts, also one of several, where the default is not empty. Raises InputError."""
+    """Refuse empty texts, alone or among several, unless they are the default. Raises InputError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         texts = value if isinstance(value, tuple) else (value,)
@@ -198,10 +198,10 @@ def check_texts(config: Any) -> None:
 def check_needed(
     config: Any, *, needs: Mapping[str, str | tuple[object, str]], preset: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse flags that have no effect. Raises InputError naming the flag and what it needs.
+    """Refuse flags that have no effect. Raises InputError naming the flag and the one that it needs.
 
-    needs[field]: the field that must be on, or whether the flag has an effect and the words for what it needs. A value
-    that is the default's, or that of the `preset`, was not given and is not refused.
+    needs[field]: the field that must be on, or whether the flag has an effect and the words for the missing flag. It
+    takes a value of the defaults or of the `preset` as not given, and does not refuse it.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""The files that a run was started with: a copy of the script, and what has changed since."""
+"""The files that a run started with: a copy of the script, and digests to notice later changes."""
 
 import shutil
 import sys
@@ -14,7 +14,7 @@ from minirl.run.run_folder import read_args
 
 
 def input_digests(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the script, and of the files of data, rewards and models, by path; of those that are there."""
+    """SHA-256 by path of the script and of the files of data, rewards and models, as far as they exist."""
     functions = [*config.reward, *filter(None, [config.rollout, config.tools, config.environment])]
     sources = [spec.rpartition(":")[0] for spec in functions]
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
@@ -29,30 +29,30 @@ def input_digests(config: RunConfig) -> dict[str, str]:
 
 
 def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) -> list[str]:
-    """Notes on the files that have changed since the run in this folder was last started (collective).
+    """Notes on the files that have changed since the run in this folder last started (collective).
 
-    digests: on rank 0, those of today. Raises InputError, on every rank, if the data has changed: the run would not
-    go on as it began. --resume force takes it.
+    digests: on rank 0, the present ones. Raises InputError, on every rank, if the data has changed, because the run
+    would not continue as it began. --resume force accepts the change.
     """
     changed = broadcast_object(changed_inputs(folder, digests) if rank() == 0 else None)
     data = {str(Path(name)) for name in (config.data, *config.eval_data) if name}
     for path in changed:
         refuse(
             path in data and config.resume != "force",
-            f"{path}: the data has changed since this run was last started; restore it, take another --run-name to "
-            "start afresh, or --resume force to go on with the new data",
+            f"{path}: the data has changed since this run last started; restore it, start a new run with another "
+            "--run-name, or continue with the new data by --resume force",
         )
-    return [f"{path} has changed since this run was last started" for path in changed]
+    return [f"{path} has changed since this run last started" for path in changed]
 
 
 def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """The files that are not what they were when the run in this folder was last started."""
+    """The files that have changed since the run in this folder last started."""
     before = read_args(folder).get("inputs", {})
     return [name for name, digest in digests.items() if name in before and before[name] != digest]
 
 
 def keep_script(folder: Path, *, step: int) -> None:
-    """Copy the script into the run's folder; a later version beside the first, named after the step."""
+    """Copy the script into the run's folder; a later version goes beside the first, named after the step."""
     script = Path(sys.argv[0])
     if script.suffix != ".py" or not script.is_file():
         return

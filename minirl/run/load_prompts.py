@@ -37,15 +37,15 @@ def load_prompts(
 def load_tokenizer(
     config: RunConfig, folder: Path, tools: Sequence[Tool], workers: RolloutWorkers | None
 ) -> Tokenizer:
-    """The tokenizer, whose prompts tell of the script's tools or of those of --tools or --environment.
+    """The tokenizer, whose prompts describe the script's tools, or those of --tools or --environment.
 
-    Raises InputError if the calls of the latter cannot be read, or their results not written, and for arguments that
+    Raises InputError if it cannot read the calls of the latter or write their results, and for template arguments that
     change no prompt.
     """
     called = [] if workers is None else workers.tools
     refuse(
         bool(tools and called),
-        "--tools or --environment: this script tells of tools of its own, which nobody calls; use --rollout",
+        "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",
     )
     tokenizer = Tokenizer(
         folder,

@@ -21,7 +21,7 @@ RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "
 
 
 def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
-    """The task that the flags ask for, with its own rewards or these. Raises InputError."""
+    """The task that the flags name, with its own rewards or these. Raises InputError."""
     task = load_task(
         config.task,
         data=config.data,
@@ -38,7 +38,7 @@ def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] |
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
-    """The function of --rollout, --tools or --environment in its processes; None without one.
+    """The worker processes for --rollout, --tools or --environment; None without these flags.
 
     Raises InputError. Not collective.
     """
@@ -81,11 +81,10 @@ def load_task(
     name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
     reward: "file.py:function" each, or "episode", "episode:NAME" (`EpisodeReward`); a file's function runs in
     `reward_workers` processes (`minirl.rewards.reward_process`).
-    reward_model: only says whether there is one; the caller adds it. has_environment: whether there is --environment.
+    reward_model: only says that there is one; the caller adds it. has_environment: the run has --environment.
 
-    With `reward` or `reward_model` the task's own rewards are not trained on but only logged. Both files are
-    checked whole, also for the fields that the rewards ask for. Raises InputError naming file, line, field or
-    flag.
+    With `reward` or `reward_model` the task's own rewards are only logged, not trained on. It checks all rows of the
+    files, also for the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
     """
     if name not in TASKS:
         raise InputError(f"--task {name}: choose one of {', '.join(TASKS)}")

@@ -1,7 +1,7 @@
-"""The loop of a run: its steps, and all that is the same in them whatever the objective.
+"""The loop of a run: the parts of a step that do not depend on the objective.
 
-A script makes a `Run` of its `Setup`, loops over `steps`, ends each with `finish_step`, and returns `close()`.
-Nothing here calls back into the script: a fork that wants something else writes it into its own loop.
+A script makes a `Run` from its `Setup`, loops over `steps`, ends each with `finish_step`, and returns `close()`.
+Nothing here calls back into the script: a fork that needs something else writes it into its own loop.
 """
 
 import gc
@@ -45,17 +45,17 @@ from minirl.training.frozen_models import frozen_logprobs
 from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
-IN_FLIGHT = "in flight"  # name of the collector's part among what a checkpoint remembers
+IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records` of a checkpoint
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 
 @dataclass
 class Progress:
-    """How far the run is, and what the script remembers: what a checkpoint saves beside the models.
+    """How far the run is, and the script's memory: a checkpoint saves it with the models.
 
     step: steps done. update: optimizer steps done, which is the version of the weights. num_served: prompts
     taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if the
-    run evaluated it. extra, records: what the script itself has to remember, see `Run`.
+    run evaluated it. extra, records: values that the script has to remember, see `Run`.
     """
 
     step: int = 0
@@ -67,15 +67,16 @@ class Progress:
     records: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint's manifest: all but `extra` and `records`, which have files of their own."""
+        """JSON values for a checkpoint's manifest: all fields except `extra` and `records`, which have own files."""
         return {name: value for name, value in vars(self).items() if name not in ("extra", "records")}
 
     def remember(
         self, extra: Mapping[str, Any], records: Mapping[str, list[Any]], *, is_forced: bool
     ) -> None:
-        """Give what the script remembers its first values, where none were saved.
+        """Set the script's memory: the saved values, and first values where the checkpoint has none.
 
-        In a resumed run that is refused, as is dropping what was saved, unless is_forced. Raises InputError.
+        In a resumed run it refuses, unless is_forced, to begin with a first value or to drop a saved one. Raises
+        InputError.
         """
         for kind, saved, first in (("extra", self.extra, extra), ("records", self.records, records)):
             changes = [
@@ -89,7 +90,7 @@ class Progress:
                 refuse(
                     not is_forced, f"{listed}; --resume force begins with first values and drops the others"
                 )
-                print0(f"resuming with what this script remembers: {listed}")
+                print0(f"resuming with other values to remember: {listed}")
         self.extra = {name: self.extra.get(name, value) for name, value in extra.items()}
         self.records = {name: self.records.get(name, value) for name, value in records.items()}
 
@@ -114,15 +115,15 @@ class Run:
     ):
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
-        models: by name, the policy first; each is saved with its optimizer. collector: of the training prompts; a
-        checkpoint holds its rollouts in flight, and evaluations use its engine. folders: where config and tokenizer of
-        a further model come from. resolved: values for args.json where flags of the script left one open.
+        models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
+        rollouts; a checkpoint holds those in flight, and evaluations use its engine. folders: those with config and
+        tokenizer of further models. resolved: values for args.json where the script's flags left them open.
 
-        extra, records: what the script has to remember between steps, with its first values; each save takes the later
-        ones from `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every
-        rank. `records` are lists of this rank; another number of ranks deals them out again.
+        extra, records: first values of the script's memory between steps; each save takes the later ones from
+        `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
+        `records` are lists of this rank; a resume on another number of ranks deals them out again.
 
-        Raises InputError naming a value that cannot be saved, or what the checkpoint lacks.
+        Raises InputError naming a value that cannot be saved, or one that the checkpoint lacks.
         """
         self._setup = setup
         self._config = config = setup.config
@@ -165,9 +166,9 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do, until the last one or the one in which a signal asked for a stop.
+        """The numbers of the remaining steps, up to the last, or to one in which a signal asked the run to stop.
 
-        What is loaded by then stays for the run, so no garbage collection looks through it again.
+        Garbage collection skips the objects that exist by now, because they stay for the whole run.
         """
         gc.collect()
         gc.freeze()
@@ -178,7 +179,7 @@ class Run:
                 return
 
     def turn_rewards(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """The stream of that name of these rollouts, for `exchange`; none if no reward is an episode's.
+        """The stream `turn_rewards` of these rollouts for `exchange`, or {} if episodes give no reward.
 
         Not collective.
         """
@@ -197,8 +198,8 @@ class Run:
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
         """Which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
-        is_trained bool [N]: the branches in microbatches; None: all. Where it names none the first branch is in one, so
-        that the gap of sampled logprobs is measured in every step. Minibatches are the same without it.
+        is_trained bool [N]: the branches in microbatches; None: all. If it names none, a microbatch has the first
+        branch, to measure the gap of sampled logprobs in every step. It does not change the minibatches.
         """
         if is_trained is not None and not is_trained.any():
             is_trained = torch.arange(len(is_trained)) == 0
@@ -215,7 +216,7 @@ class Run:
     def with_old_logprobs(
         self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
     ) -> Batch:
-        """The batch with its old logprobs, unless one update per step makes them the new ones, detached."""
+        """The batch with its old logprobs; without, if one update per step makes them equal to the new ones."""
         if self._setup.old_logprobs == "sampled":
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
@@ -225,7 +226,7 @@ class Run:
         return batch
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
-        """Learning rate of the present optimizer step; the schedule begins at `first_update`."""
+        """Learning rate of the current optimizer step; the schedule begins at `first_update`."""
         return learning_rate(
             self.progress.update - first_update,
             self._config.num_updates - first_update,
@@ -241,7 +242,7 @@ class Run:
             0, self._setup.held_out.num_prompts, group_size=0, num_greedy=1
         )
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
-        self._evaluator.engine.take_stats()  # dropped: the next step's metrics are about that step alone
+        self._evaluator.engine.take_stats()  # dropped: the next step's metrics must not include them
         is_score = torch.tensor([name != "overlong" for name in self._setup.reward_functions])
         scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
         metrics = StepMetrics()
@@ -257,7 +258,7 @@ class Run:
     def log_rollouts(self, step: int, rewarded: RewardedRollouts, table: RolloutTable, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
 
-        To be called before the update, which may be refused.
+        Call it before the update, which may be refused.
         """
         sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
         mean_advantages = table.sum_branches(sums) / table.sum_branches(table.num_loss_tokens)
@@ -282,9 +283,9 @@ class Run:
         )
 
     def finish_step(self, step: int, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
-        """Add up and log the metrics of the step with these groups, evaluate and save where due (collective).
+        """Add up and log the step's metrics, evaluate and save if due (collective).
 
-        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN without one.
+        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN if no reward applies.
         """
         is_last = step == self._config.num_steps
         rewarded = groups.rewarded
@@ -327,12 +328,12 @@ class Run:
                 score=score,
             )
         elif not self._has_finished_step:
-            # What cannot be saved is refused now, not when many steps would be lost.
+            # Refuse values that cannot be saved now, not after many steps that would be lost.
             Remembered.copied(self.progress.extra, self.progress.records)
         self._has_finished_step = True
 
     def close(self) -> int:
-        """Wait for the last save, print what was reached and where it is; returns the exit code (collective)."""
+        """Wait for the last save, print scores and paths; returns the exit code (collective)."""
         saved = self._checkpoints.finish()
         self._logger.finish()
         for name, score in self.progress.evaluated.items():

@@ -1,8 +1,8 @@
 """Run folders: open the folder of a run by its name, lock it, and find the checkpoint to resume from.
 
-runs/NAME/lock                  locked while a run uses the folder; names the process that holds it
+runs/NAME/lock                  locked while a run uses the folder; names the process with the lock
 runs/NAME/args.json             the flags, which a resumed run must repeat
-runs/NAME/reference/            the weights of the reference model, if there is one
+runs/NAME/reference/            the weights of the reference model, if the run has one
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
@@ -31,15 +31,15 @@ from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
 FORMAT = 2  # version of the layout of checkpoints
-# Files of a checkpoint with tensors of the script's own, where NaN may have a meaning. Without endings.
+# Files of a checkpoint with the script's own tensors, where NaN may have a meaning. Without endings.
 EXTRA_FILE = "resume/extra"
 RECORDS_FOLDER = "resume/records"
 
-# Mode of a run's folder, and of resume/ in a checkpoint, which may be copied elsewhere. What they hold of rollouts
-# cannot be masked: a resume needs it.
+# Mode of a run's folder, and of resume/ in a checkpoint, which users may copy elsewhere. A resume needs the rollouts in
+# them as they are, so their secrets cannot be masked.
 PRIVATE = 0o700
 
-# Flags that change neither the weights nor the samples, and may differ in a resumed run.
+# Flags that change neither weights nor samples: a resumed run may change them.
 FREE_FLAGS = {
     "run_name",
     "resume",
@@ -57,25 +57,25 @@ FREE_FLAGS = {
     "dry_run",
     "gpus",
 }
-# What a run that was killed before it wrote args.json may have left in its folder.
+# Files that a run may leave in its folder if a kill comes before args.json.
 _LEFT_BEFORE_ARGS = {"lock", "checkpoints", "rollouts", ".half-args.json"}
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. That of a new run is made by `create`, once the run can really start."""
+    """The folder of a run. `create` makes that of a new run, once the run can really start."""
 
     path: Path
     checkpoint: Path | None  # to resume from; None: start from the first step
-    token: str  # random, for this start of the run; makes the names of temporary folders unique
-    lock: IO[str] | None  # on rank 0, the locked file; the system unlocks it when the process ends
+    token: str  # random for each start of the run, to make the names of temporary folders unique
+    lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
     is_name_generated: bool = False
 
     def create(self) -> "RunFolder":
-        """Make and lock the folder, unless that was done when it was found (collective).
+        """Make and lock the folder, unless `open_run_folder` found and locked it (collective).
 
-        A generated name that another run has taken in the meantime gets a number. Raises InputError on every
-        rank if the folder cannot be made, or another run has taken the name that the user gave.
+        If another run has just taken a generated name, the name gets a number. Raises InputError on every rank if it
+        cannot make the folder, or if another run has taken the user's name.
         """
 
         def make() -> tuple[Path, IO[str]]:
@@ -100,13 +100,15 @@ def runs_root() -> Path:
 
 
 def find_run(name: str, part: str) -> Path:
-    """A run's folder by its path or its name among the runs: the one that has this file or folder.
+    """A run's folder by its path or its name among the runs, whichever has this file or folder.
 
-    Raises InputError if there is none.
+    Raises InputError if neither does.
     """
     folders = [Path(name), runs_root() / name]
     for folder in folders:
-        if os.path.exists(folder / part):  # which a name that no file can have does not make raise
+        if os.path.exists(
+            folder / part
+        ):  # unlike Path.exists, it does not raise for a name that no file can have
             return folder
     raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
 
@@ -114,7 +116,7 @@ def find_run(name: str, part: str) -> Path:
 def run_before_restart() -> str | None:
     """The name of the run that this torchrun began before it restarted its ranks (--max-restarts), or None.
 
-    Not collective. It is the run whose args.json has the same `launcher`.
+    Not collective. That run's args.json has the same `launcher`.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
@@ -130,15 +132,15 @@ def open_run_folder(
 ) -> RunFolder:
     """Find and lock the folder of the earlier run `name`, or choose that of a new run (collective).
 
-    An earlier run is resumed from its newest intact checkpoint. Newer checkpoints, which are damaged, are
-    reported and renamed. What a killed save has left is removed. For a new run nothing is made yet, so that a
-    start that fails leaves no folder: see `RunFolder.create`.
+    An earlier run resumes from its newest intact checkpoint; newer ones, which are damaged, are reported and renamed,
+    and the files of a killed save removed. For a new run it makes nothing yet, so a start that fails leaves no folder:
+    see `RunFolder.create`.
 
     resume: "auto": an earlier run must have the same flags, except for `FREE_FLAGS` and a greater num_steps.
-    "force": it takes the new flags. "never": there must be no earlier run.
+    "force": it takes the new flags. "never": it must not exist.
 
-    Raises InputError on every rank if the name is a path, if the folder cannot be written or is in use, if
-    the flags differ, or if all checkpoints are damaged.
+    Raises InputError on every rank if the name is a path, if the folder is in use or not writable, if the flags differ,
+    or if all checkpoints are damaged.
     """
 
     def find() -> tuple[Path, Path | None, str, IO[str] | None]:
@@ -160,7 +162,7 @@ def open_run_folder(
 def _on_rank_0(function: Callable[[], tuple[Any, ...]], *, unshared: int) -> tuple[Any, ...]:
     """Rank 0's result on every rank, or its InputError (collective).
 
-    Element `unshared` of the result is an open file, which stays on rank 0; the others have None.
+    Element `unshared` of the result is an open file, which stays on rank 0; other ranks get None.
     """
     outcome: Any = None
     own = None
@@ -180,7 +182,7 @@ def _on_rank_0(function: Callable[[], tuple[Any, ...]], *, unshared: int) -> tup
 
 
 def _checked_path(name: str) -> Path:
-    """The folder of this name. Raises InputError if it is no plain name, no run's folder, or cannot be written."""
+    """The folder of this name. Raises InputError for a path, a foreign folder, or one that it cannot write to."""
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name):
         raise InputError(
             f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go"
@@ -190,7 +192,7 @@ def _checked_path(name: str) -> Path:
         foreign = {path.name for path in folder.iterdir()} - _LEFT_BEFORE_ARGS
         refuse(
             foreign,
-            f"{folder}: has {sorted(foreign)[:3]} but no args.json, it is no run; choose another --run-name",
+            f"{folder}: has {sorted(foreign)[:3]} but no args.json, so it is not a run; choose another --run-name",
         )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: File exists; see --run-name and $MINIRL_RUNS")
@@ -202,7 +204,7 @@ def _checked_path(name: str) -> Path:
 
 
 def claim_folder(folder: Path) -> Path:
-    """Make a folder that was not there, with a number behind its name if need be; of two processes one gets each.
+    """Make a new folder, adding a number to its name if that is taken. No two processes get the same one.
 
     Not collective. Raises InputError if that fails.
     """
@@ -220,7 +222,7 @@ def claim_folder(folder: Path) -> Path:
 
 
 def _make_folder(folder: Path) -> Path:
-    """Make the folder if it does not exist. Raises InputError if that fails."""
+    """Make the folder unless it exists. Raises InputError if that fails."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(PRIVATE, exist_ok=True)
@@ -231,7 +233,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    """Lock the folder for this process. Raises InputError naming the process that has locked it."""
+    """Lock the folder for this process. Raises InputError naming the process that has the lock."""
     lock = (folder / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,19 +249,19 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None:
-    """Compare the flags with those of the earlier run in this folder, if there is one. Raises InputError."""
+    """Compare the flags with those of an earlier run in this folder. Raises InputError if they differ."""
     args = read_args(folder)
     if not args:
         refuse(
             resume != "force" and checkpoints_in(folder),
-            f"{folder}: has checkpoints but no args.json, so the flags cannot be compared; choose another --run-name, "
-            "or --resume force to go on with these flags",
+            f"{folder}: has checkpoints but no args.json to compare the flags with; choose another --run-name, or "
+            "--resume force to continue with these flags",
         )
         return
     if resume == "never":
-        raise InputError(f"{folder}: there is a run of this name; choose another --run-name")
+        raise InputError(f"{folder}: a run has this name; choose another --run-name")
     old = redacted(args["flags"])  # again: an earlier version knew fewer secrets
-    # Through JSON, as the old flags: tuples become lists.
+    # Through JSON, like the old flags: tuples become lists.
     new = json.loads(json.dumps(redacted(flags)))
     changes = []
     for name in {**old, **new}:
@@ -271,16 +273,16 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     listed = ", ".join(changes)
     if resume == "auto":
         raise InputError(
-            f"{folder}: this run was started with other flags: {listed}. Repeat its command to resume it, take "
-            "another --run-name to start afresh, or --resume force to go on with the new ones"
+            f"{folder}: this run started with other flags: {listed}. Repeat its command to resume it, take another "
+            "--run-name for a new run, or --resume force to continue with the new flags"
         )
     print0(f"resuming with other flags: {listed}")
 
 
 def read_args(folder: Path) -> dict[str, Any]:
-    """The args.json of a run's folder, {} if there is none.
+    """The args.json of a run's folder, or {} without one.
 
-    It has the run's `flags`, and the digests of its `inputs`. Raises InputError if it is damaged.
+    It has the run's `flags` and the digests of its `inputs`. Raises InputError if it is damaged.
     """
     path = folder / "args.json"
     if not path.is_file():
@@ -295,12 +297,12 @@ def read_args(folder: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint, or None if there are no checkpoints. Reports and renames newer ones.
+    """The newest intact checkpoint, or None without checkpoints. Reports and renames newer, damaged ones.
 
     Raises InputError, and renames nothing, if all are damaged.
     """
     checkpoints = folder / "checkpoints"
-    # Unfinished saves and deletions of a process that was killed.
+    # Unfinished saves and deletions of a killed process.
     for left_over in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".old-*")):
         shutil.rmtree(left_over, ignore_errors=True)
     reasons: dict[Path, str] = {}  # of the damaged checkpoints
@@ -315,20 +317,20 @@ def _newest_checkpoint(folder: Path) -> Path | None:
     if reasons:
         listed = "; ".join(f"{path}: {why}" for path, why in reasons.items())
         raise InputError(
-            f"no checkpoint of {folder} is intact: {listed}. Take another --run-name to start afresh"
+            f"no checkpoint of {folder} is intact: {listed}. Start a new run with another --run-name"
         )
     if (folder / "args.json").is_file():
-        print0(f"{folder} has no checkpoint yet: starting again from the first step")
+        print0(f"{folder} has no checkpoint yet: starting from the first step")
     return None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first, damaged ones too."""
+    """The checkpoints of a run folder, oldest first, including damaged ones."""
     return sorted(filter(is_checkpoint, (folder / "checkpoints").iterdir()), key=lambda path: int(path.name))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint, maybe a damaged one, and no folder that the user has given a number as its name."""
+    """True for a checkpoint, even a damaged one, but not for a folder of the user's whose name is a number."""
     has_name = path.name.isdecimal() and path.name == checkpoint_name(int(path.name))
     return has_name and any((path / part).exists() for part in ("manifest.json", "resume"))
 
@@ -344,7 +346,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """How a checkpoint differs from its manifest, or None; also if a weight is not finite. Reads every file.
+    """The damage of a checkpoint, or None: a file unlike its manifest, a weight that is not finite. Reads all files.
 
     Raises InputError if another version of minirl saved it in another format.
     """

@@ -1,4 +1,4 @@
-"""A run before its first step: what the flags name is read and checked, and the script's models are made.
+"""A run before its first step: read and check the files that the flags name, make models, engine and collector.
 
 The script makes a `Setup`, lets it load models and make the engine and the collector, and hands it to `Run`.
 """
@@ -64,10 +64,10 @@ REFERENCE = "reference"  # folder in the run's folder, with the weights of the r
 
 
 class Setup:
-    """What a run is made of. All ranks make it (collective).
+    """The parts of a run. All ranks make it (collective).
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
-    `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion.
+    `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Setup:
         """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
 
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
-        Raises InputError, on every rank, naming the flag, file, line or field that cannot be used.
+        Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
@@ -180,7 +180,7 @@ class Setup:
         max_refills: int | None = None,
         frozen: Sequence[FrozenModel] = (),
     ) -> Collector:
-        """What makes each step's rollouts with their rewards. Not collective.
+        """The collector, which makes each step's rollouts with their rewards. Not collective.
 
         The arguments are `Collector`'s; --rollout, --tools or --environment replaces `rollout`.
         """
@@ -203,7 +203,7 @@ class Setup:
         )
 
     def args(self) -> dict[str, Any]:
-        """What args.json records: flags as given, values where they left one open, on rank 0 the inputs' digests."""
+        """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""
         return {
             **self._flags,
             "lr": self.config.peak_lr,
@@ -224,7 +224,7 @@ class Setup:
         }
 
     def keep_reference(self, folder: Path) -> None:
-        """Copy the reference's weights into the run's folder, unless they come from there. On rank 0.
+        """Copy the reference's weights into the run's folder, unless they come from there. Rank 0 calls it.
 
         Raises InputError if the disk is full.
         """
@@ -237,7 +237,7 @@ class Setup:
             raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
 
     def print_start(self) -> None:
-        """Print the model, the task, the sizes, and notes on the inputs (on rank 0)."""
+        """Print, on rank 0, the model, the task, the sizes, and notes on the inputs."""
         ranks = f"{world_size()} x {self.device.type} {self.dtype}"
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
@@ -254,7 +254,7 @@ class Setup:
         return resolve_folder(self.config.model)
 
     def _fit_memory(self) -> None:
-        """Choose the sizes that flags leave open, and what stays in memory beside the cache (collective).
+        """Choose the sizes that flags leave open, and what can stay in memory beside the cache (collective).
 
         Raises InputError if nothing fits.
         """
@@ -273,7 +273,7 @@ class Setup:
         free = min(gather_objects(free_bytes(self.device)))
         self.sizes = sizes = choose_sizes(work, free, given)
         on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
-        # Of the first host on which it is too little.
+        # The reason of the first host with too little memory.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
         reason = too_large(work, sizes, free) or on_hosts
         refuse(
@@ -307,7 +307,7 @@ class Setup:
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of --dtype; rank 0 prints a note if this CPU has no instructions for it."""
+    """The dtype of --dtype; rank 0 prints a note if this CPU lacks instructions for it."""
     if name == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     dtype = getattr(torch, name)
@@ -321,9 +321,9 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 
 
 def num_shards(config: RunConfig) -> int:
-    """How many ranks hold a model's shards together (collective).
+    """The number of ranks that share a model's shards (collective).
 
-    Raises InputError, on every rank, if they are a node's and nodes have unequal numbers of ranks.
+    Raises InputError, on every rank, if the ranks of a node share them and nodes have unequal numbers of ranks.
     """
     if config.shard_over == "world":
         return world_size()
@@ -340,11 +340,11 @@ def num_shards(config: RunConfig) -> int:
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
-    """Where old logprobs come from: "sampled", "scored", or "auto" if none are needed.
+    """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
 
-    is_exact: whether sampled logprobs equal training logprobs. With one update per step the old policy is the new one,
-    and the ratio 1. But with a decode budget some tokens were sampled by older weights: then the ratio is to the
-    weights that sampled them, unless importance weights correct it.
+    is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
+    ratio 1. But with a decode budget older weights sampled some tokens: then the ratio is to the weights that sampled
+    them, unless importance weights correct for these.
     """
     if config.old_logprobs != "auto":
         return config.old_logprobs

@@ -1,1 +1,1 @@
-"""Users' code in processes: a pool of them, the program that they run, and what an adapter gives to it."""
+"""Users' code in processes: the pool, the program of a process, and the interface of its adapters."""

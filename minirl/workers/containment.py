@@ -1,8 +1,8 @@
-"""What keeps accidents of user code inside its process, and apart from other user code there.
+"""Keeps accidents of user code inside its process, and apart from other user code there.
 
 User code cannot write into the protocol by accident: both pipes move to high file descriptors, fds 0, 1 and 2 become
 /dev/null, and sys.stdout and sys.stderr become a buffer of limited size. Working directory and random generators are
-each conversation's own. This prevents accidents; it is no security boundary: the trainer checks what it gets.
+each conversation's own. This guards against accidents and is not a security boundary: the trainer checks all answers.
 
 Standard library only: a worker starts quickly.
 """
@@ -18,13 +18,11 @@ import sys
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 
-# Bound before user code runs, which may put other functions into the module.
+# Bound before user code runs, which may replace functions of the module.
 from json import dumps, loads
 from typing import Any, BinaryIO
 
-from minirl.workers.user_code import users_traceback
-
-# Characters of what user code prints that the trainer receives.
+# Characters of user code's output that the trainer receives.
 MAX_OUTPUT = 2000
 # Below the limit of this process, if that is lower.
 MAX_FILE_DESCRIPTOR = 4096
@@ -34,14 +32,14 @@ class Trainer:
     """The process that sends requests and receives answers, both as lines of JSON."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO, key: str, printed: "_PrintBuffer"):
-        """key: goes with each answer; without it the trainer takes no line for an answer."""
+        """key: part of each answer; the trainer ignores lines without it."""
         self.requests = requests
         self._answers = answers
         self._key = key
         self._printed = printed
 
     def send(self, answer: Mapping[str, Any]) -> None:
-        """Send an answer, with what user code has printed."""
+        """Send an answer, with the output of user code."""
         line = dumps({"id": self._key, **answer, "printed": self._printed.take_text()})
         self._answers.write(line.encode() + b"\n")
         self._answers.flush()
@@ -67,11 +65,11 @@ def connect(source: str) -> Trainer | None:
 
 
 def _start_guard() -> None:
-    """Fork a process that kills this one's process group as soon as the trainer has gone, in whatever way it ended.
+    """Fork a guard that kills this process's group as soon as the trainer is gone, however it ended.
 
-    The group has this process and what user code forks and starts, also programs. The guard sees by stdin that the
-    trainer has gone: only the trainer holds the pipe's other end. The guard is a child of nobody here, since user code
-    may wait for all children of its process.
+    The group has this process and all that user code forks or starts. Stdin tells the guard that the trainer is gone:
+    only the trainer holds the pipe's other end. The guard is not a child of this process, since user code may wait
+    for all of its children.
     """
     child = os.fork()
     if child != 0:
@@ -79,20 +77,20 @@ def _start_guard() -> None:
         return
     if os.fork() != 0:
         os._exit(0)
-    # The trainer must see the answers' pipe closed when the worker has ended.
+    # The trainer must see the answers' pipe closed when the worker ends.
     os.closerange(1, 3)
     hangup = select.poll()
-    # Without a mask, poll reports nothing but the hangup: requests are not the guard's.
+    # Without a mask, poll reports only the hangup: requests are not for the guard.
     hangup.register(0, 0)
     hangup.poll()
     os.killpg(0, signal.SIGKILL)
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout under high file descriptors, and put /dev/null in place of fds 0, 1 and 2.
+    """Return stdin and stdout under high file descriptors, and open /dev/null as fds 0, 1 and 2.
 
-    User code that closes all low descriptors, or writes to some, does not meet them; programs that it starts do not
-    inherit them.
+    User code that closes all low descriptors, or writes to some, misses them; programs that it starts do not inherit
+    them.
     """
     requests = os.fdopen(_high_descriptor(0), "rb", 1 << 20)
     answers = os.fdopen(_high_descriptor(1), "wb")
@@ -112,7 +110,7 @@ def _high_descriptor(fd: int) -> int:
 
 
 def working_directory() -> int:
-    """Return a high file descriptor of the present working directory."""
+    """Return a high file descriptor of the current working directory."""
     opened = os.open(".", os.O_RDONLY)
     folder = _high_descriptor(opened)
     os.close(opened)
@@ -120,7 +118,7 @@ def working_directory() -> int:
 
 
 class _PrintBuffer(io.RawIOBase):
-    """A file that keeps the beginning of what is written and drops the rest."""
+    """A file that keeps the beginning of the text written to it and drops the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,36 +134,14 @@ class _PrintBuffer(io.RawIOBase):
         return len(data)
 
     def take_text(self) -> str:
-        """Return what was kept, and start again empty."""
+        """Return the kept text and empty the buffer."""
         text = self._kept.decode("utf-8", "replace")
         self._kept = b""
         return text[:MAX_OUTPUT]
 
 
-def run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Return the action's result and None, or None and the traceback of what it raised.
-
-    Restores the working directory. In a process that user code forked and let return, does not return at all.
-    """
-    pid = os.getpid()
-    folder = working_directory()
-    result = None
-    error = None
-    try:
-        result = action(*arguments)
-    except BaseException as exception:
-        # User code may raise anything, including SystemExit and KeyboardInterrupt.
-        error = f"raised\n{users_traceback(exception)}"
-    if os.getpid() != pid:
-        # This is a fork of the worker: it must not send a second answer.
-        os._exit(0)
-    os.fchdir(folder)
-    os.close(folder)
-    return result, error
-
-
 class OwnRandom:
-    """The state of the global random generators as one conversation has it, seeded when it first meets them."""
+    """One conversation's state of the global random generators, seeded when it first meets them."""
 
     def __init__(self, seed: int):
         self._seed = seed

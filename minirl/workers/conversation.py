@@ -1,42 +1,54 @@
-"""What an adapter makes of a user's code, so that the program of a worker (`child`) can hold conversations with it.
+"""The interface that an adapter gives a user's code, for the conversations of a worker (`child`).
 
 Standard library only: a worker starts quickly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Conversation(Protocol):
-    """One use of a user's code: a call of a reward function is one of a single message, an episode one of several.
+    """One use of a user's code: a call of a reward function has a single message, an episode several.
 
-    Messages and replies are what JSON holds. What user code raises passes through.
+    Messages and replies are JSON values. Exceptions of user code pass through.
 
-    has_ended: whether the last reply was the last one.
+    has_ended: whether the latest reply was the last one.
     """
 
     has_ended: bool
 
     async def reply(self, message: Any) -> Any:
-        """Reply to a message. The first one, the opening, may also bring back what an earlier process was told."""
+        """Reply to a message. The first one, the opening, may repeat what an earlier process was told."""
 
     async def close(self) -> None:
-        """End a conversation that has not ended. There is no reply."""
+        """End a conversation early, without a reply."""
 
     def facts(self) -> Any:
-        """Return what goes with each reply, also where user code raised instead of replying."""
+        """Return facts that go with each reply, or with the exception that user code raised instead."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A user's code.
 
-    open: begins a conversation. is_async: whether user code ever waits; then conversations go on at the same time.
-    max_conversations: how many a process takes at a time; None for any number. description: for the trainer, as JSON.
+    open: begins a conversation. is_async: whether user code ever waits; then conversations run at the same time.
+    max_conversations: how many a process takes at a time; None: any number. description: for the trainer, as JSON.
     """
 
     open: Callable[[], Conversation]
     is_async: bool = False
     max_conversations: int | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that never waits, without an event loop; return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise RuntimeError("only an `async def` may wait")

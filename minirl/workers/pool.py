@@ -1,9 +1,9 @@
 """Conversations with a user's code in worker processes: open one, send to it, close it.
 
 A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
-worker runs). A process that dies, takes too long or sends nonsense is replaced, and its conversations are opened again,
-each with what it had been told. Those that had not been replied to are suspects: they are opened again one at a time,
-and the one with which a process dies has failed.
+worker runs). If a process dies, takes too long or sends nonsense, another one takes over and gets its conversations
+again, each with all that it had been told. Those still without a reply are suspects: they are opened one at a time, and
+the one with which a process dies has failed.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from minirl.workers.process import UserProcess
 
 # For the imports of the user's file, in addition to the time limit of a reply.
 LOAD_TIMEOUT_S = 60.0
-# An event loop sees by itself which conversation takes too long, unless it hangs.
+# An event loop reports which conversation takes too long, unless it hangs.
 GRACE_S = 3.0
 # Bytes of an answer.
 MAX_ANSWER = 1 << 26
@@ -39,7 +39,7 @@ PACKAGE_ROOT = str(Path(__file__).parents[2])
 class WorkerError(RuntimeError):
     """A worker process could not be started, or did not load its code.
 
-    number: of a conversation that it was started for; None if it was for none.
+    number: the conversation that it was started for, if any.
     """
 
     def __init__(self, message: str, number: int | None = None):
@@ -49,10 +49,9 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the code says to a message, or the error with which it failed.
+    """The code's reply to a message, or the error with which it failed.
 
-    is_last: whether the conversation has ended. facts: what goes with each reply (`Conversation.facts`); None if the
-    process died or took too long.
+    is_last: whether this ends the conversation. facts: `Conversation.facts`; None if the process died or took too long.
     """
 
     content: Any = None
@@ -63,11 +62,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the code of a pool is, for its workers and for messages.
+    """The kind of code in a pool, for its workers and for messages.
 
-    flag: that names the code. expected: what it names. called: before the name of the code. adapter: loads the code
-    (`child`). describer: an adapter that loads it in another process for the description alone, and may import more.
-    too_long: said of a reply that takes more than some seconds.
+    flag: the flag that names the code. expected: what the flag expects. called: goes before the name of the code.
+    adapter: loads the code (`child`). describer: an adapter that loads it in another process only to describe it, and
+    may import more. too_long: ends the message about a late reply.
     """
 
     flag: str
@@ -80,7 +79,7 @@ class Kind:
     def source_and_name(self, spec: str) -> tuple[str, str]:
         """Return the file or module, and the name in it, of "file.py:name" or "module:name".
 
-        Raises InputError naming the flag if it is neither, or if there is no such file.
+        Raises InputError naming the flag if it is neither, or if the file is missing.
         """
         source, _, name = spec.rpartition(":")
         is_file = source.endswith(".py")
@@ -95,18 +94,17 @@ class Kind:
 
 
 class Pool:
-    """Workers that have loaded a user's code. Nothing here is collective, and nothing waits but the constructor.
+    """Workers that have loaded a user's code. Nothing here is collective, and only the constructor waits.
 
-    Each worker runs the user's file for itself: what the file remembers is that worker's own, and is lost when the
-    worker is killed.
+    Each worker runs the user's file separately: it has its own state of the file, which is lost when it is killed.
 
-    what: names the code in messages. description: what the adapter says of it.
+    what: the code's name in messages. description: the adapter's.
     """
 
     def __init__(self, kind: Kind, spec: str, *, timeout_s: float, num_workers: int = 1):
         """Start the workers and wait until they have loaded the code. spec: "file.py:name" or "module:name".
 
-        timeout_s: limit of one reply. Raises InputError if there is no such code, or if it cannot be loaded.
+        timeout_s: limit of one reply. Raises InputError if the code is missing or cannot be loaded.
         """
         source, self.name = kind.source_and_name(spec)
         self.what = f"{kind.called} {self.name}"
@@ -136,19 +134,20 @@ class Pool:
 
     @property
     def has_free_worker(self) -> bool:
-        """Whether a worker is in no conversation."""
+        """Return whether some worker is idle."""
         return any(not worker.held for worker in self.workers)
 
     def open(self, seed: int, opening: Callable[[], Any], *, num_replies: int = 0) -> int:
         """Open a conversation with the worker that has the fewest; returns its number.
 
-        seed: of the random generators. opening: returns the first message, as JSON; called again when the process is
-        replaced, it returns all that its successor has to be told. num_replies: that the code gives on the way to the
-        present one, each in its own time. Raises what `json.dumps` raises, WorkerError if no process starts.
+        seed: for the random generators. opening: returns the first message, as JSON; called again when the process is
+        replaced, it returns all that its successor must be told. num_replies: the replies that the code repeats up to
+        the current one, each with its own time limit. Raises what `json.dumps` raises, and WorkerError if no process
+        starts.
         """
         worker = min(self.workers, key=lambda worker: len(worker.held))
         if len(worker.held) >= self._max_conversations:
-            # A conversation that waited for another to end might wait for ever: episodes of a group begin together.
+            # A conversation that waits for another to end could wait forever: episodes of a group begin together.
             worker = self._start_worker(self._kind.adapter)
             self.workers.append(worker)
         number = next(self._numbers)
@@ -161,7 +160,7 @@ class Pool:
         self._worker_of[number].send(number, message)
 
     def close(self, number: int) -> None:
-        """End a conversation that waits for a message. There is no reply."""
+        """End a conversation that waits for a message, without a reply."""
         self._worker_of.pop(number).close(number)
 
     def seconds(self, number: int) -> float:
@@ -169,20 +168,20 @@ class Pool:
         return self._worker_of[number].held[number].seconds
 
     def flush(self) -> None:
-        """Send what `open`, `send` and `close` left to be sent, all in one piece. Raises WorkerError."""
+        """Send all messages of `open`, `send` and `close` in one piece. Raises WorkerError."""
         for worker in self.workers:
             worker.flush()
 
     def poll(self) -> list[tuple[int, Reply]]:
-        """Return the replies that are there, in any order; send, and replace processes as needed.
+        """Return the replies so far, in any order; send, and replace processes as needed.
 
-        Raises WorkerError if no process can be started in place of another.
+        Raises WorkerError if no replacement can be started.
         """
         replies = []
         for worker in self.workers:
             replies += worker.poll()
             for kind, text in worker.take_notes().items():
-                # What user code prints is much the same on all ranks.
+                # User code prints much the same on all ranks.
                 if kind != "printed" or rank() == 0:
                     self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
         for number, reply in replies:
@@ -197,7 +196,7 @@ class Pool:
             print_here(f"note: {text}")
 
     def give_up(self) -> None:
-        """Forget all conversations; kill the processes that have still to reply, so that no later reply is taken."""
+        """Forget all conversations; kill the processes that still owe a reply, so that none is taken later."""
         self._worker_of.clear()
         for worker in self.workers:
             worker.give_up()
@@ -210,9 +209,9 @@ class Pool:
 
 
 def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
-    """Wait until a process of some pool has sent something, or is over its time, for at most `timeout_s` seconds.
+    """Wait until a process of some pool has sent something or is over its time, up to `timeout_s` seconds.
 
-    Returns at once if no process has anything to send. Raises WorkerError.
+    Returns at once if no process owes an answer. Raises WorkerError.
     """
     poller = select.poll()
     limits = []
@@ -227,8 +226,8 @@ def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
 class _Conversation:
     """A conversation as its worker has it; the first fields as in `Pool.open`.
 
-    message: that the process is to get, as JSON; None: to be made, since the process has to be told all.
-    is_there: whether the process has the conversation. seconds: that the code took in this process.
+    message: the next one for the process, as JSON; None: still to be made, since the process must be told all.
+    is_there: whether the process has the conversation. seconds: the code's time in this process.
     """
 
     seed: int
@@ -247,7 +246,7 @@ class _Worker:
     """
 
     def __init__(self, kind: Kind, source: str, name: str, adapter: str, *, timeout_s: float):
-        """Start a process. Raises WorkerError if the system starts none."""
+        """Start a process. Raises WorkerError if that fails."""
         self._kind = kind
         self._arguments = [adapter, source, name]
         self._timeout_s = timeout_s
@@ -255,7 +254,7 @@ class _Worker:
         # Conversations to be sent to; those to be opened before them, one at a time.
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
-        # Replies that are awaited, in the order of sending: when each was asked for, and for how long it may take.
+        # Awaited replies in the order of sending: when each was asked for, and its time limit.
         self._awaited: dict[int, tuple[float, float]] = {}
         self._notes: dict[str, str] = {}
         self.description: Mapping[str, Any] = {}
@@ -266,21 +265,21 @@ class _Worker:
 
     @property
     def pid(self) -> int:
-        """The process that was started last; it may have ended."""
+        """The latest process; it may be dead."""
         return self._process.pid
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process has to send something."""
+        """Return whether the process owes an answer."""
         return self._is_running and (not self.is_ready or bool(self._awaited))
 
     def open(self, number: int, conversation: _Conversation) -> None:
-        """Take a new conversation, which is replied to."""
+        """Add a new conversation, which awaits a reply."""
         self.held[number] = conversation
         self._waiting.append(number)
 
     def send(self, number: int, message: Any) -> None:
-        """Take a message of a conversation, which is replied to."""
+        """Add a message of a conversation, which awaits a reply."""
         if self.held[number].is_there:
             self.held[number].message = json.dumps(message)
         self._waiting.append(number)
@@ -307,17 +306,17 @@ class _Worker:
         self._process.kill()
 
     def register(self, poller: select.poll) -> float:
-        """Register what there is to wait for. Returns the seconds until it has taken too long."""
+        """Register the events to wait for. Returns the seconds until the process is over its time."""
         self._process.register(poller)
         return min(self._deadlines().values()) - time.monotonic()
 
     def take_notes(self) -> dict[str, str]:
-        """Return what to tell the user, by its kind."""
+        """Return notes for the user, by kind."""
         notes, self._notes = self._notes, {}
         return notes
 
     def flush(self) -> None:
-        """Send what may be sent: all that waits, or a suspect alone. Raises WorkerError."""
+        """Send all waiting messages, or a suspect's alone. Raises WorkerError."""
         if not self._waiting and not self._suspects:
             return
         if not self._is_running:
@@ -332,7 +331,7 @@ class _Worker:
         self._process.write(b"".join(requests))
 
     def poll(self) -> list[tuple[int, Reply]]:
-        """Send and read what can be; replace a process that died or takes too long. Returns the replies.
+        """Send and read as much as possible; replace a process that died or takes too long. Returns the replies.
 
         Raises WorkerError.
         """
@@ -364,10 +363,10 @@ class _Worker:
         return replies
 
     def _start(self) -> None:
-        """Start a process, which says first what it has loaded."""
+        """Start a process, which first answers with what it loaded."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
-        # When the process could begin with what it does now.
+        # When the process could start its current work.
         self._since = time.monotonic()
         try:
             self._process: UserProcess = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
@@ -393,7 +392,7 @@ class _Worker:
         self.description = answer["description"]
 
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
-        """Kill a process that is of no use any more; returns the reply of the conversation that failed.
+        """Kill a process that died, hangs or sends nonsense; returns the reply of the conversation that failed.
 
         late: the number of the one that takes too long; of an `async def` it is one of those that may be to blame.
         Raises WorkerError if the process was just being started.
@@ -453,7 +452,7 @@ class _Worker:
         return f"took more than {self._timeout_s:g} s {self._kind.too_long}"
 
     def _read(self) -> tuple[list[bytes], bool]:
-        """Return the lines that have come, and whether no more will come."""
+        """Return the complete lines, and whether no more will come."""
         received = self._process.received
         searched = len(received)
         has_ended = False
@@ -462,7 +461,7 @@ class _Worker:
             size = len(received)
             has_ended = self._process.read()
         if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
-            return [], has_ended  # a long line is split once, when it has come whole
+            return [], has_ended  # a long line is split once, when all of it is there
         *lines, rest = bytes(received).split(b"\n")
         received[:] = rest
         if len(rest) > MAX_ANSWER:
@@ -470,7 +469,7 @@ class _Worker:
         return lines, has_ended
 
     def _parsed(self, line: bytes) -> dict[str, Any] | None:
-        """Return the answer in a line; None if it is not what the worker's own code sends."""
+        """Return the answer in a line; None if the worker's own code did not send it."""
         answer = None
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(line)
@@ -484,7 +483,7 @@ class _Worker:
         return answer if is_awaited and answer.keys() & {"reply", "error", "is_late"} else None
 
     def _received(self, answer: Mapping[str, Any]) -> list[tuple[int, Reply]]:
-        """Take an answer; returns the reply in it, unless it is of a conversation that was closed."""
+        """Take an answer; returns its reply, unless its conversation was closed."""
         number = answer["number"]
         del self._awaited[number]
         self._since = time.monotonic()

@@ -12,18 +12,18 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-# Bytes that are read of what it sends at a time.
+# Bytes to read at a time.
 READ_SIZE = 1 << 16
 
 
 class UserProcess:
     """`python -P` with these arguments, in its own session, which is killed as a whole. Not collective.
 
-    received: what the process sent and nobody has taken yet.
+    received: bytes from the process that nobody has taken yet.
     """
 
     def __init__(self, arguments: Sequence[str]):
-        """Raises OSError if the system starts no process."""
+        """Raises OSError if the system cannot start a process."""
         self.received = bytearray()
         self._unsent = memoryview(b"")
         self._process = subprocess.Popen(
@@ -47,26 +47,26 @@ class UserProcess:
 
     @property
     def pid(self) -> int:
-        """The process, which may have ended."""
+        """The process, which may be dead."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs and was not killed."""
+        """Return whether the process runs and was not killed."""
         return self.kill.alive and self._process.poll() is None
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a part of what was written is not sent."""
+        """Return whether some data is still unsent."""
         return bool(self._unsent)
 
     def write(self, data: bytes) -> None:
-        """Send data after what is unsent."""
+        """Send data after the unsent data."""
         self._unsent = memoryview(bytes(self._unsent) + data)
         self.flush()
 
     def flush(self) -> bool:
-        """Send what the pipe takes: a line may be larger than a pipe holds. Returns whether the process reads."""
+        """Send as much as the pipe takes, since a line may exceed its size. Returns whether the process reads."""
         try:
             num_sent = os.write(self._stdin, self._unsent)
         except BlockingIOError:
@@ -78,8 +78,8 @@ class UserProcess:
         return True
 
     def read(self) -> bool:
-        """Read some of what it has sent into `received`; returns whether it will send no more."""
-        # Looked up before the read: what the process wrote before its death is then read.
+        """Read some bytes into `received`; returns whether no more will come."""
+        # Looked up before the read, which then gets all that a dead process wrote.
         has_exited = self._process.poll() is not None
         received = None
         with contextlib.suppress(BlockingIOError):
@@ -89,13 +89,13 @@ class UserProcess:
         return received == b"" or (has_exited and received is None)
 
     def register(self, poller: select.poll) -> None:
-        """Register what there is to wait for."""
+        """Register the pipes to wait for."""
         poller.register(self._stdout, select.POLLIN)
         if self._unsent:
             poller.register(self._stdin, select.POLLOUT)
 
     def how_it_ended(self) -> str:
-        """How the process ended that will send no more."""
+        """Return how a process ended that will send no more."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         code = self._process.returncode

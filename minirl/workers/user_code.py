@@ -1,4 +1,4 @@
-"""Find a user's functions, and show what they raise. Standard library only: a worker starts quickly."""
+"""Find a user's functions, and show their exceptions. Standard library only: a worker starts quickly."""
 
 import importlib
 import os
@@ -10,19 +10,19 @@ from typing import Any
 
 # Of this package.
 OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# How many characters of each the trainer receives.
+# Characters of each that the trainer receives.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
 
 def find_function(source: str, name: str) -> Callable[..., Any] | str:
-    """Return the function `name` of a file or module, or why there is none. Raises what the user's code raises."""
+    """Return the function `name` of a file or module, or why it is missing. Raises what the user's code raises."""
     found = find_functions(source, [name])
     return found if isinstance(found, str) else found[0]
 
 
 def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
-    """Return functions of one file or module, or why there is none. Raises what the user's code raises."""
+    """Return functions of one file or module, or why one is missing. Raises what the user's code raises."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:
