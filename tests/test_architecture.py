@@ -26,6 +26,7 @@ ORDER = (
     "objective",
     "generation",
     "training",
+    "plan",
     "data",
     "workers",
     "rewards",

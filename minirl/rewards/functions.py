@@ -65,7 +65,7 @@ class EpisodeReward:
     """The reward function that returns one of an episode's own rewards, or None where it does not apply."""
 
     def __init__(self, reward_name: str = "reward"):
-        """reward_name: as in `episode.reward(value, reward_name)`; what is returned as a number is "reward"."""
+        """reward_name: as in `episode.reward(value, reward_name)`; a number that is returned is named "reward"."""
         self.reward_name = reward_name
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
