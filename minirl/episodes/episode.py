@@ -134,13 +134,18 @@ class Turn:
         self.parse_error = message.get("parse_error")
         return message
 
+    @property
+    def is_whole_answer(self) -> bool:
+        """Whether the turn is all of the message that it belongs to: what stands before it is a message, too."""
+        return bool(self.inserted) or self.start == 0
+
     @functools.cached_property
     def answer(self) -> str:
         """The text of the message that the turn belongs to, up to its end, without special tokens.
 
         All that was sampled, and appended as text or ids, since the last messages.
         """
-        return self._reader.answer()
+        return self.text if self.is_whole_answer else self._reader.answer()
 
 
 @dataclass

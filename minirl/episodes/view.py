@@ -69,8 +69,7 @@ def as_plain(messages: Messages) -> Messages:
 
 def _answer(turn: Turn, *, has_tools: bool) -> str | dict[str, Any]:
     """The answer that a turn belongs to; where the model may call tools, and the turn is all of it, with its calls."""
-    is_whole = bool(turn.inserted) or turn.start == 0
-    if not is_whole or not has_tools:
+    if not turn.is_whole_answer or not has_tools:
         return turn.answer
     try:
         message = dict(turn.message)
