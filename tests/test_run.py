@@ -60,7 +60,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
-    command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY, "--num-steps", "1"]
+    command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY.split(), "--num-steps", "1"]
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
         assert job.codes(300) == [0], job.output(0)[-4000:]
         loaded = job.output(0).splitlines()[-1]
