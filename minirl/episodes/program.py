@@ -7,11 +7,12 @@ import inspect
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from minirl.episodes.asked import End, Generate, checked_turn, returned_rewards
 from minirl.episodes.episode import Episode, RolloutFunction, Turn
 from minirl.errors import InputError, refuse
+from minirl.workers.conversation import run_at_once
 
 CHANGED = "given the same turns again, it asks for something else; make it a function of its turns and of episode.seed"
 
@@ -43,7 +44,6 @@ class Differs(Failed):
 
 
 Reply = Generate | Ended | Failed
-Result = TypeVar("Result")
 
 
 class Host(Protocol):
@@ -150,16 +150,6 @@ class Program:
         ended = Ended(returned_rewards(returned), episode.end_reason)
         episode.is_closed = True
         return ended
-
-
-def run_at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never waits; return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        result: Result = end.value
-        return result
-    raise RuntimeError("only an `async def` may wait")
 
 
 class InProcess:

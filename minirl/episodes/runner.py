@@ -23,11 +23,10 @@ from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.workers.failures import Failures
 
 # Of a wait for replies while nothing is decoded; rewards are looked after in between.
 WAIT_S = 0.05
-# With on_error "end", up to this share of the episodes of a phase (at least one) may fail.
-MAX_FAILED_FRAC = 0.05
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 # What a runner counts: tokens that all episodes sampled; episodes that ended because their function failed; paused ones
@@ -78,8 +77,7 @@ class EpisodeRunner:
         self._weight_version = 0
         self._num_unbegun: Counter[int] = Counter()
         self._begun: dict[int, list[RunningEpisode]] = {}
-        self._num_failed_in_phase = 0
-        self._max_failed = 0
+        self._failures = Failures(0, are_forgiven=False)
 
     def begin(self, request: Request, paused: PausedEpisode | None = None) -> RunningEpisode:
         """Call the function for a new episode. Raises InputError if it is no such function.
@@ -107,8 +105,7 @@ class EpisodeRunner:
     def submit(self, episodes: Sequence[RunningEpisode], *, weight_version: int) -> None:
         """Run new and paused episodes, each with its `budget`. Raises InputError as `Engine.submit`."""
         self._weight_version = weight_version
-        self._num_failed_in_phase = 0
-        self._max_failed = max(1, int(MAX_FAILED_FRAC * len(episodes)))
+        self._failures = Failures(len(episodes), are_forgiven=self._host.on_error == "end")
         for running in episodes:
             self._running[running.number] = running
             if running.turn is None:
@@ -442,11 +439,10 @@ class EpisodeRunner:
     def _fail(self, running: RunningEpisode, why: str) -> None:
         """End an episode whose function has failed. Raises RolloutError if that is not forgiven."""
         failure = self._failure(running, why)
-        self._num_failed_in_phase += 1
-        is_forgiven = self._host.on_error == "end" and self._num_failed_in_phase <= self._max_failed
+        is_forgiven = self._failures.add(failure)
         if not is_forgiven or not running.episode.all_turns:
             raise RolloutError(failure)
-        if self._num_failed_in_phase == 1:
+        if len(self._failures.messages) == 1:
             print_here(f"note: {failure}\nThe episode ends there, see count/rollout_errors.")
         self._counts["rollout_errors"] += 1
         self._end(running, "error")

@@ -18,10 +18,9 @@ from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import ADAPTER
 from minirl.rewards.values import validate_number
+from minirl.workers.failures import Failures
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, Reply, WorkerError, wait_for_any
 
-# With on_error "zero", up to this share of the completions of a phase (at least one) may fail and is forgiven.
-MAX_FORGIVEN_FRAC = 0.05
 # A rank waiting for its workers sends a heartbeat at least this often.
 POLL_S = 0.5
 REWARD = Kind(
@@ -126,11 +125,7 @@ class FunctionCalls:
         """
         self.function = function
         self._phase = function.begin_phase()
-        self._num_completions = num_completions
-        self._max_forgiven = 0
-        if function.on_error == "zero":
-            self._max_forgiven = max(1, int(MAX_FORGIVEN_FRAC * num_completions))
-        self._failures: list[str] = []
+        self._failures = Failures(num_completions, are_forgiven=function.on_error == "zero")
         # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
         # The same with the request under way, by the conversation's number.
@@ -178,8 +173,8 @@ class FunctionCalls:
 
     def say_forgiven(self) -> None:
         """Print once per run that failures were forgiven."""
-        if self._failures:
-            text = f"{self._failures[0]}\nThe reward is 0, see reward/errors."
+        if self._failures.messages:
+            text = f"{self._failures.messages[0]}\nThe reward is 0, see reward/errors."
             self.function.pool.print_once("forgiven", text)
 
     def _check_is_newest(self) -> None:
@@ -236,16 +231,15 @@ class FunctionCalls:
         """Return a completion's reward, NaN for a failure that is forgiven. Raises RewardError for another."""
         if not isinstance(answer, str):
             return answer
-        self._failures.append(
-            escaped(f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}")
-        )
-        if len(self._failures) <= self._max_forgiven:
+        failures = self._failures
+        message = f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}"
+        if failures.add(escaped(message)):
             return math.nan
         summary = ""
-        if self._max_forgiven > 0:
-            counts = f"{len(self._failures)} of this phase's {self._num_completions} completions"
-            summary = f"{counts}, --on-reward-error zero forgives {self._max_forgiven}; "
-        raise RewardError(summary + self._failures[0])
+        if failures.max_forgiven > 0:
+            counts = f"{len(failures.messages)} of this phase's {failures.num_total} completions"
+            summary = f"{counts}, --on-reward-error zero forgives {failures.max_forgiven}; "
+        raise RewardError(summary + failures.messages[0])
 
 
 def _named_completion(call: Call, i: int) -> str:

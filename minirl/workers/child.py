@@ -22,7 +22,7 @@ import contextvars
 import importlib
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from json import loads
 from typing import Any
 
@@ -31,10 +31,9 @@ from minirl.workers.containment import (
     Trainer,
     connect,
     isolated,
-    run_user_code,
     working_directory,
 )
-from minirl.workers.conversation import Conversation, Loaded
+from minirl.workers.conversation import Conversation, Loaded, run_at_once
 from minirl.workers.user_code import users_traceback
 
 
@@ -46,21 +45,15 @@ def main() -> None:
     trainer = connect(source)
     if trainer is None:
         return
-    loaded, error = run_user_code(load_code, source, name)
-    if isinstance(loaded, str):
-        error = loaded
-    if error is not None:
-        trainer.send({"error": error})
+    folder = working_directory()
+    # What the file draws when it is loaded is the same in every process.
+    loading = isolated(_answer_within(None, _load(load_code, source, name)), OwnRandom(0), folder)
+    answer = run_at_once(loading)
+    loaded = answer.pop("loaded", None)
+    trainer.send(answer)
+    if loaded is None:
         return
-    description = dict(loaded.description)
-    trainer.send(
-        {
-            "is_async": loaded.is_async,
-            "max_conversations": loaded.max_conversations,
-            "description": description,
-        }
-    )
-    server = Server(trainer, loaded)
+    server = Server(trainer, loaded, folder)
     if not loaded.is_async:
         for line in trainer.requests:
             run_at_once(server.answer(loads(line)))
@@ -71,13 +64,17 @@ def main() -> None:
     asyncio.run(server.serve())
 
 
-def run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise RuntimeError("only an `async def` may wait")
+async def _load(load_code: Callable[[str, str], Loaded | str], source: str, name: str) -> dict[str, Any]:
+    """Return the first answer, with the loaded code beside it. Raises what user code raises."""
+    loaded = load_code(source, name)
+    if isinstance(loaded, str):
+        return {"error": loaded}
+    return {
+        "is_async": loaded.is_async,
+        "max_conversations": loaded.max_conversations,
+        "description": dict(loaded.description),
+        "loaded": loaded,
+    }
 
 
 # Of the conversation whose code runs, in a process with an event loop; tasks that it begins have it too.
@@ -87,11 +84,12 @@ current_random: contextvars.ContextVar[OwnRandom] = contextvars.ContextVar("curr
 class Server:
     """Holds conversations, driven by the trainer's requests."""
 
-    def __init__(self, trainer: Trainer, loaded: Loaded):
+    def __init__(self, trainer: Trainer, loaded: Loaded, folder: int):
+        """folder: a file descriptor of the working directory."""
         self._trainer = trainer
         self._loaded = loaded
         self._held: dict[int, tuple[Conversation, OwnRandom]] = {}
-        self._folder = working_directory()
+        self._folder = folder
 
     async def answer(self, request: dict[str, Any], limit: Any = None) -> None:
         """Answer a request. limit: an `asyncio.timeout`, where code may wait."""
@@ -101,7 +99,9 @@ class Server:
         conversation, own_random = self._held[number]
         current_random.set(own_random)
         began = time.monotonic()
-        answer = await isolated(_answer_within(limit, conversation, request), own_random, self._folder)
+        answer = await isolated(
+            _answer_within(limit, _answer(conversation, request)), own_random, self._folder
+        )
         seconds = time.monotonic() - began
         if answer.get("is_last", True):
             del self._held[number]
@@ -134,13 +134,13 @@ class Server:
         return await isolated(coroutine, own_random, self._folder)
 
 
-async def _answer_within(limit: Any, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, also if user code raises. limit: an `asyncio.timeout`, or None."""
+async def _answer_within(limit: Any, answering: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Return what `answering` returns, or why it failed. limit: an `asyncio.timeout`, or None."""
     try:
         if limit is None:
-            return await _answer(conversation, request)
+            return await answering
         async with limit:
-            return await _answer(conversation, request)
+            return await answering
     except BaseException as error:
         # User code may raise anything, including SystemExit and KeyboardInterrupt.
         if limit is not None and limit.expired():

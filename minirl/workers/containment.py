@@ -22,8 +22,6 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from json import dumps, loads
 from typing import Any, BinaryIO
 
-from minirl.workers.user_code import users_traceback
-
 # Characters of user code's output that the trainer receives.
 MAX_OUTPUT = 2000
 # Below the limit of this process, if that is lower.
@@ -140,28 +138,6 @@ class _PrintBuffer(io.RawIOBase):
         text = self._kept.decode("utf-8", "replace")
         self._kept = b""
         return text[:MAX_OUTPUT]
-
-
-def run_user_code(action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Return the action's result and None, or None and the traceback of its exception.
-
-    Restores the working directory. In a process that user code forked and let return, does not return at all.
-    """
-    pid = os.getpid()
-    folder = working_directory()
-    result = None
-    error = None
-    try:
-        result = action(*arguments)
-    except BaseException as exception:
-        # User code may raise anything, including SystemExit and KeyboardInterrupt.
-        error = f"raised\n{users_traceback(exception)}"
-    if os.getpid() != pid:
-        # This is a fork of the worker: it must not send a second answer.
-        os._exit(0)
-    os.fchdir(folder)
-    os.close(folder)
-    return result, error
 
 
 class OwnRandom:

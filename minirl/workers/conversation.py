@@ -3,9 +3,11 @@
 Standard library only: a worker starts quickly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Conversation(Protocol):
@@ -40,3 +42,13 @@ class Loaded:
     is_async: bool = False
     max_conversations: int | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that never waits, without an event loop; return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise RuntimeError("only an `async def` may wait")
