@@ -24,9 +24,9 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
+from minirl.plan import formulas
 from minirl.ranks import process_group
 from minirl.rollouts import Request, Rollout, RolloutId
-from minirl.run import memory
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 
@@ -212,8 +212,8 @@ def measure_update(
 def planned_update_bytes(policy: ShardedModel, tokens: Tensor, layout: PackedLayout) -> float:
     """The memory plan of an update before the optimizer has its state: weights, masters, gradients, activations."""
     config = policy.decoder.config
-    held = (2 + 4 + 4) * memory.num_parameters(config)
-    return held + memory.activation_bytes(
+    held = (2 + 4 + 4) * formulas.num_parameters(config)
+    return held + formulas.activation_bytes(
         config, torch.bfloat16, "cuda", tokens=len(tokens), length=max(layout.lengths), recompute_layers=True
     )
 

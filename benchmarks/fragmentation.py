@@ -28,8 +28,9 @@ from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, rope_table
+from minirl.plan import choice, needs
+from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.rollouts import Request, RolloutId
-from minirl.run import memory
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import GATHER_BYTES, ShardedModel
@@ -196,9 +197,7 @@ class StorageTracker(TorchDispatchMode):
 class Replay:
     """A rank's tensors in a run of GRPO, on the meta device. Made and used while the tracker is active."""
 
-    def __init__(
-        self, work: memory.Workload, sizes: memory.Sizes, tracker: StorageTracker, *, keeps_cache: bool
-    ):
+    def __init__(self, work: Workload, sizes: Sizes, tracker: StorageTracker, *, keeps_cache: bool):
         self.work, self.sizes, self.tracker = work, sizes, tracker
         with META:
             self.model = Transformer(work.policy, recompute_layers=sizes.recompute_layers).to(work.dtype)
@@ -242,13 +241,13 @@ class Replay:
         """Allocate the cache, prefill, capture graphs, and score early if there is room."""
         request = Request((1,), RolloutId(0, 0), 0, 1, 1.0, frozenset())
         self.engine.submit([request])
-        layout = PackedLayout((PREFILLED,) * (memory.PREFILL_TOKENS // PREFILLED), META)
-        self.model(empty(memory.PREFILL_TOKENS, dtype=torch.int64), layout.positions, layout)
+        layout = PackedLayout((PREFILLED,) * (needs.PREFILL_TOKENS // PREFILLED), META)
+        self.model(empty(needs.PREFILL_TOKENS, dtype=torch.int64), layout.positions, layout)
         if self.graphs is None:
-            logits = memory.phase_bytes(self.work, self.sizes)["generate"]["graphs"]
+            logits = needs.phase_bytes(self.work, self.sizes)["generate"]["graphs"]
             with self.tracker.on_stream("graphs"):
                 self.graphs = empty(int(logits / 4))
-        if memory.can_score_beside_cache(self.work, self.sizes, FREE):
+        if choice.can_score_beside_cache(self.work, self.sizes, FREE):
             self.score()
         self.engine.abort()
         if not self.engine.keeps_cache:
@@ -330,11 +329,11 @@ def make_workload(
     group_size: int = 8,
     max_new_tokens: int = 2048,
     has_reference: bool = False,
-) -> memory.Workload:
+) -> Workload:
     """GRPO in bf16 with prompts of up to 512 tokens, and a greedy rollout of each."""
     config = config_from_dict(MODELS[model])
     longest = PREFILLED + max_new_tokens
-    return memory.Workload(
+    return Workload(
         trained=(config,),
         frozen={"reference": config} if has_reference else {},
         dtype=torch.bfloat16,
@@ -345,25 +344,24 @@ def make_workload(
         offloads_optimizer=False,
         longest_prompt=PREFILLED,
         longest=longest,
-        longest_prefill=PREFILLED,
         requests=math.ceil(num_prompts * (group_size + 1) / num_ranks),
         update_tokens=math.ceil(num_prompts * group_size / num_ranks) * longest,
-        enough_tokens=memory.enough_tokens(max_new_tokens),
+        enough_tokens=enough_tokens(max_new_tokens),
     )
 
 
-def auto_sizes(work: memory.Workload) -> memory.Sizes:
+def auto_sizes(work: Workload) -> Sizes:
     """Return the sizes that a card of 80 GB gets."""
-    return memory.choose_sizes(work, FREE, dict.fromkeys(memory.Sizes.__dataclass_fields__, "auto"))
+    return choice.choose_sizes(work, FREE, dict.fromkeys(Sizes.__dataclass_fields__, "auto"))
 
 
-def replay(work: memory.Workload, *, num_steps: int = 3) -> CachingAllocator:
+def replay(work: Workload, *, num_steps: int = 3) -> CachingAllocator:
     """Some steps on a card of 80 GB. Raises OutOfMemory."""
     sizes = auto_sizes(work)
     tracker = StorageTracker(CachingAllocator(FREE))
     rope_table(work.policy, META)  # made once in a process
     with counting(), tracker:
-        run = Replay(work, sizes, tracker, keeps_cache=memory.can_keep_cache(work, sizes, FREE))
+        run = Replay(work, sizes, tracker, keeps_cache=choice.can_keep_cache(work, sizes, FREE))
         for _ in range(num_steps):
             run.step()
     return tracker.allocator
@@ -380,10 +378,10 @@ def main() -> None:
             if args.shape in (None, model):
                 work = make_workload(model, num_ranks, **options)
                 sizes = auto_sizes(work)
-                keeps_cache = memory.can_keep_cache(work, sizes, FREE)
-                planned = memory.peak_bytes(work, sizes, keeps_cache=keeps_cache)
+                keeps_cache = choice.can_keep_cache(work, sizes, FREE)
+                planned = needs.peak_bytes(work, sizes, keeps_cache=keeps_cache)
                 figures = {"model": model, "ranks": num_ranks, "run": name, "keeps_cache": keeps_cache}
-                figures |= {"fits": memory.too_large(work, sizes, FREE) is None}
+                figures |= {"fits": choice.too_large(work, sizes, FREE) is None}
                 figures |= {"card_gb": round(FREE / 1e9, 1), "planned_gb": round(planned / 1e9, 1)}
                 try:
                     allocator = replay(work)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from minirl.run import memory
+from minirl.plan import choice, needs
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MB = 2**20
@@ -45,8 +45,8 @@ def test_a_second_step_of_1_5b_finds_its_memory_on_one_card_of_80_gb(fragmentati
     """Where the cache is kept, and where it is made again. And what is used at once is what the plan says. Fault 38."""
     work = fragmentation.make_workload("qwen2.5-1.5b", 1, **fragmentation.RUNS[run])
     sizes = fragmentation.auto_sizes(work)
-    keeps_cache = memory.can_keep_cache(work, sizes, fragmentation.FREE)
+    keeps_cache = choice.can_keep_cache(work, sizes, fragmentation.FREE)
     assert keeps_cache == (run == "defaults")
     allocator = fragmentation.replay(work, num_steps=2)
-    planned = memory.peak_bytes(work, sizes, keeps_cache=keeps_cache)
-    assert 0.95 * planned <= allocator.most_used <= planned <= memory.USABLE * fragmentation.FREE
+    planned = needs.peak_bytes(work, sizes, keeps_cache=keeps_cache)
+    assert 0.95 * planned <= allocator.most_used <= planned <= choice.USABLE * fragmentation.FREE

@@ -1,4 +1,4 @@
-"""The formulas of docs/memory.md and of `run.memory` are the bytes that are really allocated; what is chosen fits."""
+"""The formulas of docs/memory.md and of `minirl.plan` are the bytes that are really allocated; what is chosen fits."""
 
 import dataclasses
 import itertools
@@ -19,10 +19,10 @@ from minirl.model import attention
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
+from minirl.plan import choice, formulas, needs
+from minirl.plan.workload import Sizes, Workload
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import Request, RolloutId
-from minirl.run import memory
-from minirl.run.memory import Sizes, Workload
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import frozen_logprobs
 from minirl.training.scoring import score_batch
@@ -275,7 +275,6 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
         offloads_optimizer=False,
         longest_prompt=300,
         longest=812,
-        longest_prefill=300,
         requests=128,
         update_tokens=128 * 812,
         enough_tokens=8192,
@@ -287,18 +286,18 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
 def test_the_code_computes_what_the_table_says(config):
     """Every row that has a formula, on 8 GPUs in bf16 and on the CPU in fp32."""
     letters = sizes_of(config) | {
-        "P": memory.num_parameters(config),
+        "P": formulas.num_parameters(config),
         "V": config.vocab_size,
         "W": 8,
         "S": 432,
     }
     gpus = {"dtype": torch.bfloat16, "device_type": "cuda"}
     work = make_workload(config, num_ranks=8, **gpus)
-    always = memory.always_bytes(work)
-    phases = memory.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=False))
+    always = needs.always_bytes(work)
+    phases = needs.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=False))
     headless = dataclasses.replace(config, scalar_head=True)
     token = {"tokens": 1, "length": 800}
-    letters["A"] = memory.layer_bytes(config, torch.bfloat16, "cuda", length=800)
+    letters["A"] = formulas.layer_bytes(config, torch.bfloat16, "cuda", length=800)
     computed = {
         "weights, shared by generate, score and update": always["weights"],
         "masters and two moments": always["masters and moments"],
@@ -306,17 +305,17 @@ def test_the_code_computes_what_the_table_says(config):
         "reference": phases["score (reference)"]["reference"],
         "cached token": phases["generate"]["cache"] / 10_000,
         "a layer's activations of a token, A": letters["A"],
-        "a layer's activations of a token, A, CPU in fp32": memory.layer_bytes(
+        "a layer's activations of a token, A, CPU in fp32": formulas.layer_bytes(
             config, torch.float32, "cpu", length=800
         ),
-        "token of a microbatch": memory.activation_bytes(headless, **gpus, **token, recompute_layers=False),
-        "token of a microbatch with `--recompute-layers on`": memory.activation_bytes(
+        "token of a microbatch": formulas.activation_bytes(headless, **gpus, **token, recompute_layers=False),
+        "token of a microbatch with `--recompute-layers on`": formulas.activation_bytes(
             headless, **gpus, **token, recompute_layers=True
         ),
-        "token without gradient": memory.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,
-        "logits of a decode step, each request": memory.decode_logits_bytes(config, "cuda"),
-        "logits of a decode step, each request, CPU": memory.decode_logits_bytes(config, "cpu"),
-        "copies that a checkpoint is written from, on the host": memory.save_bytes(work),
+        "token without gradient": formulas.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,
+        "logits of a decode step, each request": formulas.decode_logits_bytes(config, "cuda"),
+        "logits of a decode step, each request, CPU": formulas.decode_logits_bytes(config, "cpu"),
+        "copies that a checkpoint is written from, on the host": needs.save_bytes(work),
     }
     assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}
 
@@ -385,15 +384,14 @@ def test_each_phase_peaks_where_the_code_says(
         num_ranks=num_ranks,
         longest_prompt=num_tokens - 4,
         longest=num_tokens,
-        longest_prefill=num_tokens - 4,
         requests=2,
         update_tokens=num_tokens,
     )
-    always = memory.always_bytes(work)
+    always = needs.always_bytes(work)
     held = always["weights"] + always["masters and moments"]
     assert measured.pop("always") == pytest.approx(held, rel=0.02)
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=False)
-    phases = memory.phase_bytes(work, sizes)
+    phases = needs.phase_bytes(work, sizes)
     for phase, peak in measured.items():
         assert peak == pytest.approx(sum(phases[phase].values()), rel=0.1), phase
 
@@ -448,9 +446,9 @@ def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape
     ((left, peak),) = one_of_eight.run(bytes_of_backward, folder, num_tokens, recompute)
     work = make_workload(config, num_ranks=8, longest=num_tokens, update_tokens=num_tokens)
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
-    update = memory.phase_bytes(work, sizes)["update"]
+    update = needs.phase_bytes(work, sizes)["update"]
     assert left == pytest.approx(update["gradients"], rel=0.02)
-    assert update["gradients"] == pytest.approx(4 * memory.num_parameters(config) / 8)
+    assert update["gradients"] == pytest.approx(4 * formulas.num_parameters(config) / 8)
     assert peak == pytest.approx(sum(update.values()), rel=0.1)
 
 
@@ -464,9 +462,9 @@ def test_one_rank_with_gradients_on_the_host_takes_what_the_code_says(one_rank, 
     ((left, peak),) = one_rank.run(bytes_of_backward, folder, num_tokens, recompute, True)
     work = make_workload(config, longest=num_tokens, update_tokens=num_tokens, offloads_optimizer=True)
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
-    update = memory.phase_bytes(work, sizes)["update"]
+    update = needs.phase_bytes(work, sizes)["update"]
     assert update["gradients"] == 0
-    assert left == pytest.approx(4 * memory.num_parameters(config), rel=0.02)
+    assert left == pytest.approx(4 * formulas.num_parameters(config), rel=0.02)
     assert peak - left == pytest.approx(sum(update.values()), rel=0.1)
 
 
@@ -477,13 +475,13 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     """
     config = make_config(*SHAPES[0])
     work = make_workload(config)
-    sizes = memory.choose_sizes(work, 64e9, AUTO)
+    sizes = choice.choose_sizes(work, 64e9, AUTO)
     assert sizes == Sizes(256, 65536, 8192, recompute_layers=False, shard_gradients=False)
     chosen = []
     for free in (64e9, 2e9, 1e9, 0.5e9, 0.3e9, 0.25e9):
-        sizes = memory.choose_sizes(work, free, AUTO)
-        assert memory.too_large(work, sizes, free) is None
-        assert memory.peak_bytes(work, sizes) <= memory.USABLE * free
+        sizes = choice.choose_sizes(work, free, AUTO)
+        assert choice.too_large(work, sizes, free) is None
+        assert needs.peak_bytes(work, sizes) <= choice.USABLE * free
         chosen.append(sizes)
     for more, less in itertools.pairwise(chosen):
         assert more.recompute_layers <= less.recompute_layers
@@ -493,10 +491,10 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     assert chosen[-1].recompute_layers
     assert chosen[-1].max_tokens_per_microbatch < 8192
     assert chosen[-1].cache_tokens < 65536
-    least = memory.choose_sizes(work, 0.2e9, AUTO)
+    least = choice.choose_sizes(work, 0.2e9, AUTO)
     assert least.max_tokens_per_microbatch == work.longest
-    assert "--max-tokens-per-microbatch" in memory.too_large(work, least, 0.2e9)
-    assert "--nproc-per-node" in memory.too_large(work, least, 1e6)
+    assert "--max-tokens-per-microbatch" in choice.too_large(work, least, 0.2e9)
+    assert "--nproc-per-node" in choice.too_large(work, least, 1e6)
 
 
 QWEN_1_5B = dataclasses.replace(
@@ -524,9 +522,9 @@ GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144
 def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
     """With fp32 masters and AdamW: layers are recomputed and gradients sharded only where it is needed."""
     work = make_workload(QWEN_7B, num_ranks=num_ranks, **GPUS_OF_80_GB, **models)
-    sizes = memory.choose_sizes(work, 80e9, AUTO)
-    assert memory.too_large(work, sizes, 80e9) is None
-    assert memory.peak_bytes(work, sizes) <= 72e9
+    sizes = choice.choose_sizes(work, 80e9, AUTO)
+    assert choice.too_large(work, sizes, 80e9) is None
+    assert needs.peak_bytes(work, sizes) <= 72e9
     assert (sizes.recompute_layers, sizes.shard_gradients) == switches
     assert sizes.max_tokens_per_microbatch >= 8192
     assert sizes.cache_tokens >= 100 * work.longest
@@ -535,22 +533,22 @@ def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
 def test_what_is_kept_beside_the_cache_fits_to_the_byte():
     """On CUDA: the cache and its graphs beside the update, and the reference beside both while rollouts wait."""
     work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
-    sizes = memory.choose_sizes(work, 40e9, AUTO)
-    phases = memory.phase_bytes(work, sizes)
+    sizes = choice.choose_sizes(work, 40e9, AUTO)
+    phases = needs.phase_bytes(work, sizes)
     generate = phases.pop("generate")
-    always = sum(memory.always_bytes(work).values())
+    always = sum(needs.always_bytes(work).values())
     for can, phase in (
-        (memory.can_keep_cache, "update"),
-        (memory.can_score_beside_cache, "score (reference)"),
+        (choice.can_keep_cache, "update"),
+        (choice.can_score_beside_cache, "score (reference)"),
     ):
         beside = generate["cache"] + generate["graphs"] + sum(phases[phase].values())
-        needed = (always + beside) / memory.USABLE
+        needed = (always + beside) / choice.USABLE
         assert can(work, sizes, needed + 10)
         assert not can(work, sizes, needed - 10)
-    assert memory.peak_bytes(work, sizes, keeps_cache=True) == pytest.approx(
+    assert needs.peak_bytes(work, sizes, keeps_cache=True) == pytest.approx(
         always + generate["cache"] + generate["graphs"] + sum(phases["update"].values())
     )
-    assert memory.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)  # on the CPU too
+    assert choice.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)  # on the CPU too
 
 
 def test_the_cache_is_kept_before_microbatches_grow_beyond_what_is_enough():
@@ -558,9 +556,9 @@ def test_the_cache_is_kept_before_microbatches_grow_beyond_what_is_enough():
     work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
     found = []
     for free in (80e9, 38e9, 36e9):
-        sizes = memory.choose_sizes(work, free, AUTO)
-        assert memory.too_large(work, sizes, free) is None
-        is_kept = memory.can_keep_cache(work, sizes, free)
+        sizes = choice.choose_sizes(work, free, AUTO)
+        assert choice.too_large(work, sizes, free) is None
+        is_kept = choice.can_keep_cache(work, sizes, free)
         found.append((sizes.max_tokens_per_microbatch > 8192, sizes.cache_tokens / (144 * 1068), is_kept))
     largest = pytest.approx(1)
     assert found == [
@@ -575,12 +573,12 @@ def test_gradients_are_sharded_before_layers_are_recomputed():
     work = make_workload(make_config(*SHAPES[0]), num_ranks=2, enough_tokens=812, update_tokens=812)
     found = []
     for free in (300e6, 284e6, 260e6, 174e6):
-        sizes = memory.choose_sizes(work, free, AUTO)
-        assert memory.too_large(work, sizes, free) is None
+        sizes = choice.choose_sizes(work, free, AUTO)
+        assert choice.too_large(work, sizes, free) is None
         found.append((sizes.recompute_layers, sizes.shard_gradients))
     assert found == [(False, False), (False, True), (True, False), (True, True)]
     alone = dataclasses.replace(work, num_ranks=1, num_shards=1)
-    assert not memory.choose_sizes(alone, 174e6, AUTO).shard_gradients
+    assert not choice.choose_sizes(alone, 174e6, AUTO).shard_gradients
 
 
 def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alone():
@@ -589,16 +587,16 @@ def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alo
     of_four = dataclasses.replace(alone, num_ranks=32)
     over_all = dataclasses.replace(of_four, num_shards=32)
     sizes = Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=True)
-    assert memory.always_bytes(of_four) == memory.always_bytes(alone)
-    assert memory.phase_bytes(of_four, sizes) == memory.phase_bytes(alone, sizes)
-    assert memory.host_bytes(of_four, num_ranks=8) == memory.host_bytes(alone, num_ranks=8)
-    saved = memory.peak_bytes(of_four, sizes) - memory.peak_bytes(over_all, sizes)
-    assert saved == pytest.approx((12 + 4) * (1 / 8 - 1 / 32) * memory.num_parameters(QWEN_7B))
+    assert needs.always_bytes(of_four) == needs.always_bytes(alone)
+    assert needs.phase_bytes(of_four, sizes) == needs.phase_bytes(alone, sizes)
+    assert needs.host_bytes(of_four, num_ranks=8) == needs.host_bytes(alone, num_ranks=8)
+    saved = needs.peak_bytes(of_four, sizes) - needs.peak_bytes(over_all, sizes)
+    assert saved == pytest.approx((12 + 4) * (1 / 8 - 1 / 32) * formulas.num_parameters(QWEN_7B))
     offloaded = [dataclasses.replace(work, offloads_optimizer=True) for work in (of_four, over_all)]
-    gradients = [memory.phase_bytes(work, sizes)["update"]["gradients"] for work in offloaded]
-    assert gradients == [pytest.approx(4 * memory.num_parameters(QWEN_7B) / 8), 0]
-    assert "--shard-over world" in memory.too_large(of_four, sizes, 1e9)
-    assert "--shard-over" not in memory.too_large(over_all, sizes, 1e9)
+    gradients = [needs.phase_bytes(work, sizes)["update"]["gradients"] for work in offloaded]
+    assert gradients == [pytest.approx(4 * formulas.num_parameters(QWEN_7B) / 8), 0]
+    assert "--shard-over world" in choice.too_large(of_four, sizes, 1e9)
+    assert "--shard-over" not in choice.too_large(over_all, sizes, 1e9)
 
 
 QWEN_14B = dataclasses.replace(
@@ -622,17 +620,17 @@ def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config
 
     Fault 38.
     """
-    num_parameters = memory.num_parameters(config)
+    num_parameters = formulas.num_parameters(config)
     work = make_workload(config, num_ranks=num_ranks, **GPUS_OF_80_GB)
-    refusal = memory.too_large(work, memory.choose_sizes(work, free, AUTO), free)
+    refusal = choice.too_large(work, choice.choose_sizes(work, free, AUTO), free)
     assert refusal.startswith("the models need")
     assert "--offload-optimizer" in refusal
     offloaded = dataclasses.replace(work, offloads_optimizer=True)
-    sizes = memory.choose_sizes(offloaded, free, AUTO)
-    assert memory.too_large(offloaded, sizes, free) is None
-    always = memory.always_bytes(offloaded)
+    sizes = choice.choose_sizes(offloaded, free, AUTO)
+    assert choice.too_large(offloaded, sizes, free) is None
+    always = needs.always_bytes(offloaded)
     assert always == {"weights": 2 * num_parameters, "rope tables": 8 * 32768 * 128}
-    gradients = memory.phase_bytes(offloaded, sizes)["update"]["gradients"]
+    gradients = needs.phase_bytes(offloaded, sizes)["update"]["gradients"]
     assert gradients == (0 if sizes.shard_gradients else 4 * num_parameters)
     assert sizes.max_tokens_per_microbatch >= 8192
 
@@ -642,8 +640,8 @@ def test_layers_are_recomputed_before_the_host_adds_up_gradients():
     work = make_workload(QWEN_7B, **GPUS_OF_80_GB, offloads_optimizer=True)
     found = []
     for free in (200e9, 80e9, 50e9):
-        sizes = memory.choose_sizes(work, free, AUTO)
-        assert memory.too_large(work, sizes, free) is None
+        sizes = choice.choose_sizes(work, free, AUTO)
+        assert choice.too_large(work, sizes, free) is None
         found.append((sizes.recompute_layers, sizes.shard_gradients))
     assert found == [(False, False), (True, False), (True, True)]
 
@@ -654,16 +652,16 @@ def test_pinned_memory_is_counted_as_torch_rounds_it():
     Fault 38.
     """
     in_bf16 = 28 * (2 * 2**25 + 2 * 2**22 + 3 * 2**28) + 2 * 2**31
-    assert memory.pinned_bytes(QWEN_7B, 2) == pytest.approx(in_bf16, rel=1e-4)
+    assert formulas.pinned_bytes(QWEN_7B, 2) == pytest.approx(in_bf16, rel=1e-4)
     eighths_in_fp32 = 28 * (2 * 2**23 + 2 * 2**20 + 3 * 2**26) + 2 * 2**29
-    assert memory.pinned_bytes(QWEN_7B, 4, num_shards=8) == pytest.approx(eighths_in_fp32, rel=1e-4)
+    assert formulas.pinned_bytes(QWEN_7B, 4, num_shards=8) == pytest.approx(eighths_in_fp32, rel=1e-4)
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB, offloads_optimizer=True)
-    needed = memory.host_bytes(work, num_ranks=8)
+    needed = needs.host_bytes(work, num_ranks=8)
     assert needed["parked models"] == pytest.approx(8 * in_bf16, rel=1e-4)
     # Masters and gradients are pinned, moments are not.
     state = 8 * 2 * eighths_in_fp32 + 8 * 7.6156e9
     assert needed["optimizer state and gradients"] == pytest.approx(state, rel=1e-3)
-    assert "leave out --offload-optimizer" in memory.host_too_small(work, num_ranks=8, free=1e9)
+    assert "leave out --offload-optimizer" in choice.host_too_small(work, num_ranks=8, free=1e9)
 
 
 def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
@@ -672,20 +670,20 @@ def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
     Fault 38.
     """
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
-    parked = 8 * memory.pinned_bytes(QWEN_7B, 2)
+    parked = 8 * formulas.pinned_bytes(QWEN_7B, 2)
     needed = parked + (8 * 12 / 8 + 2) * 7.6156e9
-    assert sum(memory.host_bytes(work, num_ranks=8).values()) == pytest.approx(needed, rel=1e-3)
-    assert memory.host_too_small(work, num_ranks=8, free=1.01 * needed / memory.USABLE) is None
-    reason = memory.host_too_small(work, num_ranks=8, free=0.99 * needed / memory.USABLE)
+    assert sum(needs.host_bytes(work, num_ranks=8).values()) == pytest.approx(needed, rel=1e-3)
+    assert choice.host_too_small(work, num_ranks=8, free=1.01 * needed / choice.USABLE) is None
+    reason = choice.host_too_small(work, num_ranks=8, free=0.99 * needed / choice.USABLE)
     assert (
         "8 ranks need 338 GB: parked models 232 GB, copies for a checkpoint 107 GB, of the 335 GB" in reason
     )
     assert "set --no-park-frozen, or take more nodes" in reason
     unparked = dataclasses.replace(work, parks_frozen=False)
-    assert memory.host_bytes(unparked, num_ranks=8) == {
+    assert needs.host_bytes(unparked, num_ranks=8) == {
         "copies for a checkpoint": pytest.approx(needed - parked, rel=1e-3)
     }
-    assert memory.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
+    assert choice.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
 
 
 @pytest.mark.parametrize(
@@ -700,7 +698,7 @@ def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
 )
 def test_a_size_that_is_given_wins(name, value):
     """Also one that does not fit."""
-    sizes = memory.choose_sizes(make_workload(make_config(*SHAPES[0])), 0.3e9, {**AUTO, name: value})
+    sizes = choice.choose_sizes(make_workload(make_config(*SHAPES[0])), 0.3e9, {**AUTO, name: value})
     assert getattr(sizes, name) == value
 
 
@@ -708,7 +706,7 @@ def test_a_step_that_fits_whole_takes_the_full_budget_with_any_memory():
     """So the numbers of a small run do not depend on what else the machine does."""
     work = make_workload(make_config(*SHAPES[0]), update_tokens=900)
     for free in (64e9, 0.4e9):
-        sizes = memory.choose_sizes(work, free, AUTO)
+        sizes = choice.choose_sizes(work, free, AUTO)
         assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
 
 
@@ -726,4 +724,4 @@ def test_a_window_bounds_the_cache():
         device=CPU,
     )
     num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
-    assert memory.cached_bytes(config, torch.float32, tokens=4096, requests=3) == num_bytes
+    assert formulas.cached_bytes(config, torch.float32, tokens=4096, requests=3) == num_bytes

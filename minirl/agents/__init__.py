@@ -1,1 +1,1 @@
-"""Annex: programs and environments that were not written for minirl. A run that uses none imports nothing here."""
+"""Annex: programs and environments that were not written for minirl. Other runs import nothing here."""

@@ -6,8 +6,8 @@
         ...
         return 1.0
 
-is a rollout function, for `--rollout`. What the program asks for is a turn of its episode: what continues a branch is
-appended to its tokens, so that nothing sampled is tokenized again, and anything else begins another one.
+is a rollout function, for `--rollout`. Each request of the program is a turn of its episode. A request that continues a
+branch appends to its tokens, so that sampled tokens are never tokenized again; any other request begins a branch.
 
 Standard library only. Nothing here is collective.
 """
@@ -35,9 +35,9 @@ from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
 MAX_PENDING = 64
 # Episodes of a process: openai's client has 1,000 connections at most, and takes longer for a request the more it has.
 MAX_EPISODES = 128
-# For a program that is told to end.
+# For a program to end after it is told to.
 CLOSE_S = 1.0
-# Bytes of what a program prints that are kept.
+# Bytes of a program's output that are kept.
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
@@ -46,8 +46,8 @@ Program = Callable[[str, Episode], Any]
 def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
     """The rollout function of a program that asks for turns at a URL.
 
-    program: takes the URL and the episode; what it returns is the reward, or rewards by name. An `async def`, or a
-    function that waits, for which each episode has a thread.
+    program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a function that
+    waits, for which each episode has a thread.
     """
 
     @functools.wraps(program)
@@ -61,16 +61,16 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
             if value is not None:
                 episode.reward(value, name, branch="all")
 
-    # Each has two connections at least, and both ends of one are here.
+    # Each has two or more connections, and both ends of one are here.
     vars(rollout)["max_episodes"] = min(MAX_EPISODES, loopback.max_connections() // 2)
     return rollout
 
 
 async def run_program(url: str, *command: str, text: str = "") -> str:
-    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; returns what it prints.
+    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; returns its output.
 
-    Of more than MAX_OUTPUT bytes it is the end. Raises RuntimeError with the end of its stderr if its exit code is not
-    0. It is killed where the episode ends before it; what it has started itself ends with the run.
+    Of the output the last MAX_OUTPUT bytes are kept. Raises RuntimeError with the end of its stderr if its exit code is
+    not 0. If the episode ends first, the command is killed; processes that it started end with the run.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
     pipe = asyncio.subprocess.PIPE
@@ -91,9 +91,9 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class _Conversation:
-    """What the program knows of a branch of the episode.
+    """A branch of the episode as the program knows it.
 
-    said: the messages so far, as the program has them; None where it has only ids.
+    said: the messages so far, as the program has them; None if it has only ids.
     """
 
     def __init__(self, branch: Branch, said: list[Any] | None):
@@ -101,7 +101,7 @@ class _Conversation:
         self.said = said
 
     def rest(self, asked: Asked) -> list[Any] | None:
-        """What a request adds to the conversation; None if it does not continue it."""
+        """Return the messages or ids that a request adds; None if it does not continue the conversation."""
         prompt = asked.prompt
         if _is_ids(prompt):
             ids = [*self.branch.prompt_ids, *self.branch.tokens]
@@ -114,19 +114,19 @@ class _Conversation:
         return rest if is_next and same_messages(begin, self.said) else None
 
     def add(self, prompt: list[Any], sampled: Sampled) -> None:
-        """Note a turn and its request's prompt."""
+        """Record a turn and its request's prompt."""
         self.said = None if _is_ids(prompt) else [*prompt, sampled.message]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of the program. generate: what to yield for it."""
+    """A request of the program. generate: the turn to yield for it."""
 
     generate: Generate
     _answer: Callable[[Turn], None]
 
     def answer(self, turn: Turn) -> None:
-        """Answer it with the turn that was sampled."""
+        """Answer it with the sampled turn."""
         self._answer(turn)
 
 
@@ -139,7 +139,7 @@ class Endpoint:
         prompt = episode.row.prompt
         self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else None)]
         self._num_turns = 0
-        # None when the program has ended.
+        # None when the program ends.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[Sampled]] = set()
 
@@ -158,22 +158,22 @@ class Endpoint:
             if not answered.done():
                 answered.set_exception(HttpError(HTTPStatus.GONE, "the episode has ended"))
         self._running.cancel()
-        # A program that goes on is left alone: nothing answers it any more.
+        # A program that continues is left alone: its requests get no answer.
         await asyncio.wait({self._running}, timeout=CLOSE_S)
         if self._running.done() and not self._running.cancelled():
-            # Looked at, so that asyncio does not print what a program raises because its episode has ended.
+            # Retrieved, so that asyncio does not print the exception of a program whose episode ended.
             self._running.exception()
 
     @property
     def returned(self) -> Any:
-        """What the program has returned, None while it runs. Raises what it raised."""
+        """Return the program's result, None while it runs. Raises what it raised."""
         return self._running.result() if self._running.done() else None
 
     def __aiter__(self) -> "Endpoint":
         return self
 
     async def __anext__(self) -> Request:
-        """The next request, in the order in which they came. Raises what the program raised."""
+        """Return the next request, in order of arrival. Raises what the program raised."""
         while (waiting := await self._waiting.get()) is not None and not self._running.done():
             asked, answered = waiting
             if answered.done():
@@ -186,7 +186,7 @@ class Endpoint:
         raise StopAsyncIteration
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
-        """What to yield for a request. Raises HttpError."""
+        """Return the turn to yield for a request. Raises HttpError."""
         conversation, rest = self._find(asked)
         branch = conversation.branch
         if branch.room < 1:
@@ -196,7 +196,7 @@ class Endpoint:
         def answer(turn: Turn) -> None:
             self._num_turns += 1
             if answered.done():
-                # The program has hung up.
+                # The program hung up.
                 branch.drops_last = True
                 self._conversations.remove(conversation)
                 return
@@ -209,25 +209,25 @@ class Endpoint:
         return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
 
     def _find(self, asked: Asked) -> tuple[_Conversation, list[Any]]:
-        """The conversation that a request continues farthest, or a new one, and what it adds. Raises HttpError."""
+        """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""
         prompt = asked.prompt
         rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
         found = [(conversation, rest) for conversation, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
         if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
-            message = "the last message is the assistant's, whose turn is to be sampled"
+            message = "the last message is the assistant's, whose turn the model samples"
             raise HttpError(HTTPStatus.BAD_REQUEST, message)
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
         conversation = _Conversation(self._episode.branch(template_form(prompt), tools=asked.tools), said)
         self._conversations.append(conversation)
-        # It begins with all that was said.
+        # It begins with all messages so far.
         return conversation, prompt[:0]
 
     async def _handle(self, method: str, path: str, body: bytes) -> Answer:
-        """Answer what the program sends. Raises HttpError."""
+        """Answer a request of the program. Raises HttpError."""
         is_list = path == "v1/models"
         if method != ("GET" if is_list else "POST"):
             message = f"{method:.20} is not answered here; ask with {'GET' if is_list else 'POST'}"
@@ -254,17 +254,17 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 
 async def _run(program: Program, url: str, episode: Episode) -> Any:
-    """What a program returns, in a thread if it is no `async def`. Raises what it raises."""
+    """Return a program's result; unless it is an `async def`, it runs in a thread. Raises what it raises."""
     try:
         is_async = inspect.iscoroutinefunction(program)
         return await (program(url, episode) if is_async else _in_thread(program, url, episode))
     except (SystemExit, KeyboardInterrupt) as error:
-        # They would end the event loop, with all other episodes.
+        # These would end the event loop, with all other episodes.
         raise RuntimeError(f"the program raised {error!r}") from error
 
 
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
-    """Call a function in a thread of its own: those of the loop are too few for all episodes."""
+    """Call a function in a new thread: the loop has too few threads for all episodes."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Callable[[], Any]] = loop.create_future()
 
@@ -274,7 +274,7 @@ async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
 
     def run() -> None:
         outcome = functools.partial(_outcome, *_called(program, url, episode))
-        # Where the loop has ended there is nobody to tell.
+        # The loop may be closed.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end, outcome)
 
@@ -283,11 +283,11 @@ async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
 
 
 def _called(program: Program, url: str, episode: Episode) -> tuple[Any, BaseException | None]:
-    """What a program returns and None, or None and what it raises."""
+    """Return a program's result and None, or None and its exception."""
     try:
         return program(url, episode), None
     except BaseException as error:
-        # It would be raised in the thread, where nobody sees it.
+        # The thread would raise it where nobody sees it.
         return None, error
 
 
@@ -298,7 +298,7 @@ def _outcome(returned: Any, error: BaseException | None) -> Any:
 
 
 async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
-    """Write all to a program, which may have ended."""
+    """Write all to a program, which may be gone."""
     assert pipe is not None
     with contextlib.suppress(ConnectionError):
         pipe.write(data)
@@ -307,7 +307,7 @@ async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
 
 
 async def _read_end(pipe: asyncio.StreamReader | None) -> str:
-    """The end of what a program writes."""
+    """Return the end of a program's output."""
     assert pipe is not None
     kept = b""
     while piece := await pipe.read(MAX_OUTPUT):

@@ -1,9 +1,9 @@
-"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has a path of its own that nobody can guess.
+"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has its own path, which nobody can guess.
 
 Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection outlives
-the sessions that were asked for on it: a client that many programs share uses it again for any of them. While there are
-places the server closes none that waits for a request, since the next one may be on its way; when they run short it
-says so in the answers.
+its sessions: a client that many programs share reuses it for any of them. While it has places, the server keeps
+connections that wait for a request, since the next one may be on its way; when places run short, its answers announce
+the close.
 
 Standard library only. Nothing here is collective.
 """
@@ -23,9 +23,9 @@ from typing import Any
 MAX_HEAD = 1 << 15
 MAX_BODY = 1 << 22
 MAX_CONNECTIONS = 512
-# For a connection's first request, for the rest of one, and for taking an answer.
+# Seconds for a connection's first request, for the rest of one, and for taking an answer.
 REQUEST_S = 30.0
-# For what a client still sends when it has been refused: it may read only afterwards.
+# Seconds for a refused client to finish sending: it may read the answer only then.
 LINGER_S = 3.0
 
 
@@ -46,7 +46,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets."""
+    """An answer to a client."""
 
     body: bytes
     content_type: str = "application/json"
@@ -58,13 +58,13 @@ class Answer:
         return cls(json.dumps(value).encode(), status=status)
 
 
-# Takes method, path behind the session's own, and body. Raises HttpError.
+# Takes method, path after the session's own, and body. Raises HttpError.
 Handler = Callable[[str, str, bytes], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(eq=False)
 class Session:
-    """What is served under one path."""
+    """The handler of one path."""
 
     url: str
     handler: Handler
@@ -72,7 +72,7 @@ class Session:
 
 
 class _Reader(asyncio.StreamReader):
-    """has_ended: set as soon as the client sends no more, whatever of it is still unread."""
+    """has_ended: set as soon as the client stops sending, even if some of it is unread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         super().__init__(limit=MAX_HEAD, loop=loop)
@@ -117,7 +117,7 @@ class _Head:
         size = self.headers.get("content-length", "0")
         if not (size.isascii() and size.isdigit()):
             raise HttpError(HTTPStatus.BAD_REQUEST, f"Content-Length: {size!r:.80}: expected a number")
-        # Thousands of digits are no number that Python reads.
+        # Python does not parse thousands of digits.
         if len(size) > 18 or int(size) > MAX_BODY:
             message = f"the request has {size:.18} bytes; at most {MAX_BODY}"
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
@@ -125,7 +125,7 @@ class _Head:
 
 
 def max_connections() -> int:
-    """How many connections a process serves: it needs descriptors for other things, their other ends among them."""
+    """How many connections a process serves: it needs descriptors for other things too, such as their other ends."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft_limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft_limit // 4)
 
@@ -136,12 +136,12 @@ class LoopbackServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._port = 0
-        # Those that wait for a request are in the order in which they began to.
+        # Waiting connections are in the order in which they began to wait.
         self._connections: dict[_Connection, None] = {}
         self._max_connections = max_connections()
 
     async def start(self) -> "LoopbackServer":
-        """Listen at a port that is free."""
+        """Listen at a free port."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.StreamReaderProtocol:
@@ -159,7 +159,7 @@ class LoopbackServer:
         return session
 
     def close(self, session: Session) -> None:
-        """End a session: whoever asks for it from now on is told so. Its connections stay."""
+        """End a session: later requests for it are told so. Its connections stay."""
         session.is_open = False
         self._sessions = {token: other for token, other in self._sessions.items() if other is not session}
 
@@ -167,10 +167,10 @@ class LoopbackServer:
         """Answer the requests of a connection."""
         assert isinstance(reader, _Reader)
         connection = _Connection(reader, writer)
-        # `drain` then waits until the client has taken the answer, except for what the system keeps of it.
+        # `drain` then waits until the client has taken all of the answer that the system does not buffer.
         writer.transport.set_write_buffer_limits(0)
         try:
-            # Such an error is the client's, who has gone, or does not read.
+            # The client caused such an error: it is gone, or does not read.
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 await self._serve_all(connection)
         finally:
@@ -193,8 +193,8 @@ class LoopbackServer:
                 if reader.has_ended.is_set() or writer.is_closing():
                     return
                 answer = await _answer(session.handler(head.method, path, body), reader)
-                # A client uses no connection again of which it is told so, whereas it may just be using one that is
-                # closed without a word.
+                # A client does not reuse a connection whose close was announced, but might be using one that is closed
+                # without a word.
                 keeps_alive = head.keeps_alive and 2 * len(self._connections) <= self._max_connections
                 await _write(writer, answer, keeps_alive=keeps_alive)
                 connection.is_answering = False
@@ -219,7 +219,7 @@ class LoopbackServer:
         dropped.writer.transport.abort()
 
     def _find(self, path: str) -> tuple[Session, str]:
-        """The session of a path, and what is behind its own part of it. Raises HttpError."""
+        """Return the session of a path, and the rest of the path. Raises HttpError."""
         token, _, rest = path.partition("?")[0].removeprefix("/").partition("/")
         if token not in self._sessions:
             raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it has ended, or never was")
@@ -234,14 +234,14 @@ async def of_this_loop() -> LoopbackServer:
     """The server of the running event loop, which is started once."""
     loop = asyncio.get_running_loop()
     if loop not in _servers:
-        # The server's tasks are no episode's: they are not to run with the context of the one that came first.
+        # The server's tasks belong to no episode, so they must not run in the context of the first one.
         _servers[loop] = contextvars.Context().run(loop.create_task, LoopbackServer().start())
     # An episode that ends meanwhile must not end it for the others.
     return await asyncio.shield(_servers[loop])
 
 
 async def _answer(handling: Coroutine[Any, Any, Answer], reader: _Reader) -> Answer:
-    """The answer that a handler makes. Raises ConnectionError if the client hangs up before: nobody waits for it."""
+    """Return a handler's answer. Raises ConnectionError if the client hangs up first."""
     answering = asyncio.ensure_future(handling)
     ended = asyncio.ensure_future(reader.has_ended.wait())
     try:
@@ -257,7 +257,7 @@ async def _answer(handling: Coroutine[Any, Any, Answer], reader: _Reader) -> Ans
 
 
 async def _read_head(reader: asyncio.StreamReader, limit_s: float | None) -> _Head:
-    """Raises HttpError, and IncompleteReadError or TimeoutError where there is none."""
+    """Raises HttpError, and IncompleteReadError or TimeoutError without a request."""
     try:
         async with asyncio.timeout(limit_s):
             text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -271,14 +271,14 @@ async def _read_head(reader: asyncio.StreamReader, limit_s: float | None) -> _He
     headers: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
-        # Of a header that is there twice none is right.
+        # Neither of two equal headers is right.
         before = [headers[name.lower()]] if name.lower() in headers else []
         headers[name.lower()] = ", ".join([*before, value.strip()])
     return _Head(parts[0], parts[1], parts[2], headers)
 
 
 async def _read_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: _Head) -> bytes:
-    """Raises HttpError, and IncompleteReadError if the client has gone."""
+    """Raises HttpError, and IncompleteReadError if the client is gone."""
     size = head.body_size()
     if head.headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -303,7 +303,7 @@ async def _write(writer: asyncio.StreamWriter, answer: Answer, *, keeps_alive: b
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: HttpError) -> None:
-    """Answer with an error, before which not all was read: were the rest not read, the client might not see it."""
+    """Answer with an error, then read the rest of the request: otherwise the client might not see the error."""
     await _write(writer, error.answer(), keeps_alive=False)
     writer.write_eof()
     async with asyncio.timeout(LINGER_S):

@@ -1,4 +1,4 @@
-"""What programs ask for in OpenAI's format, and the answers.
+"""Requests of programs in OpenAI's format, and the answers.
 
 A prompt is messages or, in a text completion, token ids. Fields that would change how the run samples are refused.
 
@@ -19,7 +19,7 @@ from minirl.episodes.episode import Episode, Turn
 from minirl.errors import InputError
 
 MODEL = "policy"
-# The values that change nothing; others are refused. None is as good as nothing.
+# The values that change nothing; others are refused. None counts as absent.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -39,14 +39,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "logprobs": (False, True, 0, 1),
 }
-# They do not change what is sampled here: keys of randomness and tokens that end a turn are the run's own.
+# Ignored: keys of randomness and tokens that end a turn are the run's own.
 _WITHOUT_EFFECT = {
     *("model", "user", "seed", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"),
     *("cache_salt", "priority", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
 }
 _READ = {"max_tokens", "max_completion_tokens", "stop", "temperature", "return_token_ids"}
 _MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls"}
-# Programs send back what they got. Templates have no use for it.
+# Programs send back these fields of answers. Templates do not use them.
 _DROPPED_KEYS = {
     "reasoning_content",
     "reasoning",
@@ -76,9 +76,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The answer to a request. number: of the turn in its episode. num_prompt_tokens: all before the turn.
+    """The answer to a request. number: the turn's place in its episode. num_prompt_tokens: all before the turn.
 
-    asked: the request. Of what ends with one of its stop strings a program gets neither the string nor what follows in
+    asked: the request. If a turn ends with one of its stop strings, a program gets neither the string nor the rest of
     the last token.
     """
 
@@ -89,15 +89,15 @@ class Sampled:
 
     @functools.cached_property
     def text(self) -> str:
-        """What a program gets as text."""
+        """The turn as text for a program."""
         return self._cut(self.turn.text)
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """What a program gets as a message, with texts of JSON as arguments of calls."""
+        """The turn as a message for a program, with JSON text as the arguments of calls."""
         said: dict[str, Any] = {"content": self.turn.text}
         if self.asked.reads_calls:
-            # Without tools it need not be known how the model writes calls.
+            # Without tools the format of calls need not be known.
             with contextlib.suppress(InputError):
                 said = self.turn.message
         message: dict[str, Any] = {"role": "assistant", "content": self._cut(said["content"] or "")}
@@ -115,7 +115,7 @@ class Sampled:
 
 
 def read_request(path: str, body: bytes, episode: Episode) -> Asked:
-    """Raises HttpError for what cannot be answered, naming the field."""
+    """Raises HttpError for a request that cannot be answered, naming the field."""
     readers = {"v1/chat/completions": _read_chat, "v1/completions": _read_completion}
     if path not in readers:
         raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there are /{', /'.join(readers)}")
@@ -130,19 +130,19 @@ def read_request(path: str, body: bytes, episode: Episode) -> Asked:
 
 
 def models(episode: Episode) -> Answer:
-    """The list of the one model that there is."""
+    """The list of models, which has one."""
     length = len(episode.prompt_ids) + episode.max_tokens
     card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl", "max_model_len": length}
     return Answer.of_json({"object": "list", "data": [card]})
 
 
 def same_messages(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> bool:
-    """Whether two conversations say the same."""
+    """Return whether two conversations say the same."""
     return [_meaning(message) for message in first] == [_meaning(message) for message in second]
 
 
 def template_form(rest: list[Any]) -> list[Any]:
-    """Ids as they are; messages as chat templates take them, with values as arguments of calls."""
+    """Return ids unchanged; messages as chat templates take them, with values as arguments of calls."""
     return [_with_values(item) if isinstance(item, dict) else item for item in rest]
 
 
@@ -216,7 +216,7 @@ def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
 def _read_sampling(
     fields: dict[str, Any], episode: Episode, *others: str
 ) -> tuple[tuple[str, ...], int | None]:
-    """The stop strings and the limit of a turn. others: fields that are read elsewhere."""
+    """Return the stop strings and the limit of a turn. others: fields that are read elsewhere."""
     _check_known(fields, *others, *_READ, *_ONLY)
     for key, values in _ONLY.items():
         is_same = any(
@@ -224,7 +224,7 @@ def _read_sampling(
         )
         _refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
     temperature = fields.get("temperature", episode.temperature)
-    # Evaluations may be greedy. Programs do not know of it.
+    # Evaluations may be greedy, which programs do not know.
     is_greedy = episode.temperature == 0 and type(temperature) in (int, float) and temperature >= 0
     is_same = type(temperature) in (int, float) and temperature == episode.temperature
     _refuse(
@@ -249,7 +249,7 @@ def _check_known(fields: dict[str, Any], *known: str) -> None:
 
 
 def _read_message(message: Any, i: int) -> dict[str, Any]:
-    """A message as chat templates take it, with texts of JSON as arguments of calls."""
+    """Return a message as chat templates take it, with JSON text as arguments of calls."""
     place = f"messages[{i}]"
     _refuse(not isinstance(message, dict), f"{place}: expected an object")
     message = {key: value for key, value in message.items() if value is not None and key not in _DROPPED_KEYS}
@@ -267,7 +267,7 @@ def _read_message(message: Any, i: int) -> dict[str, Any]:
         not isinstance(calls, list) or not all(map(_is_call, calls)), f"{place}: tool_calls: expected calls"
     )
     for call in calls:
-        # Half a surrogate pair may be spelt out in it once more.
+        # It may spell out half a surrogate pair again.
         _check_characters(_json_value(call["function"]["arguments"]), f"{place}: tool_calls")
     if calls:
         message["tool_calls"] = calls
@@ -306,7 +306,7 @@ def _refuse(is_wrong: bool, message: str) -> None:
 def _writer(
     choice_of: Callable[[Sampled, bool], dict[str, Any]], kind: str, fields: dict[str, Any]
 ) -> Callable[[Sampled], Answer]:
-    """What writes the answer to a request with these fields."""
+    """Return the function that writes the answer to a request with these fields."""
     has_logprobs = fields.get("logprobs", False) is not False
     has_ids = fields.get("return_token_ids") is True
 
@@ -320,7 +320,7 @@ def _writer(
 
 
 def _streamed(write: Callable[[Sampled], Answer], *, has_usage: bool) -> Callable[[Sampled], Answer]:
-    """What writes the same as a stream of events, with all of the message in one."""
+    """Return a function that writes the same as a stream of events, with the whole message in one."""
 
     def write_events(sampled: Sampled) -> Answer:
         whole = json.loads(write(sampled).body)
@@ -339,7 +339,7 @@ def _streamed(write: Callable[[Sampled], Answer], *, has_usage: bool) -> Callabl
 
 
 def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
-    # Without the time: an answer is the same whenever an episode is run again.
+    # Without the time, so that an answer is the same whenever an episode runs again.
     return {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
 
 
@@ -374,5 +374,5 @@ def _logprobs(turn: Turn) -> dict[str, Any]:
 
 
 def _token(token_id: int) -> str:
-    """As vLLM names tokens that may be parts of characters."""
+    """Name a token like vLLM, since a token may be a part of a character."""
     return f"token_id:{token_id}"

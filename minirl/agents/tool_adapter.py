@@ -1,7 +1,7 @@
-"""What --tools and --environment name, in a worker (`minirl.workers.child`): `tool_loop` makes rollouts of it.
+"""Load the code of --tools and --environment in a worker (`minirl.workers.child`), for `tool_loop`.
 
-Standard library only: a worker starts quickly. Only what describes tools imports more. All functions raise what the
-user's code raises.
+Standard library only: a worker starts quickly. Only the functions that describe tools import more. All functions raise
+what the user's code raises.
 """
 
 from dataclasses import replace
@@ -14,22 +14,22 @@ from minirl.workers.user_code import find_function, find_functions
 
 
 def load_tools(source: str, names: str) -> Loaded | str:
-    """Return what --tools names, or why it cannot be used."""
+    """Return the functions of --tools, or why they cannot be used."""
     return loaded(_of_tools(source, names))
 
 
 def load_environment(source: str, name: str) -> Loaded | str:
-    """Return what --environment names, or why it cannot be used."""
+    """Return the class of --environment, or why it cannot be used."""
     return loaded(_of_environment(source, name))
 
 
 def describe_tools(source: str, names: str) -> Loaded | str:
-    """Return what --tools names with its description: {"tools": JSON schemas, "gives_reward"}. Imports transformers."""
+    """Return `load_tools` with a description: {"tools": JSON schemas, "gives_reward"}. Imports transformers."""
     return _described(_of_tools(source, names))
 
 
 def describe_environment(source: str, name: str) -> Loaded | str:
-    """Return what --environment names with its description, like `describe_tools`."""
+    """Return `load_environment` with a description, like `describe_tools`."""
     return _described(_of_environment(source, name))
 
 

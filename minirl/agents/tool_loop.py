@@ -1,10 +1,10 @@
-"""The rollouts of --tools and --environment: while a turn calls tools, call them and go on with their results.
+"""The rollouts of --tools and --environment: while a turn calls tools, call them and append their results.
 
 The conventions are those of TRL's GRPOTrainer (`tools`, `environment_factory`): functions with type hints and
 docstrings, and classes with `reset(**row) -> str | None` and public methods, which are the tools. An object's reward
 comes from its `get_reward()`, or from a reward function that sees its attributes (`environments`).
 
-Standard library only: it runs in the workers of `rollout_workers`.
+Standard library only: it runs in workers.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
 
 
 def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
-    """The rollout in which the model calls the methods of an object of its own, or why there is none.
+    """The rollout in which the model calls the methods of its own object, or why it cannot be made.
 
     A first object is made to see its methods.
     """
@@ -59,10 +59,10 @@ def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerat
         try:
             branch = await session.begin(episode)
             turn = yield branch.generate()
-            # Without tools it need not be known how the model writes calls.
+            # Without tools the format of calls need not be known.
             while session.tools and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
                 messages, contents = await session.results(turn.message)
-                # Now: where there is no room for them, or no further turn is allowed, the episode has ended.
+                # Now: if they do not fit, or no further turn is allowed, the episode ends.
                 await session.give_reward(episode)
                 turn = yield replace(branch.generate(after=messages), contents=contents)
             if len(branch.turns) == 1:
@@ -81,13 +81,13 @@ class Session:
         self.is_async = is_async
 
     async def begin(self, episode: Episode) -> Branch:
-        """The branch that the episode is: the one behind the row's prompt, or behind another one."""
+        """Return the branch to continue: the one after the row's prompt, or after another one."""
         return episode
 
     async def results(self, message: Mapping[str, Any]) -> tuple[Messages, list[list[Any] | None]]:
-        """What the calls of a turn return, in their order; a call that cannot be read is last.
+        """Call a turn's tools; returns the results in order of the calls. A call that cannot be read is last.
 
-        One message for each, and what reward functions get as its content if that is not its text.
+        Each is a message, and the content that reward functions get if that is not its text.
         """
         calls = [self._result(call["function"]) for call in message.get("tool_calls", ())]
         if self.is_async:
@@ -102,13 +102,13 @@ class Session:
         return [message for message, _ in results], [content for _, content in results]
 
     async def give_reward(self, episode: Episode) -> None:
-        """Give the reward that the episode has so far; what was given before is part of it."""
+        """Give the episode's reward so far, earlier rewards included."""
 
     async def close(self) -> None:
-        """The episode has ended, in whatever way."""
+        """Clean up after the episode, however it ended."""
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
-        """The message of a call's result, as `_message`; what a tool raises is the result too."""
+        """Return `_message` of a call's result; a tool's exception is a result too."""
         name = str(call.get("name"))
         try:
             if name not in self.tools:
@@ -122,7 +122,7 @@ class EnvironmentSession(Session):
     """The tools of one episode are the methods of an object that lives as long as the episode."""
 
     def __init__(self, environment: Any, *, is_async: bool = False):
-        # Of the class: to look a property up on the object would run it.
+        # From the class: looking up a property on the object would run it.
         methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
         names = [name for name, _ in methods if name not in OWN_METHODS and not name.startswith("_")]
         super().__init__([getattr(environment, name) for name in names], is_async)
@@ -130,7 +130,7 @@ class EnvironmentSession(Session):
         self._given = 0.0
 
     async def begin(self, episode: Episode) -> Branch:
-        """As of `Session`: what `reset` returns is written behind the prompt's last message."""
+        """Append the text that `reset` returns to the prompt's last message."""
         messages = as_messages(episode.row.prompt)
         observation = await _value(self.environment.reset, **{**episode.row.columns, "prompt": messages})
         self._show(episode)
@@ -142,7 +142,7 @@ class EnvironmentSession(Session):
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
     async def give_reward(self, episode: Episode) -> None:
-        """As of `Session`: what `get_reward` returns last is the reward; None adds nothing."""
+        """Give the reward: the last result of `get_reward` counts; None adds nothing."""
         self._show(episode)
         if not hasattr(self.environment, "get_reward"):
             return
@@ -152,7 +152,7 @@ class EnvironmentSession(Session):
             self._given = float(reward)
 
     def _show(self, episode: Episode) -> None:
-        """Give the episode the object's attributes as they are now, if a reward function asks for them."""
+        """Give the episode the object's current attributes, if a reward function asks for them."""
         if episode.environment is None:
             return
         shown = episode.environment = {}
@@ -167,19 +167,19 @@ class EnvironmentSession(Session):
         )
 
     async def close(self) -> None:
-        """As of `Session`: close what has a `close`."""
+        """Close an object that has a `close`."""
         if hasattr(self.environment, "close"):
             await _value(self.environment.close)
 
 
 async def _value(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """What a function returns, `async` or not. Its arguments may have any name."""
+    """Return a function's result, `async` or not. Its arguments may have any name."""
     value = function(**arguments)
     return await value if inspect.iscoroutinefunction(function) else value
 
 
 def _same_in_json(value: Any) -> Any:
-    """A value that JSON gives back as it is; numbers of NumPy and PyTorch are numbers. Raises TypeError for others."""
+    """Return a value that JSON keeps unchanged; NumPy and PyTorch numbers become numbers. Else raises TypeError."""
     if isinstance(value, list):
         return [_same_in_json(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -192,9 +192,9 @@ def _same_in_json(value: Any) -> Any:
 
 
 def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:
-    """The message of a tool's result; and a list as it is, for reward functions: TRL does not make text of lists.
+    """The message of a tool's result, and a list unchanged, for reward functions: TRL does not make text of lists.
 
-    What is no character (half a surrogate pair) becomes "?". What JSON does not have becomes text, in the list too.
+    Half a surrogate pair becomes "?". Values that JSON lacks become text, in the list too.
     """
     content = str(result).encode("utf-8", "replace").decode()
     message = {"role": "tool", "name": name, "content": content}

@@ -39,11 +39,11 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
-    # A value or reward model, with one number for each hidden state in place of logits.
+    # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a token has the same bits in any batch on this machine. It is measured on all products."""
+        """Whether a token has the same bits in any batch on this machine, measured on all products."""
         hidden = self.hidden_size
         inner = self.intermediate_size
         queries = self.num_attention_heads * self.head_dim

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
+from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
@@ -64,7 +65,7 @@ class EpisodeReward:
     """The reward function that returns one of an episode's own rewards, or None where it does not apply."""
 
     def __init__(self, reward_name: str = "reward"):
-        """reward_name: as in `episode.reward(value, reward_name)`; what is returned as a number is "reward"."""
+        """reward_name: as in `episode.reward(value, reward_name)`; a number that is returned is named "reward"."""
         self.reward_name = reward_name
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
@@ -207,7 +208,8 @@ def episode_arguments(
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):
         shaped = _shaped(row, text)
-        if not isinstance(shaped, str) and rollout.episode.messages:
+        is_text = isinstance(shaped, str)
+        if not is_text and has_messages(rollout) and has_turns_to_tell(rollout, prompts.tokenizer):
             shaped = prompts.answers(rollout)
         arguments["completions"].append(shaped)
     if "messages" in asked:

@@ -14,36 +14,28 @@ from minirl.data.tools import Tool
 from minirl.errors import InputError
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights, resolve_folder
+from minirl.plan.choice import (
+    USABLE,
+    can_keep_cache,
+    can_score_beside_cache,
+    choose_sizes,
+    host_too_small,
+    largest_cache,
+    largest_microbatch,
+    room_bytes,
+    too_large,
+)
+from minirl.plan.formulas import num_parameters
+from minirl.plan.free_memory import free_bytes, free_host_bytes, gb, listed, sum_of
+from minirl.plan.needs import always_bytes, host_bytes, phase_bytes
+from minirl.plan.workload import Sizes, Workload
 from minirl.ranks.process_group import device_type, local_rank, local_world_size, print0, world_size
 from minirl.rewards.functions import asked_of_episodes, compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import rollout_workers, task_with_rewards
-from minirl.run.memory import (
-    USABLE,
-    Sizes,
-    Workload,
-    always_bytes,
-    can_keep_cache,
-    can_score_beside_cache,
-    choose_sizes,
-    free_bytes,
-    free_host_bytes,
-    gb,
-    given_sizes,
-    host_bytes,
-    host_too_small,
-    largest_cache,
-    largest_microbatch,
-    listed,
-    num_parameters,
-    phase_bytes,
-    room_bytes,
-    sum_of,
-    too_large,
-    workload,
-)
+from minirl.run.planning import given_sizes, workload
 from minirl.run.setup import compute_dtype
 
 SHOWN_PROMPTS = 2

@@ -13,7 +13,7 @@ from minirl.episodes.rollout_process import RolloutWorkers
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.run.config import RunConfig, check_limits
-from minirl.run.memory import max_request_tokens
+from minirl.run.planning import max_request_tokens
 
 
 def load_prompts(

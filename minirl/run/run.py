@@ -16,7 +16,11 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
+<<<<<<< HEAD
 from minirl.episodes.runner import Counted
+=======
+from minirl.data.view import view_of
+>>>>>>> main
 from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
@@ -265,10 +269,15 @@ class Run:
         own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
         own_branches = table.indices_of(all_branches(rewarded.rollouts))
         branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
+        views = [
+            view_of(rollout, row.prompt, self._setup.tokenizer)
+            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
+        ]
         self._logger.log_rollouts(
             step,
             rewarded,
             self._setup.reward_functions,
+            views=views,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[own_episodes],
             of_branches={

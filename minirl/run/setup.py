@@ -25,6 +25,9 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
+from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
+from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
+from minirl.plan.needs import peak_bytes
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -42,6 +45,7 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import rollout_workers, task_with_rewards
+<<<<<<< HEAD
 from minirl.run.memory import (
     can_keep_cache,
     can_score_beside_cache,
@@ -56,6 +60,10 @@ from minirl.run.memory import (
     workload,
 )
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
+=======
+from minirl.run.planning import given_sizes, workload
+from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
+>>>>>>> main
 from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 

@@ -1,0 +1,1 @@
+"""The bytes that a run needs in each phase, and the sizes that fit into memory (docs/memory.md)."""

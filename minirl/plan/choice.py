@@ -1,0 +1,186 @@
+"""The sizes that fit into a rank's memory, and why a run does not fit. Nothing here communicates."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minirl.model.attention import FLASH_BLOCK
+from minirl.plan.free_memory import gb, sum_of
+from minirl.plan.needs import always_bytes, decoding_bytes, host_bytes, peak_bytes, phase_bytes
+from minirl.plan.workload import Sizes, Workload
+
+# Of the free memory. The rest is for fragments, libraries and what the formulas leave out.
+USABLE = 0.9
+# What "auto" chooses at most. On the CPU more tokens at a time are no faster.
+MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
+MOST_CACHE_TOKENS = 65536  # on the CPU
+MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+
+
+def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes:
+    """The sizes for a rank with so many free bytes before anything is loaded; what is given stays as it is.
+
+    If nothing fits, they are the least that the longest request needs; `too_large` then says what to change.
+    """
+    room = room_bytes(work, free)
+    sizes = Sizes(1, work.longest, work.longest, recompute_layers=False, shard_gradients=False)
+    sizes = dataclasses.replace(sizes, **{name: value for name, value in given.items() if value != "auto"})
+    most_tokens = max(MOST_MICROBATCH_TOKENS[work.device_type], work.enough_tokens)
+    tokens = work.enough_tokens
+    if given["max_tokens_per_microbatch"] != "auto":
+        tokens = sizes.max_tokens_per_microbatch
+    for recompute, shard in _switches_from_the_cheapest(work):
+        open_switches = {"recompute_layers": recompute, "shard_gradients": shard}
+        switches = {name: value for name, value in open_switches.items() if given[name] == "auto"}
+        sizes = dataclasses.replace(sizes, **switches)
+        if largest_microbatch(work, sizes, room, most=tokens) == tokens:
+            break
+    is_open = given["max_tokens_per_microbatch"] == "auto"
+    if is_open:
+        tokens = largest_microbatch(work, sizes, room, most=tokens)
+        sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
+    if given["max_running_requests"] == "auto":
+        requests = MOST_REQUESTS[work.device_type]
+        # At least half of the room is the cache's.
+        while requests > 1 and sum(decoding_bytes(work, requests).values()) > room / 2:
+            requests //= 2
+        sizes = dataclasses.replace(sizes, max_running_requests=requests)
+    if given["cache_tokens"] == "auto":
+        sizes = dataclasses.replace(sizes, cache_tokens=max(_auto_cache(work, sizes, room), work.longest))
+    if is_open and tokens == work.enough_tokens:
+        # More than enough only where it does not take the cache from step to step.
+        keeps_cache = can_keep_cache(work, sizes, free)
+        tokens = largest_microbatch(work, sizes, room, most=most_tokens, keeps_cache=keeps_cache)
+        sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
+    return sizes
+
+
+def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
+    """Tokens of the cache: on CUDA such as can be kept from step to step, if that is half of what fits or more."""
+    if not work.is_cuda:
+        return largest_cache(work, sizes, room, most=MOST_CACHE_TOKENS)
+    # There it is memory from the first token on: no more than all requests can fill.
+    requests = min(sizes.max_running_requests, work.requests)
+    tokens = largest_cache(work, sizes, room, most=requests * (work.longest + FLASH_BLOCK))
+    kept = largest_cache(work, sizes, room, most=tokens, keeps_cache=True)
+    return kept if 2 * kept >= tokens else tokens
+
+
+def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
+    """Whether to recompute layers, and whether to shard gradients.
+
+    Sums over the ranks in each microbatch hide behind its backward, recomputation cannot. But backward waits for sums
+    on the host.
+    """
+    if work.offloads_optimizer:
+        return [(False, False), (True, False), (False, True), (True, True)]
+    return list(itertools.product((False, True), (False, work.can_shard_gradients)))
+
+
+def room_bytes(work: Workload, free: float) -> float:
+    """What is left for the phases of a rank's free bytes; negative if not even the models fit."""
+    return USABLE * free - sum(always_bytes(work).values())
+
+
+def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
+    """Whether the cache fits beside what each other phase needs, so that the engine can keep it."""
+    return peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
+
+
+def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
+    """Whether reference and value model fit beside the cache, so that they can score while rollouts wait for replies.
+
+    A reward model scores when generation has ended.
+    """
+    phases = phase_bytes(work, sizes, keeps_cache=True)
+    early = [phases.get(f"score ({name})", {}) for name in ("reference", "value model")]
+    return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
+
+
+def largest_microbatch(
+    work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
+) -> int:
+    """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into so many bytes."""
+
+    def fits(tokens: int) -> bool:
+        tried = dataclasses.replace(sizes, max_tokens_per_microbatch=tokens)
+        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
+        return all(sum(parts.values()) <= room for phase, parts in phases.items() if phase != "generate")
+
+    return _largest(most, fits)
+
+
+def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False) -> int:
+    """The most tokens of the cache, up to `most`, with which generating fits into so many bytes.
+
+    keeps_cache: and all other phases beside it.
+    """
+
+    def fits(tokens: int) -> bool:
+        tried = dataclasses.replace(sizes, cache_tokens=tokens)
+        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
+        return all(
+            sum(parts.values()) <= room
+            for phase, parts in phases.items()
+            if keeps_cache or phase == "generate"
+        )
+
+    return _largest(most, fits)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits: `most`, or else a multiple of 256, which may be 0."""
+    if fits(most):
+        return most
+    low, high = 0, math.ceil(most / 256)  # times 256; high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(256 * middle):
+            low = middle
+        else:
+            high = middle
+    return 256 * low
+
+
+def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
+    """Why a run with these sizes does not fit into a rank's free memory, with the flags to change; None if it does."""
+    usable = USABLE * free
+    always = sum(always_bytes(work).values())
+    can_offload = work.is_cuda and not work.offloads_optimizer
+    if always > usable:
+        over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
+        on_host = "--offload-optimizer, " if can_offload else ""
+        return (
+            f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
+            f"(--nproc-per-node), {over_all}{on_host}a smaller --model or --dtype bfloat16"
+        )
+    for phase, parts in phase_bytes(work, sizes).items():
+        needed = always + sum(parts.values())
+        if needed > usable:
+            advice = _ADVICE[phase.split()[0]] + (", or set --offload-optimizer" if can_offload else "")
+            return f"phase {phase} needs {gb(needed)} of the {gb(usable)} that a rank can use: {advice}"
+    return None
+
+
+_ADVICE = {
+    "generate": "lower --cache-tokens or --max-running-requests; both are at least what one request of "
+    "the longest prompt and --max-new-tokens needs",
+    "score": "lower --max-tokens-per-microbatch or --max-new-tokens, or take more ranks (--nproc-per-node)",
+    "update": "lower --max-tokens-per-microbatch (at least the longest prompt and --max-new-tokens), set "
+    "--recompute-layers on and --shard-gradients on, or take more ranks (--nproc-per-node)",
+}
+
+
+def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None:
+    """Why so many ranks on one host do not fit into its free memory beside their GPUs; None if they do."""
+    needed = host_bytes(work, num_ranks=num_ranks)
+    if not work.is_cuda or sum(needed.values()) <= USABLE * free:
+        return None
+    advice = ["set --no-park-frozen"] if "parked models" in needed else []
+    advice += ["leave out --offload-optimizer"] if work.offloads_optimizer else []
+    return (
+        f"beside the GPUs {num_ranks} ranks need {sum_of(needed)}, of the {gb(USABLE * free)} of host memory that can "
+        f"be used: {', or '.join([*advice, 'take more nodes'])}"
+    )

@@ -1,0 +1,150 @@
+"""Bytes that a rank and its host need in each phase of a step. Nothing here communicates."""
+
+import dataclasses
+
+from minirl.model.config import ModelConfig
+from minirl.plan.formulas import (
+    activation_bytes,
+    cached_bytes,
+    decode_logits_bytes,
+    forward_bytes,
+    layer_parameters,
+    num_parameters,
+    pinned_bytes,
+)
+from minirl.plan.workload import Sizes, Workload
+
+PREFILL_TOKENS = 8192  # of a forward pass of the engine
+
+
+def always_bytes(work: Workload) -> dict[str, float]:
+    """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
+    held = {"weights": float(work.dtype.itemsize * num_trained(work))}
+    if not work.offloads_optimizer:
+        held["masters and moments"] = 12 * num_trained(work) / work.num_shards
+    shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
+    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * shape.head_dim for shape in shapes)
+    if not work.is_cuda or not work.parks_frozen:
+        held |= _frozen_bytes(work)
+    if not work.is_cuda:
+        held["checkpoint copies"] = save_bytes(work)
+    return held
+
+
+def num_trained(work: Workload) -> int:
+    """Parameters of all models that are trained."""
+    return sum(map(num_parameters, work.trained))
+
+
+def _frozen_bytes(work: Workload) -> dict[str, float]:
+    return {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
+
+
+def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> dict[str, dict[str, float]]:
+    """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one.
+
+    keeps_cache: the cache, and on CUDA the graphs that read it, are there in every phase.
+    """
+    cache = cached_bytes(
+        work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
+    )
+    phases = {"generate": {"cache": cache} | decoding_bytes(work, sizes.max_running_requests)}
+    tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
+    unparked = _frozen_bytes(work) if work.is_cuda and work.parks_frozen else {}
+    for name, config in work.frozen.items():
+        phase = {"forward": _forward(work, config, tokens)}
+        if name in unparked:
+            phase[name] = unparked[name]
+        phases[f"score ({name})"] = phase
+    if len(work.trained) > 1:
+        phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
+    phases["update"] = {
+        "gradients": _gradient_bytes(work, sizes),
+        "activations and logits": max(
+            _backward_bytes(work, sizes, config, tokens) for config in work.trained
+        ),
+    }
+    if keeps_cache:
+        kept = {name: size for name, size in phases["generate"].items() if name in ("cache", "graphs")}
+        phases = {phase: kept | parts for phase, parts in phases.items()}
+    return phases
+
+
+def _gradient_bytes(work: Workload, sizes: Sizes) -> float:
+    """Gradients while they are summed over microbatches, all or this rank's share."""
+    if not _sums_every_microbatch(work, sizes):
+        return 4.0 * num_trained(work)
+    if work.offloads_optimizer and work.num_shards == work.num_ranks:
+        return 0.0
+    # Of several nodes each keeps its sums on the device, until they are added up in the last microbatch.
+    return 4.0 * num_trained(work) / work.num_shards
+
+
+def _sums_every_microbatch(work: Workload, sizes: Sizes) -> bool:
+    return sizes.shard_gradients and work.can_shard_gradients
+
+
+def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: int) -> float:
+    """The most that forward and backward of a microbatch take, besides the gradients summed so far."""
+    activations = activation_bytes(
+        config,
+        work.dtype,
+        work.device_type,
+        tokens=tokens,
+        length=work.longest,
+        recompute_layers=sizes.recompute_layers,
+    )
+    if not _sums_every_microbatch(work, sizes):
+        return activations
+    # A layer's gradients are summed over the ranks while the layer before it is in backward; those of embedding and
+    # head at the end, when no activations are left.
+    layer = layer_parameters(config)
+    others = num_parameters(config) - config.num_hidden_layers * layer
+    # One rank has a unit's gradients three times in fp32: as they come, divided by 1, and as they go to the host.
+    sums = 12 * max(layer, others) if work.num_shards == 1 else (work.dtype.itemsize + 4) * others
+    return max(activations + 4 * layer, sums)
+
+
+def decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float]:
+    """What prefills and decode steps take, by name. CUDA graphs keep the memory of a step's logits."""
+    requests = min(max_running_requests, work.requests)
+    # A preempted sequence is prefilled with nearly all its tokens.
+    prefill_tokens = min(max(PREFILL_TOKENS, work.longest), requests * work.longest)
+    prefill = _forward(work, work.policy, prefill_tokens)
+    logits = requests * decode_logits_bytes(work.policy, work.device_type)
+    if work.is_cuda:
+        return {"prefill": prefill, "graphs": logits}
+    return {"prefill or logits": max(prefill, logits)}
+
+
+def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:
+    return forward_bytes(config, work.dtype, work.device_type, tokens=tokens, length=work.longest)
+
+
+def save_bytes(work: Workload) -> float:
+    """Copies on the host that a checkpoint is written from, on rank 0, which also has the weights'."""
+    shards = 12 / work.num_shards
+    return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
+
+
+def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
+    """What so many ranks, the first among them, need of their host's memory beside GPUs, by name."""
+    needed = {}
+    if work.parks_frozen and work.frozen:
+        parked = sum(pinned_bytes(config, work.dtype.itemsize) for config in work.frozen.values())
+        needed["parked models"] = float(num_ranks * parked)
+    if work.offloads_optimizer:
+        # Masters and gradients are pinned, moments are not.
+        pinned = sum(2 * pinned_bytes(config, 4, num_shards=work.num_shards) for config in work.trained)
+        needed["optimizer state and gradients"] = num_ranks * (
+            pinned + 8 * num_trained(work) / work.num_shards
+        )
+    shards = 12 * num_trained(work) / work.num_shards
+    needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
+    return needed
+
+
+def peak_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> float:
+    """The most that a rank needs in any phase."""
+    phases = phase_bytes(work, sizes, keeps_cache=keeps_cache)
+    return sum(always_bytes(work).values()) + max(sum(parts.values()) for parts in phases.values())

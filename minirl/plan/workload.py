@@ -1,0 +1,76 @@
+"""The workload that a plan is made for, and the sizes that it chooses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from minirl.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The flags of these names, with a value for each "auto"."""
+
+    max_running_requests: int
+    cache_tokens: int
+    max_tokens_per_microbatch: int
+    recompute_layers: bool
+    shard_gradients: bool
+
+    def flags(self) -> str:
+        """As on the command line."""
+        return (
+            f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens} "
+            f"--max-tokens-per-microbatch {self.max_tokens_per_microbatch} "
+            f"--recompute-layers {'on' if self.recompute_layers else 'off'} "
+            f"--shard-gradients {'on' if self.shard_gradients else 'off'}"
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
+
+    trained: policy, and value model if any; frozen: reference and reward model, by name.
+    longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
+    num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
+    parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
+    memory beside a GPU. On the CPU there is nothing to offload.
+    requests: completions that a rank decodes in one phase. update_tokens: tokens that it trains on in one update.
+    enough_tokens: see the function of that name.
+    """
+
+    trained: tuple[ModelConfig, ...]
+    frozen: Mapping[str, ModelConfig]
+    dtype: torch.dtype
+    device_type: str
+    num_ranks: int
+    num_shards: int
+    parks_frozen: bool
+    offloads_optimizer: bool
+    longest_prompt: int
+    longest: int
+    requests: int
+    update_tokens: int
+    enough_tokens: int
+
+    @property
+    def policy(self) -> ModelConfig:
+        """The model that generates."""
+        return self.trained[0]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the models are computed on a GPU, which frozen ones leave between their uses."""
+        return self.device_type == "cuda"
+
+    @property
+    def can_shard_gradients(self) -> bool:
+        """Whether gradients that are summed in each microbatch have another place: on other ranks, or the host."""
+        return self.num_shards > 1 or self.offloads_optimizer
+
+
+def enough_tokens(max_new_tokens: int) -> int:
+    """Tokens of a microbatch from which on more of them are not worth the recomputation of layers."""
+    return max(8192, 2 * max_new_tokens)

@@ -1,0 +1,100 @@
+"""What the memory plan asks of a run: its workload, and the sizes that flags give."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minirl.data.prompts import PromptStream
+from minirl.model.config import ModelConfig
+from minirl.model.families import read_config
+from minirl.model.weights import resolve_folder
+from minirl.plan.workload import Sizes, Workload, enough_tokens
+from minirl.run.config import RunConfig
+
+_SWITCHES = ("recompute_layers", "shard_gradients")
+_ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # how sums round depends on them
+
+
+def workload(
+    config: RunConfig,
+    *,
+    policy_folder: Path,
+    value_folder: Path | None,
+    streams: Sequence[PromptStream],
+    dtype: torch.dtype,
+    device_type: str,
+    num_ranks: int,
+    num_shards: int,
+) -> Workload:
+    """The workload of a run. Reads the models' config.json only.
+
+    value_folder: of a run that is resumed; None: --value-model, or the policy's. streams: training prompts, and
+    held-out ones. Raises InputError for models that cannot be used.
+    """
+    policy = read_config(policy_folder)
+    trained = [policy]
+    if config.has_value_model:
+        named = getattr(config, "value_model", None)
+        if value_folder is None and named:
+            value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
+        value_config = read_config(value_folder or policy_folder)
+        trained.append(dataclasses.replace(value_config, scalar_head=True))
+    frozen = {"reference": policy} if config.has_reference else {}
+    if config.reward_model:
+        reward_folder = resolve_folder(
+            config.reward_model, flag="--reward-model", with_weights=not config.dry_run
+        )
+        frozen["reward model"] = read_config(reward_folder, scalar_head=True)
+    prompts, held_out = streams
+    longest_prompt = max(stream.longest_prompt for stream in streams)
+    longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
+    num_rollouts = config.prompts_per_step * config.group_size
+    # With a decode budget, as many prompts as the collector begins before their rollouts are taken.
+    is_partial = config.decode_budget is not None
+    num_prompts = config.prompts_per_step * (1 + config.max_staleness if is_partial else 1)
+    # A rank samples whole groups, with a greedy completion on top of each perhaps.
+    requests_in_training = math.ceil(num_prompts / num_ranks) * (config.group_size + 1)
+    rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
+    return Workload(
+        trained=tuple(trained),
+        frozen=frozen,
+        dtype=dtype,
+        device_type=device_type,
+        num_ranks=num_ranks,
+        num_shards=num_shards,
+        parks_frozen=config.park_frozen,
+        offloads_optimizer=config.offload_optimizer and device_type == "cuda",
+        longest_prompt=longest_prompt,
+        longest=longest,
+        requests=max(requests_in_training, math.ceil(held_out.num_prompts / num_ranks)),
+        update_tokens=rollouts_per_update * longest,
+        enough_tokens=enough_tokens(prompts.max_new_tokens),
+    )
+
+
+def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """`Sizes` by name as the flags give them, "auto" where they leave one open.
+
+    recorded: what the run that is resumed has chosen. Of it those are taken with which sums round as they did.
+    """
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
+    for name in _SWITCHES:
+        if given[name] != "auto":
+            given[name] = given[name] == "on"
+    for name in _ROUNDING:
+        if given[name] == "auto":
+            given[name] = recorded.get(name, "auto")
+    return given
+
+
+def max_request_tokens(config: RunConfig, model_config: ModelConfig, max_new_tokens: int) -> int:
+    """The most tokens of a prompt with its completion. It does not depend on the memory that there is."""
+    limits = [model_config.max_position_embeddings]
+    for given in (config.cache_tokens, config.max_tokens_per_microbatch):
+        limits.append(enough_tokens(max_new_tokens) if given == "auto" else given)
+    return min(limits)
