@@ -16,11 +16,8 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
-<<<<<<< HEAD
-from minirl.episodes.runner import Counted
-=======
 from minirl.data.view import view_of
->>>>>>> main
+from minirl.episodes.runner import Counted
 from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums

@@ -45,25 +45,8 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import rollout_workers, task_with_rewards
-<<<<<<< HEAD
-from minirl.run.memory import (
-    can_keep_cache,
-    can_score_beside_cache,
-    choose_sizes,
-    free_bytes,
-    free_host_bytes,
-    gb,
-    given_sizes,
-    host_too_small,
-    peak_bytes,
-    too_large,
-    workload,
-)
-from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
-=======
 from minirl.run.planning import given_sizes, workload
-from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
->>>>>>> main
+from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
