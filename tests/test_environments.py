@@ -448,7 +448,7 @@ def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do()
     session = tool_loop.EnvironmentSession(shop)
     session._show(episode)
     assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
-    expected = r"'place' is no attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward episode"
+    expected = r"'place' is not an attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward epis"
     with pytest.raises(AttributeError, match=expected):
         call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
     shop.board = "a" * 2**20
