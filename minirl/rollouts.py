@@ -3,11 +3,13 @@
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from minirl.turns import TurnFacts
 
 # The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
@@ -109,77 +111,20 @@ class Request:
 
 
 @dataclass(frozen=True)
-class TurnRecord:
-    """A turn of an episode that has ended: `num_tokens` sampled tokens, from `start` among those after the prompt.
-
-    finish_reason: "stop" or "length". branch: its number. parse_error: why its message could not be read in whole, if
-    that was asked. rewards: by name, what was given to it.
-    """
-
-    start: int
-    num_tokens: int
-    finish_reason: str
-    branch: int = 0
-    parse_error: str | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def end(self) -> int:
-        """Behind its last token."""
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens that were sampled or appended, one after another, or a further branch's prompt.
-
-    text: special tokens are spelt out in it. branch: its number.
-    """
-
-    kind: Literal["sampled", "environment", "prompt"]
-    text: str
-    num_tokens: int
-    branch: int = 0
-
-
-@dataclass(frozen=True)
 class EpisodeRecord:
-    """What is known of an episode that has ended, beside its tokens. Empty where no episode made the rollout.
+    """What is stored of an episode that ended, beside its tokens. Empty where no episode made the rollout.
 
     turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
     environment: the attributes that reward functions see of its environment's object; None if none asks for them.
-    Of an episode that was more than one answer, or could call tools, also messages: the conversation (of the last
-    branch), each with role, content, tool_calls and what else of it is text; and segments: all tokens after the row's
-    prompt, branch by branch, the sampled ones are those of `turns`.
+    prompt: what the last branch begins with, text, messages or token ids; None for the row's prompt. tools: JSON
+    schemas of those that it tells of; None for the run's.
     """
 
-    turns: Sequence[TurnRecord] = field(default_factory=list)
+    turns: Sequence[TurnFacts] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    segments: Sequence[Segment] = field(default_factory=list)
     environment: Mapping[str, Any] | None = None
-
-    @property
-    def is_one_answer(self) -> bool:
-        """Whether it is a turn behind the prompt, with nothing to tell of it but its tokens and rewards at its end."""
-        if len(self.turns) > 1:
-            return False
-        return all(turn.start == turn.branch == 0 and turn.parse_error is None for turn in self.turns)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values, by the names above."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
-        """The record of `to_json`."""
-        return EpisodeRecord(
-            turns=[TurnRecord(**turn) for turn in values["turns"]],
-            rewards=values["rewards"],
-            messages=values["messages"],
-            segments=[Segment(**segment) for segment in values["segments"]],
-            environment=values.get("environment"),  # a checkpoint from before it was recorded has none
-        )
+    prompt: str | list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up: a folder (or a file beside the folders) imports only what stands before it.
 ORDER = (
     "errors",
+    "turns",
     "rollouts",
     "files",
     "ranks",

@@ -19,8 +19,8 @@ from support.resuming import digests, interrupted_copy
 from support.scripts import ROOT, read_metrics, run_in_pool, run_script, start_script, untimed
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
-TOOL = ("--rollout", f"{EXAMPLE}:calculator")
-SMALL = "--num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1 --keep-checkpoints 0".split()
+TOOL = f"--rollout {EXAMPLE}:calculator"
+SMALL = "--num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1 --keep-checkpoints 0"
 
 # Unlike answers' being right, it differs in every group: there is something to learn in every step.
 REWARD = "def remainder(completions):\n    return [float(len(c) % 5) for c in completions]\n"
@@ -56,8 +56,8 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py") -> Path:
     """Train on all ranks of a pool; the folder of the run."""
-    reward = ("--reward", f"{runs}/mine.py:remainder")
-    run_in_pool(pool, script, "--task", "calculator", *SMALL, *reward, *flags, "--run-name", name, runs=runs)
+    reward = f"--reward {runs}/mine.py:remainder"
+    run_in_pool(pool, script, "--task calculator", SMALL, reward, *flags, f"--run-name {name}", runs=runs)
     return runs / name
 
 
@@ -92,7 +92,7 @@ def make_fork(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def on_two_ranks(two_ranks, calling) -> Path:
     """The folder of a run with the example's function in worker processes."""
-    return train(two_ranks, calling, "two", *TOOL)
+    return train(two_ranks, calling, "two", TOOL)
 
 
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
@@ -116,15 +116,15 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
 @pytest.mark.parametrize(
     ("pool", "more"),
     [
-        pytest.param("one_rank", (), marks=pytest.mark.slow),
-        pytest.param("two_ranks", ("--max-running-requests", "2"), marks=pytest.mark.slow),
-        ("one_rank", ("--cache-tokens", "512", "--rollout-workers", "2")),
+        pytest.param("one_rank", "", marks=pytest.mark.slow),
+        pytest.param("two_ranks", "--max-running-requests 2", marks=pytest.mark.slow),
+        ("one_rank", "--cache-tokens 512 --rollout-workers 2"),
     ],
     ids=["one rank", "few places", "tight cache"],
 )
 def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, calling, on_two_ranks, pool, more):
     name = f"{pool}{len(more)}"
-    train(request.getfixturevalue(pool), calling, name, *TOOL, "--num-steps", "1", *more)
+    train(request.getfixturevalue(pool), calling, name, TOOL, "--num-steps 1", more)
     assert without_advantages(rollouts_of(calling / name, 1)) == without_advantages(
         rollouts_of(on_two_ranks, 1)
     )
@@ -143,7 +143,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
     two_ranks, calling, on_two_ranks, last_step
 ):
     copy = interrupted_copy(on_two_ranks, f"after-{last_step}", last_step)
-    train(two_ranks, calling, copy.name, *TOOL)
+    train(two_ranks, calling, copy.name, TOOL)
     assert bits_of(copy) == bits_of(on_two_ranks)
     assert numbers_of(copy) == numbers_of(on_two_ranks)
 
@@ -151,35 +151,26 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 @pytest.mark.slow
 def test_row_12_a_run_with_a_tool_goes_on_after_a_kill_at_any_time(calling):
     """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
-    flags = (
-        "--task",
-        "calculator",
-        *SMALL,
-        *TOOL,
-        "--num-steps",
-        "8",
-        "--reward",
-        f"{calling}/mine.py:remainder",
-    )
-    run_script(ROOT / "train_grpo.py", *flags, "--run-name", "whole", runs=calling)
+    flags = f"--task calculator {SMALL} {TOOL} --num-steps 8 --reward {calling}/mine.py:remainder"
+    run_script(ROOT / "train_grpo.py", f"{flags} --run-name whole", runs=calling)
     rng = random.Random(0)
     killed = calling / "killed"
     step = rng.randrange(1, 8)
-    job = start_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
+    job = start_script(ROOT / "train_grpo.py", f"{flags} --run-name killed", runs=calling)
     wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
     time.sleep(rng.uniform(0, 0.3))
     job.kill()
-    run_script(ROOT / "train_grpo.py", *flags, "--run-name", killed.name, runs=calling)
+    run_script(ROOT / "train_grpo.py", f"{flags} --run-name killed", runs=calling)
     assert bits_of(killed) == bits_of(calling / "whole")
     assert numbers_of(killed) == numbers_of(calling / "whole")
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_learns_to_call(tmp_path):
+def test_the_command_of_the_page_learns_to_call(calling):
     """The first of its steps: calls are rare at first and nearly all at the end, and answers become right."""
-    flags = ("--task", "calculator", *TOOL, "--num-steps", "18", "--run-name", "learns")
-    run_script(ROOT / "train_grpo.py", *flags, runs=tmp_path)
-    metrics = read_metrics(tmp_path / "learns")
+    flags = f"--task calculator {TOOL} --num-steps 18 --run-name learns"
+    run_script(ROOT / "train_grpo.py", flags, runs=calling)
+    metrics = read_metrics(calling / "learns")
     assert metrics[0]["reward/calls"] < 0.15
     assert metrics[0]["reward/exact"] < 0.1
     assert metrics[-1]["reward/calls"] > 0.9

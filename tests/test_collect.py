@@ -239,8 +239,9 @@ def test_row_61_a_branch_has_the_messages_that_it_began_with():
         yield branch.generate(after="d", max_tokens=3)
         seen.append(branch.messages)
 
-    rollouts = make_collector(chat_prompts(), rollout=going_on).collect(1).rewarded.rollouts
-    assert [list(rollout.episode.messages) for rollout in rollouts] == seen
+    prompts = chat_prompts()
+    rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
+    assert [prompts.messages(rollout) for rollout in rollouts] == seen
     for messages in seen:
         assert [message["role"] for message in messages] == ["user", "assistant"]
         assert messages[0]["content"] == "abc"

@@ -219,7 +219,7 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
         found = {"tool_calls": [call], "parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return {"role": "assistant", "content": "", **found}
 
-    monkeypatch.setattr("minirl.episodes.running.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", parsed)
     names = {
         "Episode": Episode,
         "Turns": Turns,

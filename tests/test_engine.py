@@ -348,7 +348,13 @@ def test_rollouts_do_not_depend_on_compaction(attention, dtype, monkeypatch):
 @variants(SOME_VARIANTS)
 @pytest.mark.parametrize(
     ("max_running_requests", "cache_tokens", "max_prefill_tokens"),
-    [(64, 8192, 8192), (3, 8192, 130), (64, 256, 8192), (64, 640, 300), (1, 256, 1)],
+    [
+        (64, 8192, 8192),
+        pytest.param(3, 8192, 130, marks=pytest.mark.slow),
+        (64, 256, 8192),
+        pytest.param(64, 640, 300, marks=pytest.mark.slow),
+        pytest.param(1, 256, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_an_asynchronous_engine_gives_the_same_rollouts(
     attention, dtype, max_running_requests, cache_tokens, max_prefill_tokens
@@ -391,7 +397,9 @@ def test_an_asynchronous_engine_computes_no_row_past_its_limit():
 
 @pytest.mark.parametrize("attention", [pytest.param("full", marks=pytest.mark.slow), "mixed"])
 @pytest.mark.parametrize("cache_tokens", [384, 8192])
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 5]
+)
 def test_an_asynchronous_engine_can_be_aborted_again_and_again(attention, cache_tokens, steps):
     """What was launched and not read is sampled again by the next phase, with its version; nothing is lost."""
     model = cached_model(attention, torch.float32)
@@ -420,7 +428,7 @@ def test_an_asynchronous_engine_can_be_aborted_again_and_again(attention, cache_
 
 
 @variants(ALL_VARIANTS)
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("max_running_requests", "cache_tokens"), [(64, 8192), (7, 8192), (64, 512)])
 def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
     attention, dtype, late, max_running_requests, cache_tokens
@@ -442,7 +450,7 @@ def test_padded_steps_in_buffers_that_stay_give_the_same_rollouts(
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 @pytest.mark.parametrize(("late", "cuda_graphs"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("attention", [pytest.param("full", marks=pytest.mark.slow), "mixed"])
 def test_an_engine_that_keeps_its_cache_keeps_no_sequence(attention, late, cuda_graphs, is_aborted):
     """New weights in the old place: the rollouts of a new engine, in the memory and with the graphs of the old one."""
     model = make_model(attention, torch.float32)

@@ -402,7 +402,7 @@ def letters_of(tmp_path, num_workers=1):
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_path, monkeypatch):
     """On any number of workers and with a budget, also over a checkpoint and a kill, with the attributes that reward
     functions see. The prompt is what the template writes."""
-    monkeypatch.setattr("minirl.episodes.running.parsed_answer", letter_message)
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", letter_message)
     one, three = letters_of(tmp_path), letters_of(tmp_path, 3)
     try:
         steps = collected(letters_collector(one), 2)
@@ -448,7 +448,7 @@ def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do()
     session = tool_loop.EnvironmentSession(shop)
     session._show(episode)
     assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
-    expected = r"'place' is no attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward episode"
+    expected = r"'place' is not an attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward epis"
     with pytest.raises(AttributeError, match=expected):
         call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
     shop.board = "a" * 2**20
@@ -991,7 +991,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
         prompt = [{"role": "user", "content": row}]
         lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr("minirl.episodes.running.parsed_answer", said_by(rows))
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", said_by(rows))
     workers = load_rollout(f"{file}:{object_name}", kind=kind)
     task = load_task(
         "jsonl",
@@ -1031,7 +1031,7 @@ def test_calls_of_a_branch_with_tools_of_its_own_are_structures(monkeypatch):
     """As those of an agent at a URL are, whose requests have tools."""
     schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
     asks = said("", ("look", {"at": "b"}))
-    monkeypatch.setattr("minirl.episodes.running.parsed_answer", lambda *_: asks)
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda *_: asks)
 
     def agent(episode):
         yield episode.branch(episode.messages, tools=[schema]).generate(max_tokens=3)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minirl.data.view import view_of
 from minirl.episodes.asked import END_REASONS
 from minirl.episodes.episode import Episode, one_turn
 from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
@@ -350,29 +351,30 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
 
 def test_row_61_the_record_of_branches_is_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
     """In a process of its own too; turn by turn its segments are those of `turns`."""
-    here = [rollout.episode for rollout in rollouts_of(HERE["out_of_order"], prompts=chat_prompts())]
-    in_worker = [rollout.episode for rollout in rollouts_of(load("out_of_order"), prompts=chat_prompts())]
-    assert in_worker == here
-    for record in here:
-        sampled = [(s.branch, s.num_tokens) for s in record.segments if s.kind == "sampled"]
-        assert sampled == [(turn.branch, turn.num_tokens) for turn in record.turns]
+    here = rollouts_of(HERE["out_of_order"], prompts=chat_prompts())
+    in_worker = rollouts_of(load("out_of_order"), prompts=chat_prompts())
+    assert [rollout.episode for rollout in in_worker] == [rollout.episode for rollout in here]
+    for rollout in here:
+        view = view_of(rollout, "", letter_tokenizer(CHAT, chat=True))
+        sampled = [(s["branch"], s["num_tokens"]) for s in view["segments"] if s["kind"] == "sampled"]
+        assert sampled == [(turn.branch, turn.num_tokens) for turn in rollout.episode.turns]
         assert [branch for branch, _ in sampled] == [0, 1, 2, 2]
-        assert record.messages[0]["content"] == "two"
+        assert view["messages"][0]["content"] == "two"
 
 
 def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():
     for rollout in rollouts_of(branching, prompts=chat_prompts()):
-        segments = rollout.episode.segments
+        segments = view_of(rollout, "", letter_tokenizer(CHAT, chat=True))["segments"]
         for branch in rollout.branches:
             number = branch.rollout_id.branch
-            own = [segment for segment in segments if segment.branch == number]
-            prompts = [segment.num_tokens for segment in own if segment.kind == "prompt"]
+            own = [segment for segment in segments if segment["branch"] == number]
+            prompts = [segment["num_tokens"] for segment in own if segment["kind"] == "prompt"]
             assert prompts == ([branch.num_prompt_tokens] if number else [])
             start = 0 if number else branch.num_prompt_tokens
-            assert sum(segment.num_tokens for segment in own) == len(branch.tokens) - start
+            assert sum(segment["num_tokens"] for segment in own) == len(branch.tokens) - start
             text = letter_tokenizer(CHAT, chat=True).decode(branch.tokens[start:], skip_special_tokens=False)
-            assert "".join(segment.text for segment in own) == text
-        sampled = [segment.num_tokens for segment in segments if segment.kind == "sampled"]
+            assert "".join(segment["text"] for segment in own) == text
+        sampled = [segment["num_tokens"] for segment in segments if segment["kind"] == "sampled"]
         assert sampled == [turn.num_tokens for turn in rollout.episode.turns]
         assert sum(sampled) == rollout.num_sampled
 
@@ -380,31 +382,37 @@ def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():
 @pytest.mark.parametrize(("function", "is_chat"), [(calculator, False), (replying, True)])
 def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_checkpoint(function, is_chat):
     """The segments are the runs of the loss mask, but for turns that follow one another; texts are those of the ids."""
-    for rollout in rollouts_of(function, prompts=chat_prompts(200) if is_chat else Prompts()):
+    prompts = chat_prompts(200) if is_chat else Prompts()
+    for rollout in rollouts_of(function, prompts=prompts):
         record = rollout.episode
+        row = prompts.row(rollout.rollout_id.prompt_ordinal)
+        view = view_of(rollout, row.prompt, prompts.tokenizer)
         mask = rollout.loss_mask[rollout.num_prompt_tokens :].tolist()
-        kinds = [segment.kind for segment in record.segments for _ in range(segment.num_tokens)]
+        kinds = [segment["kind"] for segment in view["segments"] for _ in range(segment["num_tokens"])]
         assert [kind == "sampled" for kind in kinds] == mask
-        sampled = [segment for segment in record.segments if segment.kind == "sampled"]
-        assert [segment.num_tokens for segment in sampled] == [turn.num_tokens for turn in record.turns]
+        sampled = [segment for segment in view["segments"] if segment["kind"] == "sampled"]
+        assert [segment["num_tokens"] for segment in sampled] == [turn.num_tokens for turn in record.turns]
         for turn in record.turns:
             assert all(mask[turn.start : turn.start + turn.num_tokens])
         text = letter_tokenizer().decode(rollout.completion, skip_special_tokens=False)
-        assert "".join(segment.text for segment in record.segments).replace(" ", "") == text.replace(" ", "")
-        roles = [message["role"] for message in record.messages]
+        assert "".join(segment["text"] for segment in view["segments"]).replace(" ", "") == text.replace(
+            " ", ""
+        )
+        roles = [message["role"] for message in view["messages"]]
         tools = ["tool", "tool", "tool", "assistant", "user", "assistant"] if is_chat else []
         assert roles == ["user", "assistant", *tools][: len(roles)]
-        saved = json.loads(json.dumps(record.to_json()))
-        finished = finished_record(FinishedRollout(rollout)) | {"episode": saved}
-        assert finished_of(finished).rollout.episode == record
+        finished = finished_record(FinishedRollout(rollout))
+        saved = json.loads(json.dumps(finished["episode"]))
+        again = finished_of(finished | {"episode": saved}).rollout
+        assert again.episode == record
+        assert view_of(again, row.prompt, prompts.tokenizer) == view
 
 
 def test_the_record_of_one_answer_has_a_turn_and_no_texts():
     for rollout in rollouts_of(one_turn):
         (turn,) = rollout.episode.turns
         assert (turn.start, turn.num_tokens) == (0, len(rollout.completion))
-        assert not rollout.episode.messages
-        assert not rollout.episode.segments
+        assert view_of(rollout, "", letter_tokenizer()) == {}
 
 
 @pytest.fixture
@@ -443,7 +451,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
         error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return {"role": "assistant", "content": "", **error}
 
-    monkeypatch.setattr("minirl.episodes.running.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", parsed)
     page = (Path(__file__).parent.parent / "docs" / "episodes.md").read_text()
     (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
     names = {}

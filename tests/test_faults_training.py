@@ -12,7 +12,6 @@ from minirl.generation import engine
 from minirl.generation.sampling import sample
 from support.scripts import read_metrics, run_in_pool
 
-ROOT = Path(__file__).parent.parent
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
 
 
@@ -54,12 +53,10 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
     if script == "train_ppo.py":
         flags = flags.replace("--drop-truncated", "")
     name = f"{row}-{script}"
-    reward = ("--reward", f"{tmp_path}/mine.py:score")
+    reward = f"--reward {tmp_path}/mine.py:score"
     two_ranks.run(end_at_once, row == "row-29-empty")
     try:
-        printed = run_in_pool(
-            two_ranks, script, *SHORT.split(), *flags.split(), *reward, "--run-name", name, runs=runs
-        )
+        printed = run_in_pool(two_ranks, script, f"{SHORT} {flags} {reward} --run-name {name}", runs=runs)
     finally:
         two_ranks.run(end_at_once, False)
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
@@ -113,17 +110,17 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
 ):
     """One rollout shows the gap; weights and optimizer state are those of a run that trained on all of them."""
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.1] * len(completions)\n")
-    flags = [*SHORT.split(), *more.split(), "--reward", f"{tmp_path}/mine.py:score"]
+    flags = f"{SHORT} {more} --reward {tmp_path}/mine.py:score"
     name = f"idle{len(more)}"
     two_ranks.run(count_scored, True)
     try:
-        run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", name, runs=runs)
+        run_in_pool(two_ranks, "train_grpo.py", f"{flags} --run-name {name}", runs=runs)
     finally:
         num_scored = two_ranks.run(count_scored, False)
     assert sum(num_scored) == (6 + 1) * (2 if more else 1), "all in the first step, then one, in each epoch"
     two_ranks.run(train_on_all, True)
     try:
-        run_in_pool(two_ranks, "train_grpo.py", *flags, "--run-name", f"{name}-all", runs=runs)
+        run_in_pool(two_ranks, "train_grpo.py", f"{flags} --run-name {name}-all", runs=runs)
     finally:
         two_ranks.run(train_on_all, False)
     assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
@@ -152,11 +149,7 @@ def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
     run_in_pool(
         two_ranks,
         "train_grpo.py",
-        *flags.split(),
-        "--reward",
-        half_equal(tmp_path),
-        "--run-name",
-        "half",
+        f"{flags} --reward {half_equal(tmp_path)} --run-name half",
         runs=runs,
     )
     lines = read_metrics(runs / "half")
@@ -173,12 +166,12 @@ def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, scri
     The first steps may have no gradient, and so no update. Fault 31.
     """
     name = f"ruined-{script}"
-    flags = [*SHORT.split(), "--run-name", name]
-    run_in_pool(two_ranks, script, *flags, runs=runs)
-    ruinous = ["--num-steps", "6", "--resume", "force", "--lr", "9e18"]
+    flags = f"{SHORT} --keep-checkpoints 0 --run-name {name}"
+    run_in_pool(two_ranks, script, flags, runs=runs)
+    ruinous = "--num-steps 6 --resume force --lr 9e18"
     with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
-        run_in_pool(two_ranks, script, *flags, *ruinous, runs=runs)
+        run_in_pool(two_ranks, script, f"{flags} {ruinous}", runs=runs)
     for path in (runs / name / "checkpoints").glob("[0-9]*/**/*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
-    output = run_in_pool(two_ranks, script, *flags, "--num-steps", "7", "--resume", "force", runs=runs)
+    output = run_in_pool(two_ranks, script, f"{flags} --num-steps 7 --resume force", runs=runs)
     assert "damaged" not in output

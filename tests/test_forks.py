@@ -55,7 +55,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
     fork = make_fork(tmp_path, name, TWO_TURNS)
 
     def train(pool, run_name, *flags):
-        run_in_pool(pool, fork, *FLAGS.split(), *more.split(), *flags, "--run-name", run_name, runs=runs)
+        run_in_pool(pool, fork, FLAGS, more, *flags, f"--run-name {run_name}", runs=runs)
         return [untimed(line) for line in read_metrics(runs / run_name)]
 
     metrics = train(two_ranks, name)
@@ -81,7 +81,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
 def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
     """Of two turns: what is appended costs nothing."""
     fork = make_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
-    run_in_pool(one_rank, fork, *FLAGS.split(), "--run-name", "penalty", runs=runs)
+    run_in_pool(one_rank, fork, FLAGS, "--run-name penalty", runs=runs)
     for line in read_metrics(runs / "penalty"):
         rollouts = rollouts_of(runs / "penalty", line["step"])
         expected = sum(r["reward"] - 0.01 * r["num_tokens"] for r in rollouts) / len(rollouts)
@@ -98,12 +98,12 @@ TRAIN_ALL = {
 
 def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
     """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
-    flags = [*FLAGS.split(), "--temperature", "0.5"]
+    flags = f"{FLAGS} --temperature 0.5"
     fork = make_fork(tmp_path, "hinge", HINGE)
     with pytest.raises(AssertionError, match="is_trained: leaves out rollouts"):
-        run_in_pool(one_rank, fork, *flags, "--run-name", "hinge", runs=runs)
+        run_in_pool(one_rank, fork, f"{flags} --run-name hinge", runs=runs)
     fork = make_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
-    run_in_pool(one_rank, fork, *flags, "--run-name", "hinge_on_all", runs=runs)
+    run_in_pool(one_rank, fork, f"{flags} --run-name hinge_on_all", runs=runs)
     assert {line["perf/skipped_tokens"] for line in read_metrics(runs / "hinge_on_all")} == {0.0}
 
 
@@ -118,6 +118,6 @@ def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_r
     """So the natural ratio trains as the script's does."""
     fork = make_fork(tmp_path, "ratio", RATIO)
     for name, script in (("ratio", fork), ("original", "train_grpo.py")):
-        run_in_pool(one_rank, script, *FLAGS.split(), "--run-name", name, runs=runs)
+        run_in_pool(one_rank, script, FLAGS, f"--run-name {name}", runs=runs)
     lines = [[untimed(line) for line in read_metrics(runs / name)] for name in ("ratio", "original")]
     assert lines[0] == lines[1]

@@ -43,7 +43,7 @@ def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "vocab", "rows"),
     [(kind, vocab, 12) for kind in ("flat", "peaked", "extreme") for vocab in (48, 500, 512, 2049)]
-    + [("peaked", 151936, 2)],
+    + [pytest.param("peaked", 151936, 2, marks=pytest.mark.slow)],
 )
 def test_the_fused_sampler_takes_the_tokens_of_the_portable_one(kind, vocab, rows, interpreted):
     """From the same logits and noise, at temperature 0 and others, with the smallest and the largest uniform."""

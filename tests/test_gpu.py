@@ -206,7 +206,7 @@ def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path, flags):
         "cuda",
         "--device",
         "cuda",
-        *FAST_LEARNING,
+        FAST_LEARNING,
         *flags,
         runs=tmp_path,
         ranks=1,

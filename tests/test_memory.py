@@ -130,6 +130,7 @@ def bytes_of_training(rank: int, folder: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_weights_optimizer_and_gradients_are_the_table_s(one_rank, two_ranks, tmp_path):
     raw = {**RAW_CONFIG, "hidden_size": 128, "intermediate_size": 256}
     folder = make_folder(tmp_path / "model", raw)
@@ -158,7 +159,9 @@ def test_a_cached_token_has_the_table_s_bytes(shape):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[1], *(pytest.param(SHAPES[i], marks=pytest.mark.slow) for i in (0, 2))]
+)
 def test_an_update_on_the_cpu_peaks_where_the_table_says(shape, recompute):
     """The second of two microbatches: the gradients exist already."""
     config = make_config(*shape)
@@ -368,7 +371,11 @@ def folder_of_shape(folder: Path, shape: tuple[int, ...], vocab: int) -> Path:
 
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
-    [(SHAPES[0], 64, False, 2), (SHAPES[1], 6500, False, 1), (SHAPES[2], 64, True, 1)],
+    [
+        pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
+        (SHAPES[1], 6500, False, 1),
+        pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),
+    ],
     ids=["two ranks", "a vocabulary", "recomputing"],
 )
 def test_each_phase_peaks_where_the_code_says(
@@ -437,7 +444,14 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(("shape", "vocab", "recompute"), SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize(
+    ("shape", "vocab", "recompute"),
+    [
+        SHARDED["activations"],
+        *(pytest.param(*SHARDED[name], marks=pytest.mark.slow) for name in ("a vocabulary", "recomputing")),
+    ],
+    ids=SHARDED,
+)
 def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape, vocab, recompute):
     """On eight ranks: each never holds more than its share and one unit's, within 10 %."""
     folder = folder_of_shape(tmp_path / "model", shape, vocab)
@@ -452,7 +466,7 @@ def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape
     assert peak == pytest.approx(sum(update.values()), rel=0.1)
 
 
-@pytest.mark.parametrize("part", ["activations", "a vocabulary"])
+@pytest.mark.parametrize("part", ["activations", pytest.param("a vocabulary", marks=pytest.mark.slow)])
 def test_one_rank_with_gradients_on_the_host_takes_what_the_code_says(one_rank, tmp_path, part):
     """Of the device, within 10 %: here that is the peak without the sums, which are in the same memory."""
     shape, vocab, recompute = SHARDED[part]

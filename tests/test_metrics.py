@@ -34,7 +34,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, Segment, TurnRecord
+from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
@@ -722,14 +722,12 @@ def test_a_metric_that_is_not_finite_keeps_metrics_jsonl_valid(one_process, tmp_
 def test_row_48_secrets_in_results_of_tools_are_not_written(one_process, monkeypatch, tmp_path):
     monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
     text = "KeyError: 'very-secret-value!'"
-    record = EpisodeRecord(
-        messages=[{"role": "tool", "content": text}], segments=[Segment("environment", text, 3)]
-    )
-    rollout = dataclasses.replace(make_rollout(2, 3), episode=record)
+    segment = {"kind": "environment", "text": text, "num_tokens": 3, "branch": 0}
+    view = {"messages": [{"role": "tool", "content": text}], "segments": [segment], "turns": []}
     rewarded = RewardedRollouts(
-        [rollout], [Row("a", {}, "f:1")], [text], torch.zeros(1, 1), torch.tensor([False])
+        [make_rollout(2, 3)], [Row("a", {}, "f:1")], [text], torch.zeros(1, 1), torch.tensor([False])
     )
-    Logger(tmp_path, {}, wandb_mode="off").log_rollouts(1, rewarded, ["score"])
+    Logger(tmp_path, {}, wandb_mode="off").log_rollouts(1, rewarded, ["score"], views=[view])
     written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
     assert written.count("'***'") == 3
     assert "very-secret" not in written
@@ -741,29 +739,11 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
     rollouts = [
         make_rollout(2, 3),
-        dataclasses.replace(
-            make_rollout(1, 1, "length"),
-            rollout_id=RolloutId(4, 0),
-            episode=EpisodeRecord(
-                messages=chat,
-                segments=[Segment("sampled", "2", 1)],
-                turns=[TurnRecord(0, 1, "length")],
-            ),
-        ),
+        dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0)),
     ]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
     judged = RewardedRollouts(rollouts, rows, ["yes\u2028", "2"], rewards, torch.zeros(2))
-    logger.log_rollouts(
-        12,
-        judged,
-        ["a", "b"],
-        reward=rewards.sum(1),
-        advantage=torch.tensor([0.5, -0.5], dtype=torch.float64),
-    )
-    lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
-    assert lines[2:] == [""]
-    assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
     episode = {
         "messages": chat,
         "segments": [{"kind": "sampled", "text": "2", "num_tokens": 1, "branch": 0}],
@@ -778,6 +758,17 @@ def test_rollouts_are_written_with_what_one_wants_to_read(one_process, tmp_path)
             }
         ],
     }
+    logger.log_rollouts(
+        12,
+        judged,
+        ["a", "b"],
+        views=[{}, episode],
+        reward=rewards.sum(1),
+        advantage=torch.tensor([0.5, -0.5], dtype=torch.float64),
+    )
+    lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
+    assert lines[2:] == [""]
+    assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
     assert strict_json(lines[0]).items() >= episode.items()
     assert strict_json(lines[1]) == {
         "id": [4, 1],

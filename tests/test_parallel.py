@@ -541,9 +541,9 @@ def two_updates(
 @pytest.mark.parametrize(
     ("pool", "num_shards"),
     [
-        ("one_rank", None),
+        pytest.param("one_rank", None, marks=pytest.mark.slow),
         ("two_ranks", None),
-        ("two_ranks", 1),
+        pytest.param("two_ranks", 1, marks=pytest.mark.slow),
         pytest.param("four_ranks", None, marks=pytest.mark.slow),
         pytest.param("four_ranks", 2, marks=pytest.mark.slow),
     ],

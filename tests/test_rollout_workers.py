@@ -467,6 +467,7 @@ def test_a_row_that_json_cannot_hold_is_refused_by_its_place(load):
         rollouts_of(load("calculator"), prompts=prompts)
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_rollouts_from_the_flag(one_rank, two_ranks, runs, tmp_path):
     """On any number of ranks and workers the same numbers, with evaluations and over a resume; failures are counted."""
     (tmp_path / "mine.py").write_text(

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import started
 from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, untimed
 
-TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
+TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
 
 
 def test_no_collection_looks_again_through_what_is_there_before_the_first_step():
@@ -39,6 +40,35 @@ def test_no_collection_looks_again_through_what_is_there_before_the_first_step()
         assert list(steps) == [5]
     finally:
         gc.unfreeze()
+
+
+# Runs a script, and names what it has loaded of the library when it ends (by `os._exit`).
+NAMING = """
+import os, runpy, sys
+exit_now = os._exit
+
+def name_and_exit(code):
+    print("LOADED", *(name for name in sys.modules if name.startswith("minirl.")), flush=True)
+    exit_now(code)
+
+os._exit = name_and_exit
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
+    """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
+    command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY.split(), "--num-steps", "1"]
+    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
+        assert job.codes(300) == [0], job.output(0)[-4000:]
+        loaded = job.output(0).splitlines()[-1]
+    names = loaded.split()
+    assert names[0] == "LOADED"
+    assert "minirl.generation.engine" in names
+    annexes = ("minirl.kernels", "minirl.agents", "minirl.show", "minirl.plot")
+    assert [name for name in names if name.startswith(annexes)] == []
 
 
 def test_progress_is_saved_and_found_again():
@@ -68,8 +98,8 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
     """The name is free for the next try; exit 2 and one line."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
-    flags = ["--run-name", "failed", "--model", "/no/such/folder", "--data", str(data), "--task", "gsm8k"]
-    with started(tmp_path, [[str(ROOT / "train_ppo.py"), *flags]]) as job:
+    flags = f"--run-name failed --model /no/such/folder --data {data} --task gsm8k"
+    with started(tmp_path, [[str(ROOT / "train_ppo.py"), *flags.split()]]) as job:
         assert job.codes(within=20) == [2]
         assert job.output(0).startswith("error: --model /no/such/folder")
     assert not (tmp_path / "failed").exists()
@@ -87,7 +117,7 @@ def test_two_runs_of_one_moment_get_two_folders(one_rank, runs):
     one_rank.run(_freeze_names, True)
     try:
         for _ in range(2):
-            run_in_pool(one_rank, "train_grpo.py", *TINY, runs=runs)
+            run_in_pool(one_rank, "train_grpo.py", TINY, runs=runs)
     finally:
         one_rank.run(_freeze_names, False)
     names = {path.name for path in set(runs.iterdir()) - before}
@@ -126,18 +156,18 @@ def test_restarted_ranks_find_the_run_of_the_same_torchrun(tmp_path, monkeypatch
 
 def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):
     """With a constant learning rate as if it had been asked for all of them at once; fewer steps are refused."""
-    flags = (*TINY, "--lr-schedule", "constant", "--eval-every", "1")
-    run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
-    output = run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+    flags = f"{TINY} --lr-schedule constant --eval-every 1"
+    run_in_pool(one_rank, "train_grpo.py", f"{flags} --run-name grown", runs=runs)
+    output = run_in_pool(one_rank, "train_grpo.py", f"{flags} --run-name grown", runs=runs)
     assert "already finished; a greater --num-steps continues it" in output
-    more = (*flags, "--num-steps", "3")
-    run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "grown", runs=runs)
-    run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "whole", runs=runs)
+    more = f"{flags} --num-steps 3"
+    run_in_pool(one_rank, "train_grpo.py", f"{more} --run-name grown", runs=runs)
+    run_in_pool(one_rank, "train_grpo.py", f"{more} --run-name whole", runs=runs)
     grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))
     assert len(grown) == 3
     assert grown == whole
     with pytest.raises(AssertionError, match=r"--num-steps 2 \(was 3\)"):
-        run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name", "grown", runs=runs)
+        run_in_pool(one_rank, "train_grpo.py", f"{flags} --run-name grown", runs=runs)
 
 
 def test_a_config_that_is_far_too_large_for_its_weights_is_refused_at_once(one_rank, runs, tmp_path):
@@ -149,10 +179,10 @@ def test_a_config_that_is_far_too_large_for_its_weights_is_refused_at_once(one_r
     (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 2**20, "vocab_size": 2**20}))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12="}')
     (tmp_path / "mine.py").write_text(SOMETIMES)
-    flags = ("--model", str(folder), "--data", f"{tmp_path}/rows.jsonl")
+    flags = f"--model {folder} --data {tmp_path}/rows.jsonl"
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"embed_tokens.weight has shape \[16, 128\], the model's has"):
-        run_in_pool(one_rank, "train_grpo.py", *flags, "--reward", f"{tmp_path}/mine.py:sometimes", runs=runs)
+        run_in_pool(one_rank, "train_grpo.py", f"{flags} --reward {tmp_path}/mine.py:sometimes", runs=runs)
     assert time.monotonic() - began < 10
 
 
@@ -164,17 +194,10 @@ def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_
     (tmp_path / "mine.py").write_text(
         "def size(completions):\n    return [float(len(c)) for c in completions]\n"
     )
-    flags = (
-        "--model",
-        str(data_folder / "stories260K"),
-        "--data",
-        f"{tmp_path}/many.jsonl",
-        "--eval-rows",
-        "4",
-    )
-    flags += ("--eval-data", f"{tmp_path}/few.jsonl", f"{tmp_path}/many.jsonl", "--max-new-tokens", "8")
-    flags += ("--reward", f"{tmp_path}/mine.py:size", "--num-steps", "1", "--prompts-per-step", "2")
-    run_in_pool(one_rank, "train_grpo.py", *flags, "--group-size", "2", "--run-name", "files", runs=runs)
+    flags = f"--model {data_folder / 'stories260K'} --data {tmp_path}/many.jsonl --eval-rows 4"
+    flags += f" --eval-data {tmp_path}/few.jsonl {tmp_path}/many.jsonl --max-new-tokens 8"
+    flags += f" --reward {tmp_path}/mine.py:size --num-steps 1 --prompts-per-step 2"
+    run_in_pool(one_rank, "train_grpo.py", f"{flags} --group-size 2 --run-name files", runs=runs)
     (line,) = read_metrics(runs / "files")
     few, many = line["eval/few/reward"], line["eval/many/reward"]
     assert line["eval/reward"] == pytest.approx((2 * few + 4 * many) / 6)
@@ -223,9 +246,9 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
 ):
     """Its reward is null in the files; numbers stay finite; the others' advantages are by the others alone."""
     (tmp_path / "mine.py").write_text(SOMETIMES)
-    flags = (*TINY, "--prompts-per-step", "8", "--reward", f"{tmp_path}/mine.py:sometimes")
+    flags = f"{TINY} --prompts-per-step 8 --reward {tmp_path}/mine.py:sometimes"
     name = f"none-{script}"
-    run_in_pool(two_ranks, script, *flags, "--num-minibatches", "1", "--run-name", name, runs=runs)
+    run_in_pool(two_ranks, script, f"{flags} --num-minibatches 1 --run-name {name}", runs=runs)
     for step, line in enumerate(read_metrics(runs / name), 1):
         assert None not in line.values()
         assert 0 < line["reward/not_applicable"] < 1
@@ -287,17 +310,15 @@ def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tm
     data.write_text("\n".join(map(json.dumps, rows)))
     reward = tmp_path / "mine.py"
     reward.write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
-    flags = [*TINY, "--data", str(data), "--reward", f"{reward}:length", "--run-name", "inputs"]
-    run_in_pool(one_rank, "train_grpo.py", *flags, runs=runs)
+    flags = f"{TINY} --data {data} --reward {reward}:length --run-name inputs"
+    run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
     reward.write_text(reward.read_text() + "# mended\n")
-    output = run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "3", runs=runs)
+    output = run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 3", runs=runs)
     assert f"note: {reward} has changed since this run last started" in output
     data.write_text("\n".join(map(json.dumps, reversed(rows))))
     with pytest.raises(AssertionError, match=r"data\.jsonl: the data has changed.*--resume force"):
-        run_in_pool(one_rank, "train_grpo.py", *flags, "--num-steps", "4", runs=runs)
-    output = run_in_pool(
-        one_rank, "train_grpo.py", *flags, "--num-steps", "4", "--resume", "force", runs=runs
-    )
+        run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 4", runs=runs)
+    output = run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 4 --resume force", runs=runs)
     assert f"note: {data} has changed" in output
     assert [line["step"] for line in read_metrics(runs / "inputs")] == [1, 2, 3, 4]
 
@@ -312,7 +333,7 @@ def test_damaged_args_are_refused_by_name(tmp_path, content):
 
 def test_the_last_lines_say_where_everything_is(one_rank, runs):
     """Checkpoint, metrics and rollouts, as paths that exist."""
-    output = run_in_pool(one_rank, "train_ppo.py", *TINY, "--run-name", "lines", runs=runs)
+    output = run_in_pool(one_rank, "train_ppo.py", f"{TINY} --run-name lines", runs=runs)
     last = output.splitlines()[-3:]
     assert [line.split()[0] for line in last] == ["metrics", "rollouts", "checkpoint"]
     for line in last:

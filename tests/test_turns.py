@@ -136,7 +136,14 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
 
 
 @pytest.mark.parametrize("has_stop_strings", [False, True], ids=["", "strings"])
-@pytest.mark.parametrize("attention", ["full", "windowed", "mixed"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("windowed", marks=pytest.mark.slow),
+        "mixed",
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [

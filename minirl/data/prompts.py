@@ -13,6 +13,7 @@ from minirl.data.answers import check_readable
 from minirl.data.chat_turns import following_ids, is_message
 from minirl.data.task import After, Messages, Row, as_messages, conversation, is_messages
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
@@ -153,9 +154,9 @@ class PromptStream:
 
     def messages(self, rollout: Rollout) -> Messages:
         """Return a rollout's conversation, without special tokens; that of its last branch, if it has several."""
-        if rollout.episode.messages:
-            return [dict(message) for message in rollout.episode.messages]
         row = self.row(rollout.rollout_id.prompt_ordinal)
+        if has_turns_to_tell(rollout, self.tokenizer) and has_messages(rollout):
+            return messages_of(rollout, row.prompt, self.tokenizer)
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
     def answers(self, rollout: Rollout) -> Messages:

@@ -31,6 +31,8 @@ REWARD = "reward"
 MAX_NAME = 80
 # Characters of what a function in another process asks for, as JSON.
 MAX_ASKED = 1 << 22
+# Made once: `json.dumps` with an option makes one each time.
+_ENCODER = json.JSONEncoder(default=repr)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Generate:
     def digest(self) -> str:
         """The same for the same request in any process: a replay checks that a turn is asked for as before."""
         try:
-            text = json.dumps(vars(self), default=repr)
+            text = _ENCODER.encode(vars(self))
         except (
             TypeError,
             ValueError,

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, cast
 from minirl.data.task import After, Messages, Row, as_messages, conversation
 from minirl.episodes.asked import END_REASONS, REWARD, End, Generate, check_name, checked_reward
 from minirl.errors import refuse
+from minirl.turns import TurnFacts
 
 
 class TurnReader(Protocol):
@@ -45,17 +46,11 @@ class TurnReader(Protocol):
         """The text of the message that it belongs to, up to its end."""
 
 
-class Turn:
+class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones. What of it nobody asks for is not made.
 
-    branch: its number. start, end: where the sampled tokens are among the branch's tokens after its prompt.
-    asked: `Generate.digest`. appended: the token ids that were appended before it; inserted: the messages, if it was
-    messages. num_tokens: sampled. finish_reason: "stop" or "length"; "" until the turn ends. rewards: by name, what was
-    given to it. parse_error: why its message could not be read in whole; None where it could, or where nobody asked.
+    appended: the token ids that were appended before it.
     """
-
-    # What `to_json` has of it.
-    FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "rewards", "inserted", "asked")
 
     def __init__(
         self,
@@ -66,25 +61,14 @@ class Turn:
         inserted: Messages | None = None,
         asked: str = "",
     ):
-        self.branch = branch
-        self.start = start
-        self.asked = asked
+        super().__init__(start, branch=branch, inserted=inserted or [], asked=asked)
         self.appended = appended
-        self.inserted = inserted or []
-        self.num_tokens = 0
-        self.finish_reason = ""
-        self.rewards: dict[str, float] = {}
-        self.parse_error: str | None = None
 
     def finish(self, num_tokens: int, finish_reason: str, reader: TurnReader) -> None:
         """End the turn. For who runs the episode."""
         self.num_tokens = num_tokens
         self.finish_reason = finish_reason
-        self._reader = reader
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all but its tokens and what they say, as JSON values."""
-        return {name: getattr(self, name) for name in self.FACTS}
+        self.reader = reader
 
     @staticmethod
     def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
@@ -99,30 +83,25 @@ class Turn:
         turn.finish(facts["num_tokens"], facts["finish_reason"], reader)
         return turn
 
-    @property
-    def end(self) -> int:
-        """Where the turn ends among the branch's tokens after its prompt."""
-        return self.start + self.num_tokens
-
     @functools.cached_property
     def ids(self) -> list[int]:
         """The token ids, including the stop token."""
-        return self._reader.ids()
+        return self.reader.ids()
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
         """Of these tokens, when they were sampled."""
-        return self._reader.logprobs()
+        return self.reader.logprobs()
 
     @functools.cached_property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
-        return self._reader.versions()
+        return self.reader.versions()
 
     @functools.cached_property
     def text(self) -> str:
         """The text of its ids, without special tokens."""
-        return self._reader.text()
+        return self.reader.text()
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
@@ -130,7 +109,7 @@ class Turn:
 
         Raises InputError if it is not known how the model writes calls.
         """
-        message = self._reader.message()
+        message = self.reader.message()
         self.parse_error = message.get("parse_error")
         return message
 
@@ -140,7 +119,7 @@ class Turn:
 
         All that was sampled, and appended as text or ids, since the last messages.
         """
-        return self._reader.answer()
+        return self.text if self.is_answer else self.reader.answer()
 
 
 @dataclass
@@ -349,6 +328,15 @@ class Episode(Branch):
             given = self.rewards[position]
             for name, value in dropped.rewards.items():
                 given[name] = given.get(name, 0.0) + value
+
+    def sum_of_rewards(self, returned: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return the rewards, by name, that were given and returned; one that was returned as None stays None."""
+        rewards = dict(returned)
+        for given in self.rewards:
+            for name, value in given.items():
+                so_far = rewards.get(name, 0.0)
+                rewards[name] = None if so_far is None else so_far + value
+        return rewards
 
     def take_given(self) -> list[tuple[int, dict[str, float]]]:
         """Return those of `rewards`, each with its place, that changed since the last call."""

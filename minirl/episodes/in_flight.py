@@ -10,11 +10,12 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages
-from minirl.episodes.episode import Branch, Turn
+from minirl.data.view import as_plain
+from minirl.episodes.episode import Branch
 from minirl.episodes.running import PausedEpisode, RunningEpisode
-from minirl.episodes.view import as_plain
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.turns import TurnFacts
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def finished_record(finished: FinishedRollout) -> dict[str, Any]:
     return {
         **_tokens_record(finished.rollout),
         "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
-        "episode": finished.rollout.episode.to_json(),
+        "episode": _ended_record(finished.rollout.episode),
         "rewards": finished.rewards,
         "failed": finished.failed,
     }
@@ -92,16 +93,30 @@ def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> R
     )
 
 
-def _turn_record(turn: Turn) -> dict[str, Any]:
+def _ended_record(episode: EpisodeRecord) -> dict[str, Any]:
+    """Return the record of an episode that ended."""
+    turns = [_turn_record(turn) for turn in episode.turns]
+    return {**vars(episode), "turns": turns, "prompt": _prompt_record(episode.prompt)}
+
+
+def _turn_record(turn: TurnFacts) -> dict[str, Any]:
     return {**turn.to_json(), "inserted": as_plain(turn.inserted)}
 
 
 def _begun_record(branch: Branch) -> dict[str, Any]:
-    """What a further branch begins with."""
-    prompt = branch.prompt
-    if branch.has_messages and not isinstance(prompt, str):
-        prompt = as_plain(cast(Messages, prompt))
-    return {**branch.to_json(), "prompt": prompt}
+    """Return what a further branch begins with."""
+    return {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
+
+
+def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
+    """Return a branch's prompt: text, token ids, or what JSON holds of messages."""
+    has_messages = isinstance(prompt, list) and isinstance(next(iter(prompt), None), dict)
+    return as_plain(cast(Messages, prompt)) if has_messages else prompt
+
+
+def _episode_of(values: Mapping[str, Any]) -> EpisodeRecord:
+    """Return the episode of `_ended_record`."""
+    return EpisodeRecord(**{**values, "turns": [TurnFacts(**turn) for turn in values["turns"]]})
 
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
@@ -148,5 +163,5 @@ def _rollout_of(record: Mapping[str, Any]) -> Rollout:
         rollout_id=id_of(record),
         finish_reason=record["finish_reason"],
         branch_end=record["branch_end"],
-        episode=EpisodeRecord() if episode is None else EpisodeRecord.from_json(episode),
+        episode=EpisodeRecord() if episode is None else _episode_of(episode),
     )

@@ -35,18 +35,22 @@ def turns_message(episode: Episode, turns: Sequence[Turn]) -> dict[str, Any]:
 
 def _whole(turn: Turn) -> dict[str, Any]:
     """Return a turn for a process without a tokenizer."""
-    said: dict[str, Any] = {}
-    try:
-        said["message"] = turn.message
-    except InputError as error:  # raised there if the function asks for the message
-        said["message_error"] = str(error)
-    tokens = {
+    # From the reader: the turn would keep what only the message needs.
+    reader = turn.reader
+    text = reader.text()
+    whole = turn.to_json() | {
         "appended": turn.appended,
-        "ids": turn.ids,
-        "logprobs": turn.logprobs,
-        "versions": turn.versions,
+        "ids": reader.ids(),
+        "logprobs": reader.logprobs(),
+        "versions": reader.versions(),
+        "text": text,
+        "answer": text if turn.is_answer else reader.answer(),
     }
-    return turn.to_json() | tokens | {"text": turn.text, "answer": turn.answer} | said
+    try:
+        whole["message"] = turn.message
+    except InputError as error:  # raised there if the function asks for the message
+        whole["message_error"] = str(error)
+    return whole
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:

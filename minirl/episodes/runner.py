@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import Literal
 
 from minirl.data.prompts import PromptStream
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
-from minirl.episodes.asked import Generate, check_messages_fit, check_rewards, place_of
-from minirl.episodes.episode import Branch, Episode, RolloutFunction, Turn
+from minirl.episodes.asked import Generate, check_rewards
+from minirl.episodes.episode import Episode, RolloutFunction, Turn
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
+from minirl.episodes.next_turn import NextTurns
 from minirl.episodes.program import Differs, Ended, Failed, Host, InProcess, Reply
-from minirl.episodes.running import PausedEpisode, RunningBranch, RunningEpisode, TokenReader
-from minirl.episodes.view import record_of, sum_of_rewards
+from minirl.episodes.running import PausedEpisode, RunningEpisode, TokenReader
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
@@ -62,7 +61,7 @@ class EpisodeRunner:
         self._limits = limits
         self._reward_names = reward_names
         self._shows_environment = shows_environment
-        self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
+        self._next_turns = NextTurns(self._name, prompts, limits)
         self._counts: Counter[Counted] = Counter()
         # Of episodes that are not running yet.
         self._kept_replies: list[tuple[int, Reply]] = []
@@ -177,11 +176,9 @@ class EpisodeRunner:
             return False
         turn = None
         if reply.digest == paused.asked:
-            for number, branch in running.episode.branches.items():
-                if branch.turns:
-                    running.branches[number] = self._brought_back(running, branch)
+            self._next_turns.bring_back(running)
             try:
-                turn = self._next_turn(running, reply)
+                turn = self._next_turns.make(running, reply)
             except InputError as error:
                 raise RolloutError(self._failure(running, str(error))) from None
         if turn is None:
@@ -191,20 +188,14 @@ class EpisodeRunner:
             running.branches[number].rollout = rollout
         return True
 
-    def _brought_back(self, running: RunningEpisode, branch: Branch) -> RunningBranch:
-        """Return a branch that had turns in an earlier process."""
-        request = self._branch_request(running.request, branch.number, tuple(branch.prompt_ids))
-        answer_start = max((turn.start for turn in branch.turns if turn.inserted), default=0)
-        return RunningBranch(request, branch, answer_start=answer_start)
-
     def _note_restart(self, running: RunningEpisode) -> None:
         """Count an episode that begins again from the start; say so of the first one."""
         self._counts["restarted"] += 1
         if self._counts["restarted"] == 1:
+            place = self._next_turns.place(running.episode)
             print_here(
-                f"note: {self._place(running.episode)}: given the same turns as in the run that is resumed, it does "
-                "something else, and begins anew, see count/restarted; make it a function of its turns and of "
-                "episode.seed"
+                f"note: {place}: given the same turns as in the run that is resumed, it does something else, and "
+                "begins again from the start, see count/restarted; make it a function of its turns and of episode.seed"
             )
 
     def _take_replies(self, timeout_s: float) -> None:
@@ -221,8 +212,12 @@ class EpisodeRunner:
         if isinstance(reply, Failed):
             self._fail(running, reply.why)
             return
+        turn = None
         try:
-            turn = self._next_turn(running, reply)
+            if isinstance(reply, Ended):
+                self._check_end(running.episode, reply)
+            else:
+                turn = self._next_turns.make(running, reply)
         except InputError as error:
             if not isinstance(reply, Ended):
                 self._host.close(running.number)
@@ -241,88 +236,18 @@ class EpisodeRunner:
         else:
             self._take_up(running)
 
+    def _check_end(self, episode: Episode, ended: Ended) -> None:
+        """Refuse the end of a function without a turn, or with other rewards than the run has."""
+        refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must yield one")
+        given = set(ended.returned).union(*episode.rewards)
+        check_rewards(given, self._reward_names, self._next_turns.place(episode))
+
     def _count_results(self, asked: Generate) -> None:
         """Count the results of tools that are appended before a turn."""
         for message in asked.after if is_messages(asked.after) else ():
             if message["role"] == "tool":
                 self._counts["tool_results"] += 1
                 self._counts["tool_errors"] += message["content"].startswith(TOOL_ERROR)
-
-    def _next_turn(self, running: RunningEpisode, asked: Reply) -> Turn | None:
-        """Set the turn that a function asks for; None if there is no room for it, or if the function ended."""
-        episode = running.episode
-        if isinstance(asked, Ended):
-            refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must yield one")
-            given = set(asked.returned).union(*episode.rewards)
-            check_rewards(given, self._reward_names, self._place(episode))
-            return None
-        assert isinstance(asked, Generate)
-        present = self._branch(running, asked)
-        running.branch, running.turn = present, None
-        if present is None:
-            return None
-        branch = present.branch
-        new_ids = self._appended_ids(episode, branch, asked)
-        start = branch.num_tokens + len(new_ids)
-        room = branch.max_tokens - start
-        if room < 1:
-            refuse(
-                not episode.all_turns,
-                f"{self._name}(episode): the first turn's `after` leaves no room for a turn",
-            )
-            return None
-        # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
-        room_to_sample = max(1, self._limits.room_to_sample(episode))
-        running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
-        running.stop_test = self._stop_test(asked.stop) if asked.stop else None
-        running.turn = Turn(
-            branch.number, start, appended=new_ids, inserted=asked.inserted, asked=asked.digest
-        )
-        return running.turn
-
-    def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
-        """Return the branch that a turn is asked for; None for a new one whose prompt leaves no room for a turn."""
-        number = asked.branch
-        if number in running.branches:
-            return running.branches[number]
-        request = running.request
-        if number != 0:
-            place = self._place(running.episode)
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
-            request = self._branch_request(request, number, prompt_ids)
-            if request.max_new_tokens < 1:
-                is_first = not running.episode.all_turns
-                refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
-                return None
-        branch = running.episode.branch_of(asked)
-        branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
-        running.branches[number] = RunningBranch(request, branch)
-        return running.branches[number]
-
-    def _branch_request(self, request: Request, number: int, prompt_ids: tuple[int, ...]) -> Request:
-        """Return the request of an episode's branch. request: of its row's prompt."""
-        if number == 0:
-            return request
-        return self._prompts.request(
-            request.rollout_id._replace(branch=number), prompt_ids, request.temperature
-        )
-
-    def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
-        """Return the token ids of what a function appends to a branch. Raises InputError naming function and row."""
-        place = self._place(episode)
-        if not is_messages(asked.after):
-            return self._prompts.appended_ids(asked.after, place)
-        is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
-        check_messages_fit(place, is_first=not branch.turns, is_chat=is_chat)
-        last = branch.turns[-1]
-        end_id = last.ids[-1] if last.finish_reason == "stop" else None
-        return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
-
-    def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
-        """Return the test for these strings, made once for all turns that have them."""
-        if strings not in self._stop_tests:
-            self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
-        return self._stop_tests[strings]
 
     def _take_up(self, running: RunningEpisode) -> None:
         """Let the engine sample an episode's turn, unless it has to wait for others or for a budget."""
@@ -416,15 +341,14 @@ class EpisodeRunner:
         if not episode.all_turns:
             raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
-        rewards = dict.fromkeys(self._reward_names, missing) | sum_of_rewards(episode, returned or {})
-        record = record_of(episode, rewards, self._prompts.tokenizer)
+        rewards = dict.fromkeys(self._reward_names, missing) | episode.sum_of_rewards(returned or {})
         # An episode's end is that of the branch which had its last turn, or asked for a further one.
         ends = self._limits.ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.branch.number] = finish_reason
-        self._ended.append(running.rollout(finish_reason, ends, record))
+        self._ended.append(running.rollout(finish_reason, ends, rewards))
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
@@ -451,6 +375,3 @@ class EpisodeRunner:
         num_turns = len(running.episode.all_turns)
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
         return escaped(f"rollout {self._name} for the row at {running.episode.row.place}, {when}: {why}")
-
-    def _place(self, episode: Episode) -> str:
-        return place_of(self._name, episode.row.place)

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minirl.data.answers import parsed_answer
+from minirl.data import answers
 from minirl.data.stop_strings import StopStrings
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended
+from minirl.turns import TurnFacts
 
 NO_BUDGET = sys.maxsize
 
@@ -80,10 +81,12 @@ class RunningEpisode:
         """How many tokens there are when this phase's part of the turn ends, at the latest."""
         return min(self.turn_limit, self.part_start + self.budget)
 
-    def rollout(self, finish_reason: str, ends: Mapping[int, str], record: EpisodeRecord) -> Rollout:
+    def rollout(
+        self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
+    ) -> Rollout:
         """Return what was sampled up to the end of the last turn, of which there is one.
 
-        ends: of the branches, by number.
+        ends: of the branches, by number. rewards: by name, all of them.
         """
         begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
         *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
@@ -91,9 +94,18 @@ class RunningEpisode:
             last,
             finish_reason=finish_reason,
             branch_end=own_end,
-            episode=record,
+            episode=self._record(last.rollout_id.branch, rewards),
             earlier=tuple(replace(branch, finish_reason=end) for branch, end in earlier),
         )
+
+    def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
+        """Return what is stored of the episode. last: the number of its last branch."""
+        turns = [TurnFacts(**turn.to_json()) for turn in self.episode.all_turns]
+        turns.sort(key=lambda turn: turn.branch)
+        branch = self.branches[last].branch
+        record = EpisodeRecord(turns, rewards, self.episode.environment)
+        # The first branch begins with the row's prompt and the run's tools.
+        return record if last == 0 else replace(record, prompt=branch.prompt, tools=branch.tools)
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,7 @@ class TokenReader:
 
     def message(self) -> dict[str, Any]:
         """Return the message that the ids say. Raises InputError as `parsed_answer`."""
-        return parsed_answer(self.tokenizer, self.ids(), self.rollout.tokens[: self.first])
+        return answers.parsed_answer(self.tokenizer, self.ids(), self.rollout.tokens[: self.first])
 
     def answer(self) -> str:
         """Return the text of the message that the turn belongs to, up to its end."""

@@ -231,7 +231,7 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a positive number that fp32 can hold; true and false are none."""
+    """Whether it is a positive number that fp32 can hold, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
 
 

@@ -20,7 +20,7 @@ MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 
 
 def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes:
-    """The sizes for a rank with so many free bytes before anything is loaded; what is given stays as it is.
+    """The sizes for a rank with `free` bytes before anything is loaded. Given sizes stay.
 
     If nothing fits, they are the least that the longest request needs; `too_large` then says what to change.
     """
@@ -92,7 +92,7 @@ def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
 def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
     """Whether reference and value model fit beside the cache, so that they can score while rollouts wait for replies.
 
-    A reward model scores when generation has ended.
+    A reward model scores after generation.
     """
     phases = phase_bytes(work, sizes, keeps_cache=True)
     early = [phases.get(f"score ({name})", {}) for name in ("reference", "value model")]
@@ -102,7 +102,7 @@ def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
 def largest_microbatch(
     work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
 ) -> int:
-    """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into so many bytes."""
+    """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into `room` bytes."""
 
     def fits(tokens: int) -> bool:
         tried = dataclasses.replace(sizes, max_tokens_per_microbatch=tokens)
@@ -113,7 +113,7 @@ def largest_microbatch(
 
 
 def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False) -> int:
-    """The most tokens of the cache, up to `most`, with which generating fits into so many bytes.
+    """The most tokens of the cache, up to `most`, with which generating fits into `room` bytes.
 
     keeps_cache: and all other phases beside it.
     """
@@ -174,7 +174,7 @@ _ADVICE = {
 
 
 def host_too_small(work: Workload, *, num_ranks: int, free: float) -> str | None:
-    """Why so many ranks on one host do not fit into its free memory beside their GPUs; None if they do."""
+    """Why `num_ranks` ranks do not fit into the free memory of their host, beside their GPUs; None if they do."""
     needed = host_bytes(work, num_ranks=num_ranks)
     if not work.is_cuda or sum(needed.values()) <= USABLE * free:
         return None

@@ -128,7 +128,7 @@ def save_bytes(work: Workload) -> float:
 
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
-    """What so many ranks, the first among them, need of their host's memory beside GPUs, by name."""
+    """The host memory that `num_ranks` ranks need beside their GPUs, by name. Rank 0 is among them."""
     needed = {}
     if work.parks_frozen and work.frozen:
         parked = sum(pinned_bytes(config, work.dtype.itemsize) for config in work.frozen.values())

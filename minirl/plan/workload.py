@@ -19,7 +19,7 @@ class Sizes:
     shard_gradients: bool
 
     def flags(self) -> str:
-        """As on the command line."""
+        """The sizes as flags of a command line."""
         return (
             f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens} "
             f"--max-tokens-per-microbatch {self.max_tokens_per_microbatch} "

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,15 @@ class Logger:
         rewarded: RewardedRollouts,
         functions: Iterable[str],
         *,
+        views: Sequence[Mapping[str, Any]] = (),
         of_branches: Mapping[str, Tensor] | None = None,
         **columns: Tensor,
     ) -> None:
         """Write all ranks' rollouts of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
 
-        functions: the names of the K rewards of `rewarded`. columns: further numbers [N] of this rank's N
-        rollouts. of_branches: numbers [M] of their M branches, end to end; written of rollouts with several.
+        functions: the names of the K rewards of `rewarded`. views: the texts of this rank's N rollouts (`view_of`), if
+        any are written. columns: further numbers [N] of these rollouts. of_branches: numbers [M] of their M branches,
+        end to end; written of rollouts with several.
         """
         numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
         of_next_branch = {
@@ -187,10 +189,9 @@ class Logger:
                 branches.append(facts | own_numbers)
             if rollout.earlier:
                 line["branches"] = branches
-            if rollout.episode.segments:
-                facts = rollout.episode.to_json()
+            if views and views[i]:
                 # A tool's result may have a secret in it.
-                line = redacted(line | {name: facts[name] for name in ("messages", "segments", "turns")})
+                line = redacted({**line, **views[i]})
             lines.append((rollout_id, json.dumps(line) + "\n"))
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
+from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
@@ -207,7 +208,8 @@ def episode_arguments(
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):
         shaped = _shaped(row, text)
-        if not isinstance(shaped, str) and rollout.episode.messages:
+        is_text = isinstance(shaped, str)
+        if not is_text and has_messages(rollout) and has_turns_to_tell(rollout, prompts.tokenizer):
             shaped = prompts.answers(rollout)
         arguments["completions"].append(shaped)
     if "messages" in asked:

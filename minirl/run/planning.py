@@ -93,7 +93,7 @@ def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxy
 
 
 def max_request_tokens(config: RunConfig, model_config: ModelConfig, max_new_tokens: int) -> int:
-    """The most tokens of a prompt with its completion. It does not depend on the memory that there is."""
+    """The most tokens of a prompt with its completion, whatever memory the machine has."""
     limits = [model_config.max_position_embeddings]
     for given in (config.cache_tokens, config.max_tokens_per_microbatch):
         limits.append(enough_tokens(max_new_tokens) if given == "auto" else given)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
+from minirl.data.view import view_of
+from minirl.episodes.runner import Counted
 from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
@@ -264,10 +266,15 @@ class Run:
         own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
         own_branches = table.indices_of(all_branches(rewarded.rollouts))
         branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
+        views = [
+            view_of(rollout, row.prompt, self._setup.tokenizer)
+            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
+        ]
         self._logger.log_rollouts(
             step,
             rewarded,
             self._setup.reward_functions,
+            views=views,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[own_episodes],
             of_branches={
@@ -282,27 +289,8 @@ class Run:
         scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN if no reward applies.
         """
         is_last = step == self._config.num_steps
-        rewarded = groups.rewarded
-        add_rollouts(
-            metrics,
-            rewarded.rollouts,
-            grouped_rewards=scores,
-            branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
-        )
-        updates_per_step = self._config.updates_per_step
-        sampled_version = self.progress.update - updates_per_step  # that of this step
-        add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
-        add_rewards(metrics, "reward", self._setup.reward_functions, rewarded.rewards)
-        metrics.add_values("reward/errors", rewarded.failed)
-        if self._config.decode_budget is not None:
-            metrics.add_total("count/restarted", self._collector.take_count("restarted"))
-        if self._config.on_rollout_error == "end":
-            metrics.add_total("count/rollout_errors", self._collector.take_count("rollout_errors"))
-        if self._setup.tokenizer.tools:
-            metrics.add_total("count/tool_results", self._collector.take_count("tool_results"))
-            metrics.add_total("count/tool_errors", self._collector.take_count("tool_errors"))
         self.progress.num_served = self._collector.num_served
-        metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+        self._add_metrics(metrics, groups, scores)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -311,16 +299,7 @@ class Run:
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            score = self.progress.evaluated.get("eval/reward")
-            if self._config.decode_budget:
-                self.progress.extra[IN_FLIGHT] = self._collector.state()
-                self.progress.records[IN_FLIGHT] = self._collector.records()
-            self._checkpoints.save(
-                self.progress.to_state(),
-                extra=self.progress.extra,
-                records=self.progress.records,
-                score=score,
-            )
+            self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
             Remembered.copied(self.progress.extra, self.progress.records)
@@ -339,6 +318,44 @@ class Run:
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
         print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
+
+    def _add_metrics(self, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
+        """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
+        rewarded = groups.rewarded
+        add_rollouts(
+            metrics,
+            rewarded.rollouts,
+            grouped_rewards=scores,
+            branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
+        )
+        updates_per_step = self._config.updates_per_step
+        sampled_version = self.progress.update - updates_per_step  # that of this step
+        add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
+        add_rewards(metrics, "reward", self._setup.reward_functions, rewarded.rewards)
+        metrics.add_values("reward/errors", rewarded.failed)
+        counts: list[Counted] = []
+        if self._config.decode_budget is not None:
+            counts.append("restarted")
+        if self._config.on_rollout_error == "end":
+            counts.append("rollout_errors")
+        if self._setup.tokenizer.tools:
+            counts += ["tool_results", "tool_errors"]
+        for name in counts:
+            metrics.add_total(f"count/{name}", self._collector.take_count(name))
+        metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+
+    def _save(self) -> None:
+        """Start to save a checkpoint (collective)."""
+        progress = self.progress
+        if self._config.decode_budget:
+            progress.extra[IN_FLIGHT] = self._collector.state()
+            progress.records[IN_FLIGHT] = self._collector.records()
+        self._checkpoints.save(
+            progress.to_state(),
+            extra=progress.extra,
+            records=progress.records,
+            score=progress.evaluated.get("eval/reward"),
+        )
 
 
 def _is_due(step: int, every: int) -> bool:

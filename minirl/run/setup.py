@@ -46,7 +46,7 @@ from minirl.run.inputs import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import rollout_workers, task_with_rewards
 from minirl.run.planning import given_sizes, workload
-from minirl.run.run_folder import open_run_folder, read_args, run_before_restart, runs_root
+from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
@@ -84,13 +84,7 @@ class Setup:
         self._num_shards = num_shards(config)
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        run_name = config.run_name or broadcast_object(run_before_restart())
-        self.folder = open_run_folder(
-            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
-            self._flags,
-            resume=config.resume,
-            is_name_generated=run_name is None,
-        )
+        self.folder = self._open_folder(name)
         self._inputs = input_digests(config) if rank() == 0 else {}
         self._notes = check_inputs(self.folder.path, self._inputs, config)
         self.model_folder = self.folder.checkpoint or self._original_model()
@@ -237,6 +231,16 @@ class Setup:
         of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
+
+    def _open_folder(self, name: str) -> RunFolder:
+        """The folder of --run-name, of the run before torchrun's restart, or of a new run (collective)."""
+        run_name = self.config.run_name or broadcast_object(run_before_restart())
+        return open_run_folder(
+            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            self._flags,
+            resume=self.config.resume,
+            is_name_generated=run_name is None,
+        )
 
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""

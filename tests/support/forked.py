@@ -9,7 +9,6 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -72,8 +71,7 @@ class ForkedScript:
 
 
 def _run_script(command: list[str], environment: dict[str, str], output: str, folder: str) -> None:
-    with suppress(PermissionError):
-        os.setsid()
+    os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)

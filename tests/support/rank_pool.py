@@ -54,5 +54,5 @@ def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool
         function, args = pipe.recv()
         try:
             pipe.send((None, function(rank, *args)))
-        except Exception:
+        except (Exception, SystemExit):  # wrong flags exit
             pipe.send((f"rank {rank}: {traceback.format_exc()}", None))

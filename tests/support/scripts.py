@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
 
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
-FAST_LEARNING = ("--num-steps", "40", "--prompts-per-step", "32", "--num-minibatches", "4")
+FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
 BRANCHES = '''
@@ -54,9 +54,18 @@ def branching_fork(folder: Path, script: str) -> Path:
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
-    """Start a script on ranks that are forked (`support.forked`)."""
-    output = Path(tempfile.mkdtemp())
-    return start(output, [[str(script), *flags]] * ranks, MINIRL_RUNS=str(runs), LOCAL_WORLD_SIZE=str(ranks))
+    """Start a script on ranks that are forked (`support.forked`).
+
+    flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
+    """
+    commands = [[str(script), *words(flags)]] * ranks
+    where = {"MINIRL_RUNS": str(runs), "LOCAL_WORLD_SIZE": str(ranks)}
+    return start(Path(tempfile.mkdtemp()), commands, **where)
+
+
+def words(flags: Iterable[str]) -> list[str]:
+    """The command line of several texts."""
+    return " ".join(flags).split()
 
 
 def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
@@ -68,7 +77,7 @@ def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) ->
     """Run a script to its end as users start it, with two ranks on each node; what the first node printed."""
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
     commands = [
-        torchrun(script, *flags, options=[*meeting, f"--node-rank={node}"] if nodes > 1 else [])
+        torchrun(script, *words(flags), options=[*meeting, f"--node-rank={node}"] if nodes > 1 else [])
         for node in range(nodes)
     ]
     jobs = [start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)) for command in commands]
@@ -142,8 +151,8 @@ def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
         sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)
     presets = getattr(module, "ALGORITHMS", {"default": {}})
-    preset = chosen_preset("--algorithm", presets, flags)
-    config = parse(module.Config, description="", preset=preset, arguments=flags)
+    preset = chosen_preset("--algorithm", presets, words(flags))
+    config = parse(module.Config, description="", preset=preset, arguments=words(flags))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"

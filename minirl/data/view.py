@@ -1,0 +1,120 @@
+"""An episode as texts: what reward functions, rollouts.jsonl and `minirl.show` see of its turns.
+
+They are made of the tokens whenever somebody asks: most are needed once or never.
+"""
+
+import functools
+from typing import Any, cast
+
+from minirl.data import answers
+from minirl.data.task import Messages, as_messages, conversation
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError
+from minirl.rollouts import Rollout
+
+# Of a turn, in rollouts.jsonl.
+TURN_FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "rewards")
+
+
+def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the messages, segments and turns of a rollout, as JSON values. prompt: the row's.
+
+    messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
+    row's prompt, branch by branch, with special tokens spelt out; those that were sampled are the turns. {} for an
+    episode without anything to tell but its completion, see `has_turns_to_tell`.
+    """
+    if not has_turns_to_tell(rollout, tokenizer):
+        return {}
+    turns = [turn.to_json() for turn in rollout.episode.turns]
+    return {
+        "messages": messages_of(rollout, prompt, tokenizer),
+        "segments": [
+            segment for branch in rollout.branches for segment in _segments(rollout, branch, tokenizer)
+        ],
+        "turns": [{name: turn[name] for name in TURN_FACTS} for turn in turns],
+    }
+
+
+def has_turns_to_tell(rollout: Rollout, tokenizer: Tokenizer) -> bool:
+    """Return whether an episode was more than one answer to the prompt, or could call tools."""
+    turns = rollout.episode.turns
+    is_one_answer = len(turns) <= 1 and all(turn.start == turn.branch == 0 for turn in turns)
+    if is_one_answer and all(turn.parse_error is None for turn in turns):
+        return bool(tokenizer.tools and turns)
+    return True
+
+
+def has_messages(rollout: Rollout) -> bool:
+    """Return whether a rollout's last branch is a conversation: it does not begin with token ids."""
+    prompt = rollout.episode.prompt
+    return prompt is None or isinstance(prompt, str) or not isinstance(next(iter(prompt), None), int)
+
+
+def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> Messages:
+    """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
+
+    prompt: the row's. Answers are without special tokens; where the model may call tools, they have its calls.
+    """
+    if not has_messages(rollout):
+        return []
+    begun = prompt if rollout.episode.prompt is None else rollout.episode.prompt
+    tools = tokenizer.tools if rollout.episode.tools is None else rollout.episode.tools
+    tokenizer = tokenizer.with_tools(tools)
+    number = rollout.rollout_id.branch
+    answer_start = 0
+    turns = []
+    for turn in rollout.episode.turns:
+        if turn.branch != number:
+            continue
+        if turn.inserted:
+            answer_start = turn.start
+        reads_calls = turn.is_answer and bool(tools)
+        answer = functools.partial(_answer, tokenizer, rollout, answer_start, turn.end, reads_calls)
+        turns.append((turn.inserted, answer))
+    return as_plain(conversation(as_messages(cast(str | Messages, begun)), turns))
+
+
+def as_plain(messages: Messages) -> Messages:
+    """Return messages with those of their fields that JSON is known to hold."""
+    plain = []
+    for message in messages:
+        structures = {key: message[key] for key in ("content", "tool_calls") if key in message}
+        plain.append({key: value for key, value in message.items() if isinstance(value, str)} | structures)
+    return plain
+
+
+def _answer(
+    tokenizer: Tokenizer, rollout: Rollout, start: int, end: int, reads_calls: bool
+) -> str | dict[str, Any]:
+    """Return the answer from `start` to `end` among a branch's tokens after its prompt: text, or with its calls."""
+    first = rollout.num_prompt_tokens + start
+    ids = rollout.tokens[first : rollout.num_prompt_tokens + end]
+    text = tokenizer.decode(ids)
+    if not reads_calls:
+        return text
+    try:
+        message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
+    except InputError:  # it is not known how the model writes calls
+        return text
+    # What cannot be read is seen in the text.
+    return message if message.pop("parse_error", None) is None else message | {"content": text}
+
+
+def _segments(rollout: Rollout, branch: Rollout, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return a branch's tokens turn by turn, with what was appended before each, and its prompt if not the row's."""
+    number = branch.rollout_id.branch
+
+    def segment(kind: str, first: int, last: int) -> dict[str, Any]:
+        text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
+        return {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}
+
+    num_prompt_tokens = last = branch.num_prompt_tokens
+    segments = [segment("prompt", 0, last)] if number > 0 else []
+    for turn in rollout.episode.turns:
+        if turn.branch == number:
+            first = num_prompt_tokens + turn.start
+            if first > last:
+                segments.append(segment("environment", last, first))
+            last = num_prompt_tokens + turn.end
+            segments.append(segment("sampled", first, last))
+    return segments

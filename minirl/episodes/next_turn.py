@@ -1,0 +1,106 @@
+"""The turn that a function asks for: its branch, the tokens that are appended before it, where it ends."""
+
+from minirl.data.prompts import PromptStream
+from minirl.data.stop_strings import StopStrings
+from minirl.data.task import is_messages
+from minirl.episodes.asked import Generate, check_messages_fit, place_of
+from minirl.episodes.episode import Branch, Episode, Turn
+from minirl.episodes.limits import EpisodeLimits
+from minirl.episodes.running import RunningBranch, RunningEpisode
+from minirl.errors import refuse
+from minirl.rollouts import Request
+
+
+class NextTurns:
+    """Makes the turns that one function asks for. What cannot be sampled is refused naming function and row."""
+
+    def __init__(self, function: str, prompts: PromptStream, limits: EpisodeLimits):
+        self._function = function
+        self._prompts = prompts
+        self._limits = limits
+        self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
+
+    def place(self, episode: Episode) -> str:
+        """Return how messages name an episode."""
+        return place_of(self._function, episode.row.place)
+
+    def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
+        """Set the turn of an episode and its branch; return None if there is no room for the turn.
+
+        Raises InputError.
+        """
+        episode = running.episode
+        present = self._branch(running, asked)
+        running.branch, running.turn = present, None
+        if present is None:
+            return None
+        branch = present.branch
+        new_ids = self._appended_ids(episode, branch, asked)
+        start = branch.num_tokens + len(new_ids)
+        room = branch.max_tokens - start
+        if room < 1:
+            refuse(
+                not episode.all_turns,
+                f"{self._function}(episode): the first turn's `after` leaves no room for a turn",
+            )
+            return None
+        # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
+        room_to_sample = max(1, self._limits.room_to_sample(episode))
+        running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
+        running.stop_test = self._stop_test(asked.stop) if asked.stop else None
+        running.turn = Turn(
+            branch.number, start, appended=new_ids, inserted=asked.inserted, asked=asked.digest
+        )
+        return running.turn
+
+    def bring_back(self, running: RunningEpisode) -> None:
+        """Set the branches of an episode that had turns in an earlier process."""
+        for number, branch in running.episode.branches.items():
+            if branch.turns:
+                request = self._request(running.request, number, tuple(branch.prompt_ids))
+                answer_start = max((turn.start for turn in branch.turns if turn.inserted), default=0)
+                running.branches[number] = RunningBranch(request, branch, answer_start=answer_start)
+
+    def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
+        """Return the branch that a turn is asked for; None for a new one whose prompt leaves no room for a turn."""
+        number = asked.branch
+        if number in running.branches:
+            return running.branches[number]
+        request = running.request
+        if number != 0:
+            place = self.place(running.episode)
+            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
+            request = self._request(request, number, prompt_ids)
+            if request.max_new_tokens < 1:
+                is_first = not running.episode.all_turns
+                refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
+                return None
+        branch = running.episode.branch_of(asked)
+        branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
+        running.branches[number] = RunningBranch(request, branch)
+        return running.branches[number]
+
+    def _request(self, request: Request, number: int, prompt_ids: tuple[int, ...]) -> Request:
+        """Return the request of an episode's branch. request: of its row's prompt."""
+        if number == 0:
+            return request
+        return self._prompts.request(
+            request.rollout_id._replace(branch=number), prompt_ids, request.temperature
+        )
+
+    def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
+        """Return the token ids of what a function appends to a branch. Raises InputError naming function and row."""
+        place = self.place(episode)
+        if not is_messages(asked.after):
+            return self._prompts.appended_ids(asked.after, place)
+        is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
+        check_messages_fit(place, is_first=not branch.turns, is_chat=is_chat)
+        last = branch.turns[-1]
+        end_id = last.ids[-1] if last.finish_reason == "stop" else None
+        return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
+
+    def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
+        """Return the test for these strings, made once for all turns that have them."""
+        if strings not in self._stop_tests:
+            self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
+        return self._stop_tests[strings]

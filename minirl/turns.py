@@ -1,0 +1,37 @@
+"""What is stored of a turn of an episode, beside its tokens. Standard library only."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class TurnFacts:
+    """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
+
+    finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
+    not be read in whole; None where it could, or where nobody asked for it. rewards: by name, what was given to it.
+    inserted: the messages that were appended before it. asked: names what its function asked for (`Generate.digest`).
+    """
+
+    start: int
+    num_tokens: int = 0
+    finish_reason: str = ""
+    branch: int = 0
+    parse_error: str | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    inserted: list[dict[str, Any]] = field(default_factory=list)
+    asked: str = ""
+
+    @property
+    def end(self) -> int:
+        """Where the turn ends among the branch's tokens after its prompt."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the turn is all of its answer: nothing but messages was appended before it."""
+        return self.start == 0 or bool(self.inserted)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values, by the names above."""
+        return {one.name: getattr(self, one.name) for one in fields(TurnFacts)}
