@@ -20,6 +20,7 @@ from minirl.episodes.episode import one_turn
 from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
+from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
@@ -391,6 +392,28 @@ def test_a_function_that_writes_no_rollout_is_refused_with_its_name_and_the_fix(
     """Fault 61."""
     with pytest.raises(RolloutError, match=rf"rollout {rollout.__name__} for the row at f:\d+, .*{error}"):
         make_collector(rollout=rollout).collect(1)
+
+
+def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch):
+    """The engine returns all tokens of a branch with each turn; they are not kept once for each turn."""
+    returned, num_kept = [], []
+    step = Engine.step
+
+    def noted(engine):
+        rollouts = step(engine)
+        returned.extend(map(weakref.ref, rollouts))
+        return rollouts
+
+    def patient(episode):
+        for _ in range(6):
+            yield episode.generate(max_tokens=2)
+        num_kept.append(sum(rollout() is not None for rollout in returned))
+        assert len(episode.tokens) == len(episode.logprobs) == 12
+
+    monkeypatch.setattr(Engine, "step", noted)
+    make_collector(Prompts(lambda rollout_id: 20), rollout=patient, group_size=1).collect(1)
+    assert len(returned) == 6
+    assert num_kept == [1]
 
 
 TIGHT = {"cache_tokens": 512, "max_running_requests": 5}

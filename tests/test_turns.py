@@ -212,19 +212,14 @@ def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
     assert sum(prefills) == len(requests) * 31
 
 
-@pytest.mark.parametrize("is_held", [False, True], ids=["aborted", "withdrawn"])
-def test_a_request_that_is_paused_takes_17_bytes_a_token(is_held):
+def test_a_request_that_is_aborted_takes_17_bytes_a_token():
     """An id, a logprob, a version of the weights and whether it was sampled; nothing of the arrays of the batch."""
     engine = make_engine(cached_model("full", torch.float32))
     request = make_request(make_prompt(9), max_new_tokens=20, stop_ids=frozenset())
-    engine.submit([replace(request, holds=True)])
-    if is_held:
-        finish(engine, 1)
-        paused = engine.withdraw(request.rollout_id)
-    else:
-        for _ in range(15):
-            engine.step()
-        (paused,) = engine.abort()
+    engine.submit([request])
+    for _ in range(15):
+        engine.step()
+    (paused,) = engine.abort()
     assert len(paused.sampled) > 15
     streams = vars(paused.sampled).values()
     assert sum(stream.untyped_storage().nbytes() for stream in streams) == 17 * len(paused.sampled)

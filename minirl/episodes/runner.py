@@ -185,7 +185,7 @@ class EpisodeRunner:
             self._host.close(running.number)
             return False
         for number, rollout in paused.branches.items():
-            running.branches[number].rollout = rollout
+            running.branches[number].tokens.rollout = rollout
         return True
 
     def _note_restart(self, running: RunningEpisode) -> None:
@@ -300,7 +300,7 @@ class EpisodeRunner:
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take what the engine sampled of an episode's turn: the function gets the turn, or the episode is paused."""
         present, turn = running.present
-        present.rollout = rollout
+        present.tokens.rollout = rollout
         present.is_held = True
         last = len(rollout.tokens)
         end = last - rollout.num_prompt_tokens
@@ -313,7 +313,7 @@ class EpisodeRunner:
             present.answer_start = turn.start
         reader = TokenReader(
             self._prompts.tokenizer.with_tools(present.branch.tools),
-            rollout,
+            present.tokens,
             first=rollout.num_prompt_tokens + turn.start,
             last=last,
             answer_first=rollout.num_prompt_tokens + present.answer_start,

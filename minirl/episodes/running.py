@@ -15,20 +15,34 @@ from minirl.turns import TurnFacts
 NO_BUDGET = sys.maxsize
 
 
+@dataclass(slots=True)
+class BranchTokens:
+    """The tokens of a branch, as the engine returned them last, at the end of a turn or of a phase's part of one.
+
+    The branch and the readers of its turns share it, so that a branch is in memory once and not once for each turn.
+    """
+
+    rollout: Rollout | None = None
+
+
 @dataclass
 class RunningBranch:
     """A branch of a running episode.
 
-    request: of its prompt. is_held: whether the engine has it, between two turns. rollout: as the engine returned it
-    last, at the end of a turn or of a phase's part of one. answer_start: where the answer of the present turn begins
-    among the tokens after the prompt.
+    request: of its prompt. is_held: whether the engine has it, between two turns. answer_start: where the answer of the
+    present turn begins among the tokens after the prompt.
     """
 
     request: Request
     branch: Branch
     is_held: bool = False
-    rollout: Rollout | None = None
+    tokens: BranchTokens = field(default_factory=BranchTokens)
     answer_start: int = 0
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The branch up to its newest token; None before its first turn."""
+        return self.tokens.rollout
 
     def completion(self, present: Turn) -> Completion:
         """Return all tokens after the prompt, with those that are appended before the present turn, if it is here."""
@@ -125,6 +139,7 @@ class PausedEpisode:
     def turns_read(self, tokenizer: Tokenizer) -> list[Turn]:
         """Return the turns that ended."""
         tools = {branch["number"]: branch["tools"] for branch in self.begun}
+        tokens = {number: BranchTokens(rollout) for number, rollout in self.branches.items()}
         # By branch, among all its tokens: where the turn before ended, and where the present answer began.
         lasts = {number: rollout.num_prompt_tokens for number, rollout in self.branches.items()}
         answer_firsts = dict(lasts)
@@ -138,23 +153,29 @@ class PausedEpisode:
             appended = rollout.tokens[lasts[number] : first].tolist()
             lasts[number] = first + facts["num_tokens"]
             own_tokenizer = tokenizer.with_tools(tools.get(number))
-            reader = TokenReader(own_tokenizer, rollout, first, lasts[number], answer_firsts[number])
+            reader = TokenReader(own_tokenizer, tokens[number], first, lasts[number], answer_firsts[number])
             turns.append(Turn.read(facts, appended, reader))
         return turns
 
 
 @dataclass(slots=True)
 class TokenReader:
-    """Reads a turn, the tokens of a rollout from `first` to `last`. See `episode.TurnReader`.
+    """Reads a turn, the tokens of a branch from `first` to `last`. See `episode.TurnReader`.
 
     answer_first: where the message begins that the turn belongs to.
     """
 
     tokenizer: Tokenizer
-    rollout: Rollout
+    tokens: BranchTokens
     first: int
     last: int
     answer_first: int
+
+    @property
+    def rollout(self) -> Rollout:
+        """The branch, up to this turn or a later one."""
+        assert self.tokens.rollout is not None, "the turn has not ended"
+        return self.tokens.rollout
 
     def ids(self) -> list[int]:
         """Return its token ids."""

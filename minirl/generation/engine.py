@@ -237,14 +237,6 @@ class Engine:
         if not self.is_busy:
             self._end_phase()
 
-    def withdraw(self, rollout_id: RolloutId) -> Request:
-        """Release a request and return it with all its tokens, to submit in a later phase. Not collective."""
-        self._check_waits(rollout_id)
-        row = self._held.get(rollout_id)
-        request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
-        self.release(rollout_id)
-        return request
-
     def _check_waits(self, rollout_id: RolloutId) -> None:
         """Raise InputError for a request that does not wait for a further turn."""
         if rollout_id not in self._held and rollout_id not in self._dropped:
