@@ -40,6 +40,12 @@ def text_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def spoilt_folder(chat_folder, tmp_path):
+    """A copy of the folder with a chat template, to be spoilt."""
+    return Path(shutil.copytree(chat_folder, tmp_path / "folder"))
+
+
 def make_prompts(texts, *, max_prompt_tokens=100, seed=0, purpose="train"):
     """Prompts with this much room beside completions of at most five tokens; each row's `place` is its number."""
     rows = [Row(text, {}, str(i)) for i, text in enumerate(texts)]
@@ -177,23 +183,6 @@ def test_epochs_served_are_counted_in_rows_kept():
     assert make_prompts(["a"] * 6).epoch(9) == 1.5
 
 
-def test_too_long_prompts_are_skipped_and_counted():
-    """A prompt of exactly the limit stays; row and tokens stay aligned; the order covers the rest. Pitfall 55."""
-    prompts = make_prompts(["aa", "bbbb", "ccc", "ddddd"], max_prompt_tokens=3)
-    served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
-    assert served == {0: ("aa", (97, 97)), 1: ("ccc", (99, 99, 99))}
-    assert prompts.num_prompts == 2
-    assert any("2 of 4 prompts have more than 3 tokens (1, 3): left out" in note for note in prompts.notes())
-    assert sorted(order(prompts, 0, 2)) == [0, 1]
-
-
-def test_no_prompt_that_fits_is_refused_with_the_lengths():
-    """The shortest prompt, the room there is and the flags that give it; no rows at all is not an error."""
-    with pytest.raises(InputError, match=r"shortest has 8 tokens of 8 .*--cache-tokens.*--long-prompts"):
-        make_prompts(["b" * 8, "d" * 9], max_prompt_tokens=3)
-    assert make_prompts([]).requests(0, make_prompts([]).num_prompts, group_size=0, num_greedy=1) == []
-
-
 def test_text_prompts_get_the_tokenizers_own_bos_once(chat_folder):
     """A text prompt is what the tokenizer makes of a text, special tokens included. Pitfall 17."""
     assert Tokenizer(chat_folder).encode(Row("abc", {}, "f:1")) == ids("<bos>abc")
@@ -234,17 +223,16 @@ class UpperCaseTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize("tokenizer_class", [PreTrainedTokenizerFast, UpperCaseTokenizer])
-def test_texts_get_the_ids_that_transformers_gives_them(chat_folder, tmp_path, monkeypatch, tokenizer_class):
+def test_texts_get_the_ids_that_transformers_gives_them(spoilt_folder, monkeypatch, tokenizer_class):
     """Also where tokenizer.json asks for truncation and padding."""
-    folder = Path(shutil.copytree(chat_folder, tmp_path / "model"))
-    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend = json.loads((spoilt_folder / "tokenizer.json").read_text())
     backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     backend["padding"] = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_id": 0, "pad_type_id": 0}
     backend["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<eos>"}
-    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (spoilt_folder / "tokenizer.json").write_text(json.dumps(backend))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer_class.from_pretrained)
-    tokenizer = Tokenizer(folder)
-    peer = tokenizer_class.from_pretrained(folder)
+    tokenizer = Tokenizer(spoilt_folder)
+    peer = tokenizer_class.from_pretrained(spoilt_folder)
     for text in ("a", "hello, long text", "<eos>."):
         assert tokenizer.encode_text(text, "f:1") == peer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode(Row(text, {}, "f:1")) == peer(text)["input_ids"]
@@ -355,43 +343,35 @@ def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
 
 
 @pytest.mark.parametrize("template", [7, [], [1], {"a": 1}, [{"name": "a"}]], ids=str)
-def test_a_chat_template_that_is_no_text_is_refused_by_its_folder(chat_folder, tmp_path, template):
+def test_a_chat_template_that_is_no_text_is_refused_by_its_folder(spoilt_folder, template):
     """In tokenizer_config.json anything may stand. Fault 36."""
-    folder = tmp_path / "folder"
-    shutil.copytree(chat_folder, folder)
-    (folder / "chat_template.jinja").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    with pytest.raises(InputError, match=str(folder)):
-        Tokenizer(folder, chat=True).encode(Row("hello", {}, "f:1"))
+    (spoilt_folder / "chat_template.jinja").unlink()
+    config = json.loads((spoilt_folder / "tokenizer_config.json").read_text())
+    (spoilt_folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    with pytest.raises(InputError, match=str(spoilt_folder)):
+        Tokenizer(spoilt_folder, chat=True).encode(Row("hello", {}, "f:1"))
 
 
-def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(chat_folder, tmp_path):
+def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(spoilt_folder):
     """Here its vocabulary is empty."""
-    folder = tmp_path / "folder"
-    shutil.copytree(chat_folder, folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((spoilt_folder / "tokenizer.json").read_text())
     content["model"]["vocab"] = {}
     content["added_tokens"] = []
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (spoilt_folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"f:1: the text cannot be tokenized: 'hello': .*UNK"):
-        Tokenizer(folder).encode(Row("hello", {}, "f:1"))
+        Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", "[]", "7", "null", '{"version": 1}', None], ids=str)
-def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(
-    chat_folder, tmp_path, name, content
-):
+def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(spoilt_folder, name, content):
     """Never another error than the one that names the folder. Fault 36."""
-    folder = tmp_path / "folder"
-    shutil.copytree(chat_folder, folder)
-    text = (folder / name).read_text()
-    (folder / name).write_text(text[: len(text) // 2] if content is None else content)
+    text = (spoilt_folder / name).read_text()
+    (spoilt_folder / name).write_text(text[: len(text) // 2] if content is None else content)
     try:
-        Tokenizer(folder).encode(Row("hello", {}, "f:1"))
+        Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
     except InputError as error:
-        assert str(folder) in str(error)  # noqa: PT017 - refusing is one of two right answers
+        assert str(spoilt_folder) in str(error)  # noqa: PT017 - refusing is one of two right answers
 
 
 @pytest.mark.parametrize(
@@ -457,14 +437,12 @@ def test_decode_drops_special_tokens_and_nothing_else(chat_folder):
         ({}, {}, {1}),
     ],
 )
-def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, generation, expected):
+def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder, config, generation, expected):
     """Tokenizer, config.json and generation_config.json may each list one id, several or none. Pitfall 14."""
-    for path in Path(text_folder).iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         if content is not None:
-            (tmp_path / name).write_text(json.dumps({"model_type": "llama", **content}))
-    assert Tokenizer(tmp_path).stop_ids == frozenset(expected)
+            (spoilt_folder / name).write_text(json.dumps({"model_type": "llama", **content}))
+    assert Tokenizer(spoilt_folder).stop_ids == frozenset(expected)
 
 
 @pytest.mark.parametrize(
@@ -480,13 +458,11 @@ def test_stop_ids_are_all_that_the_folder_lists(text_folder, tmp_path, config, g
         ('{"eos_token_id": [1, null, 2.0]}', "eos_token_id is .1, None, 2.0.; expected a token id"),
     ],
 )
-def test_stop_ids_that_cannot_be_read_are_named(text_folder, tmp_path, content, message):
+def test_stop_ids_that_cannot_be_read_are_named(spoilt_folder, content, message):
     """The file and its value, before a model is loaded. Fault 33."""
-    folder = tmp_path / "folder"
-    shutil.copytree(text_folder, folder)
-    (folder / "generation_config.json").write_text(content)
+    (spoilt_folder / "generation_config.json").write_text(content)
     with pytest.raises(InputError, match=message):
-        Tokenizer(folder)
+        Tokenizer(spoilt_folder)
 
 
 # Stop strings.

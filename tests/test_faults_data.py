@@ -218,9 +218,11 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 
 
 def test_row_20_long_prompts_are_skipped_counted_and_named():
-    """The default; the first three places."""
+    """The default; the first three places. One of exactly the limit stays, and rows keep their tokens. Pitfall 55."""
     prompts = make_prompts(*LONG)
-    assert {prompts.row(i).prompt for i in range(prompts.num_prompts)} == {"aaaaaa", "cc"}
+    served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
+    assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
+    assert prompts.num_prompts == 2
     (said,) = prompts.notes()
     assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
     assert "--long-prompts" in said
@@ -257,9 +259,11 @@ def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompt
 
 
 def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
-    """There is no completion to be capped."""
-    with pytest.raises(InputError, match="every prompt is too long: the shortest has 10 tokens of 10"):
+    """There is no completion to be capped. The flags that give room are named. No rows at all are no error."""
+    said = r"every prompt is too long: the shortest has 10 tokens of 10 .*--cache-tokens.*--long-prompts"
+    with pytest.raises(InputError, match=said):
         make_prompts("a" * 10, "b" * 11)
+    assert make_prompts().requests(0, make_prompts().num_prompts, group_size=0, num_greedy=1) == []
 
 
 CHAT = Row([{"role": "system", "content": "a"}], {}, "rows.jsonl:7")
