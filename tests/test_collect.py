@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.collect.collector import Collector
 from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
@@ -50,7 +49,7 @@ from support.rollouts import in_two_branches
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
-    """The reference: requests run by the engine alone, rewarded afterwards."""
+    """The reference: requests run by the engine alone, rewarded afterwards. It takes no process group."""
     collector = make_collector(num_greedy=1)
     groups = collector.collect(5)
     requests = Prompts().requests(0, 5, group_size=3, num_greedy=1)
@@ -60,17 +59,9 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [facts(rollout) for rollout in trained]
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
+    assert groups.table.num_tokens.tolist() == [len(rollout.tokens) for rollout in trained]
     assert collector.num_served == 5
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
-
-
-def test_five_lines_of_a_notebook():
-    """Without a process group: prompts in, rewarded rollouts out."""
-    engine = make_engine(cached_model("full", torch.float32))
-    collector = Collector(engine, Prompts(), {"sums": sums}, group_size=2)
-    groups = collector.collect(3)
-    assert groups.rewarded.rewards.shape == (6, 1)
-    assert groups.table.num_tokens.tolist() == [len(r.tokens) for r in groups.rewarded.rollouts]
 
 
 def test_an_episode_costs_what_is_asked_of_it():
@@ -98,17 +89,22 @@ def test_an_episode_costs_what_is_asked_of_it():
     assert released.call_count <= collector.engine.stats.decode_steps
 
 
+def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
+    """Training's logprobs of a rollout are the sampled ones, bit for bit."""
+    layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
+    model = cached_model(attention, torch.float32)
+    with torch.no_grad():
+        logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+    assert torch.equal(logprobs, rollout.sample_logprobs)
+
+
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 def test_appended_text_is_no_part_of_the_loss_and_training_scores_the_rest_as_it_was_sampled(attention):
     collector = make_collector(rollout=calculator, attention=attention)
     rollouts = collector.collect(6).rewarded.rollouts
-    model = cached_model(attention, torch.float32)
     assert any(False in r.loss_mask[r.num_prompt_tokens :].tolist() for r in rollouts)
     for rollout in rollouts:
-        layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
-        with torch.no_grad():
-            logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
-        assert torch.equal(logprobs, rollout.sample_logprobs)
+        assert_scored_as_sampled(rollout, attention)
         assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 
 
@@ -160,12 +156,8 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
         endings.update((turn.finish_reason, len(end_of(turn))) for turn in (first, third))
 
     collector = make_collector(chat_prompts(200), rollout=watched, attention=attention)
-    model = cached_model(attention, torch.float32)
     for rollout in collector.collect(20).rewarded.rollouts:
-        layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
-        with torch.no_grad():
-            logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
-        assert torch.equal(logprobs, rollout.sample_logprobs)
+        assert_scored_as_sampled(rollout, attention)
     assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
 
 
@@ -199,7 +191,6 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
 
     collector = make_collector(chat_prompts(), rollout=watched, attention=attention)
     rollouts = collector.collect(10).rewarded.rollouts
-    model = cached_model(attention, torch.float32)
     by_key = {episode.seed: episode for episode in seen}
     for rollout in rollouts:
         episode = by_key[collector._prompts.key(rollout.rollout_id._replace(branch=0))]
@@ -210,10 +201,7 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
             prompt = letter_tokenizer(CHAT, chat=True).encode(Row(asked.prompt, {}, "f:1"))
             assert branch.tokens[: branch.num_prompt_tokens].tolist() == prompt
             assert branch.tokens[branch.num_prompt_tokens :].tolist() == asked.tokens
-            layout = PackedLayout((len(branch.tokens),), torch.device("cpu"))
-            with torch.no_grad():
-                logprobs, _ = score(model, branch.tokens, layout, select=branch.loss_mask, temperature=1.0)
-            assert torch.equal(logprobs, branch.sample_logprobs)
+            assert_scored_as_sampled(branch, attention)
             assert branch.sample_logprobs[branch.num_prompt_tokens :].tolist() == asked.logprobs
 
 
@@ -255,9 +243,8 @@ def test_branches_of_an_episode_have_noise_of_their_own():
 
     (rollout, *_) = make_collector(chat_prompts(), rollout=twins).collect(1).rewarded.rollouts
     assert len({tuple(branch.completion) for branch in rollout.branches}) == 3
-    assert (
-        len({tuple(branch.tokens[: branch.num_prompt_tokens].tolist()) for branch in rollout.branches}) == 1
-    )
+    prompts = {tuple(branch.tokens[: branch.num_prompt_tokens].tolist()) for branch in rollout.branches}
+    assert len(prompts) == 1
 
 
 @pytest.mark.parametrize(
@@ -319,13 +306,11 @@ def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
         assert (len(rollout.completion), rollout.finish_reason) == (8, "length")
 
 
+MESSAGE = {"role": "user", "content": "a"}
+
+
 def no_generator(episode):
     return episode.generate()
-
-
-def silent(episode):
-    if False:
-        yield
 
 
 def strange(episode):
@@ -337,55 +322,33 @@ def returning(episode):
     return 1.0
 
 
-def empty_turn(episode):
-    yield episode.generate(max_tokens=0)
+def asking(*turns):
+    """Ask for turns with these options."""
 
+    def asks(episode):
+        for options in turns:
+            yield episode.generate(**options)
 
-def early_message(episode):
-    yield episode.generate(after={"role": "user", "content": "a"})
-
-
-def chatting(episode):
-    yield episode.generate(max_tokens=2)
-    yield episode.generate(after=[{"role": "user", "content": "a"}])
-
-
-def foreign_ids(episode):
-    yield episode.generate(after=[VOCAB])
-
-
-def number_appended(episode):
-    yield episode.generate(after=5)
-
-
-def bytes_appended(episode):
-    yield episode.generate(after=b"abc")
-
-
-def stop_of_no_texts(episode):
-    yield episode.generate(stop=True)
+    return asks
 
 
 @pytest.mark.parametrize(
     ("rollout", "error"),
     [
-        (number_appended, r"generate\(after=5\): expected text, a list of token ids, or messages"),
-        (bytes_appended, r"generate\(after=b'abc'\): expected text, a list of token ids, or messages"),
-        (stop_of_no_texts, r"generate\(stop=True\): expected a text or several"),
+        (asking({"after": 5}), r"generate\(after=5\): expected text, a list of token ids, or messages"),
+        (
+            asking({"after": b"abc"}),
+            r"generate\(after=b'abc'\): expected text, a list of token ids, or messages",
+        ),
+        (asking({"stop": True}), r"generate\(stop=True\): expected a text or several"),
         (no_generator, "is no generator; write `turn = yield"),
-        (silent, "ended without a turn"),
+        (asking(), "ended without a turn"),
         (strange, "yields 'a turn'; expected `yield episode.generate"),
-        (
-            returning,
-            r"gives rewards \('reward'\) that the run does not have: add --reward episode",
-        ),
-        (empty_turn, r"max_tokens=0\): must be at least 1"),
-        (
-            early_message,
-            "before the first turn; see episode.branch",
-        ),
-        (chatting, "messages behind a text prompt; see --chat"),
-        (foreign_ids, f"token id {VOCAB}, and the model has {VOCAB}"),
+        (returning, r"gives rewards \('reward'\) that the run does not have: add --reward episode"),
+        (asking({"max_tokens": 0}), r"max_tokens=0\): must be at least 1"),
+        (asking({"after": MESSAGE}), "before the first turn; see episode.branch"),
+        (asking({"max_tokens": 2}, {"after": [MESSAGE]}), "messages behind a text prompt; see --chat"),
+        (asking({"after": [VOCAB]}), f"token id {VOCAB}, and the model has {VOCAB}"),
     ],
 )
 def test_a_function_that_writes_no_rollout_is_refused_with_its_name_and_the_fix(rollout, error):
@@ -524,12 +487,8 @@ def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
     def sometimes(completions):
         return [None if i % 2 else 1.0 for i in range(len(completions))]
 
-    def make():
-        engine = make_engine(cached_model("full", torch.float32))
-        options = {"group_size": 2, "decode_budget": 6, "max_staleness": 4}
-        return Collector(engine, Prompts(), {"sometimes": sometimes}, **options)
-
-    first, second = make(), make()
+    options = {"group_size": 2, "decode_budget": 6, "max_staleness": 4}
+    first, second = (make_collector(functions={"sometimes": sometimes}, **options) for _ in range(2))
     for step in range(3):
         first.collect(4, weight_version=step)
     rewards = first._rewarded.rewards
@@ -599,12 +558,7 @@ def test_groups_count_rollouts_and_have_all_their_branches():
     )
     selection = select_step(pool, 3, 1, 1)
     groups = selection.groups
-    assert groups.table.ids == [
-        RolloutId(3, 0, 0),
-        RolloutId(3, 0, 1),
-        RolloutId(7, 0, 0),
-        RolloutId(7, 0, 1),
-    ]
+    assert groups.table.ids == [RolloutId(prompt, 0, branch) for prompt in (3, 7) for branch in (0, 1)]
     assert groups.table.episode.tolist() == [0, 0, 1, 1]
     assert groups.rewards[:, :, 0].tolist() == [[1], [0]]
     assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
@@ -653,8 +607,7 @@ def test_groups_that_are_not_there_are_missing(replaces_equal):
 def test_refills_come_from_new_prompts_and_end():
     """Each round asks for as many prompts as groups are missing; equal groups fill up after the last one."""
     functions = {"equal": lambda completions: [1.0] * len(completions)}
-    engine = make_engine(cached_model("full", torch.float32))
-    collector = Collector(engine, Prompts(), functions, group_size=2, max_refills=3)
+    collector = make_collector(functions=functions, group_size=2, max_refills=3)
     groups = collector.collect(4)
     assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
     assert collector.num_served == 4 * 4

@@ -9,18 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import train_grpo
 import train_ppo
 from minirl import errors
-from minirl.collect.collector import Collector
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode, Turns
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
-from support.collecting import chat_prompts, in_workers, sums
-from support.engines import cached_model, make_engine
+from support.collecting import chat_prompts, in_workers, make_collector
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import run_in_pool
 from support.texts import TOKENS, save_tokenizer
@@ -177,8 +174,7 @@ def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
 
 def rollouts_of(rollout, rewards):
     """Twelve, in a chat."""
-    engine = make_engine(cached_model("mixed", torch.float32))
-    collector = Collector(engine, chat_prompts(200), rewards or {"sums": sums}, rollout=rollout, group_size=3)
+    collector = make_collector(chat_prompts(200), functions=rewards or None, rollout=rollout)
     return collector.collect(4).rewarded.rollouts
 
 

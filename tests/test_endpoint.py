@@ -13,13 +13,11 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
-import torch
 
 from minirl.agents import loopback
 from minirl.agents.endpoint import run_program, serve
 from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
-from minirl.collect.collector import Collector
 from minirl.data.task import Row, as_messages
 from minirl.episodes.asked import Generate
 from minirl.episodes.episode import Episode, Turn
@@ -28,7 +26,6 @@ from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
     CHAT,
-    Prompts,
     chat_prompts,
     collected,
     facts,
@@ -36,7 +33,6 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
-from support.engines import cached_model, make_engine
 from support.processes import is_alive
 from support.turns import SaidReader
 
@@ -279,9 +275,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
     (tmp_path / "mine.py").write_text(inspect.getsource(unseen))
 
     def made(rollout):
-        engine = make_engine(cached_model("mixed", torch.float32))
-        collector = Collector(engine, Prompts(), {"mine": EpisodeReward()}, group_size=3, rollout=rollout)
-        groups = collector.collect(2, weight_version=0)
+        groups = make_collector(functions={"mine": EpisodeReward()}, rollout=rollout).collect(2)
         return [(facts(one), one.episode) for one in groups.rewarded.rollouts]
 
     assert made(unseen) == made(load("unseen")) == made(seen)

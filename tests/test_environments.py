@@ -244,14 +244,8 @@ TEXTS = (
 
 
 def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
-    tools = load("tools", "add,fail,describe,lookup,search")
-    assert [tool["function"]["name"] for tool in tools.tools] == [
-        "add",
-        "fail",
-        "describe",
-        "lookup",
-        "search",
-    ]
+    tools = load("tools", ",".join(f.__name__ for f in FUNCTIONS))
+    assert [tool["function"]["name"] for tool in tools.tools] == [f.__name__ for f in FUNCTIONS]
     assert tools.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
     asked, reply = converse(tools, tokenizer, TEXTS)
     assert isinstance(reply, Ended)
@@ -383,8 +377,7 @@ def letter_message(tokenizer, ids, before):
 
 def letters_collector(rollout, **options):
     functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
-    engine = make_engine(cached_model("mixed", torch.float32))
-    return Collector(engine, chat_prompts(), functions, rollout=rollout, group_size=3, **options)
+    return make_collector(chat_prompts(), functions=functions, rollout=rollout, **options)
 
 
 def num_letters(environments):
@@ -474,11 +467,8 @@ def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_sta
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
     def rollout(episode):
         yield episode.generate(max_tokens=3)
-        results = [
-            result("add", "3"),
-            result("add", "{'error': 'no'}"),
-            {"role": "user", "content": "{'error': "},
-        ]
+        results = [result("add", "3"), result("add", "{'error': 'no'}")]
+        results.append({"role": "user", "content": "{'error': "})
         yield episode.generate(after=results, max_tokens=3)
 
     collector = make_collector(chat_prompts(200), rollout=rollout)
@@ -757,17 +747,9 @@ def test_the_examples_run_with_their_packages(
         prompts.row(i).columns.update(COLUMNS, extra_info={"max_turns": 3})
     rollout = load_rollout(f"{EXAMPLES}/{example}", timeout_s=120.0)
     try:
-        (steps,) = collected(
-            Collector(
-                long_engine(),
-                prompts,
-                {"sums": sums, "reward": EpisodeReward()},
-                rollout=rollout,
-                group_size=2,
-            ),
-            1,
-            2,
-        )
+        functions = {"sums": sums, "reward": EpisodeReward()}
+        collector = Collector(long_engine(), prompts, functions, rollout=rollout, group_size=2)
+        (steps,) = collected(collector, 1, 2)
     finally:
         rollout.stop()
     for row in steps:

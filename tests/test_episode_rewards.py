@@ -12,7 +12,6 @@ import torch
 
 import train_grpo
 import train_ppo
-from minirl.collect.collector import Collector
 from minirl.data.task import Row
 from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.rollout_process import load_rollout
@@ -24,8 +23,7 @@ from minirl.rewards.reward_process import load_reward
 from minirl.rewards.rewarded import turn_rewards
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange, pack
-from support.collecting import Prompts, chat_prompts, collected, rollout_records
-from support.engines import cached_model, make_engine
+from support.collecting import Prompts, chat_prompts, collected, make_collector, rollout_records
 from support.scripts import read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
@@ -76,9 +74,7 @@ def of_last_turn(episodes):
 
 
 def collector_of(functions, rollout, *, prompts=None, **options):
-    engine = make_engine(cached_model("mixed", torch.float32))
-    options = {"group_size": 3, **options}
-    return Collector(engine, prompts or Prompts(), functions, rollout=rollout, **options)
+    return make_collector(prompts, functions=functions, rollout=rollout, **options)
 
 
 def by_hand(rollout):
@@ -651,9 +647,10 @@ def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("trainer_state", "TRL's trainer gives it, minirl does not: give it a default, trainer_state=None"),
-        ("log_extra", "TRL's trainer gives it, minirl does not: give it a default, log_extra=None"),
-        ("log_metric", "TRL's trainer gives it, minirl does not: give it a default, log_metric=None"),
+        *(
+            (name, f"TRL's trainer gives it, minirl does not: give it a default, {name}=None")
+            for name in ("trainer_state", "log_extra", "log_metric")
+        ),
         ("environments", "these are the objects of --environment FILE.py:CLASS, which the run does not have"),
     ],
 )

@@ -70,9 +70,13 @@ def sums(completion_ids):
     return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
 
 
-def make_collector(prompts=None, *, engine_options=None, attention="mixed", **options) -> Collector:
+def make_collector(
+    prompts=None, *, functions=None, engine_options=None, attention="mixed", **options
+) -> Collector:
+    """A collector of groups of three, rewarded by `functions`, or else by `sums`."""
     engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
-    return Collector(engine, prompts or Prompts(), {"sums": sums}, **{"group_size": 3, **options})
+    functions = {"sums": sums} if functions is None else functions
+    return Collector(engine, prompts or Prompts(), functions, **{"group_size": 3, **options})
 
 
 def calculator(episode: Episode):
