@@ -3,12 +3,14 @@
 Most cases are a script of a few lines on two processes with torchrun's variables; three are whole runs.
 """
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,8 @@ from safetensors.torch import load_file
 from minirl.errors import GuardError, InputError
 from minirl.ranks import process_group, watchdog
 from minirl.report.metrics import StepMetrics
-from support.jobs import ROOT, started, torchrun, wait_for
+from support.jobs import ROOT, Job, started, torchrun, wait_for
+from support.processes import is_alive
 
 PRELUDE = """
 import os, signal, sys, time
@@ -65,16 +68,7 @@ def python(folder: Path, body: str) -> list[str]:
 
 
 def grpo(*flags: str) -> list[str]:
-    return [
-        str(ROOT / "train_grpo.py"),
-        "--prompts-per-step",
-        "2",
-        "--group-size",
-        "4",
-        "--eval-rows",
-        "2",
-        *flags,
-    ]
+    return [str(ROOT / "train_grpo.py"), *"--prompts-per-step 2 --group-size 4 --eval-rows 2".split(), *flags]
 
 
 def children(pid: int) -> list[int]:
@@ -86,11 +80,12 @@ def children(pid: int) -> list[int]:
     return [child for child, (state, parent, *_) in fields if int(parent) == pid and state != "Z"]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+@contextlib.contextmanager
+def two_joined(folder: Path, body: str) -> Iterator[Job]:
+    """A script on two ranks, both of which have joined."""
+    with started(folder, [python(folder, body)] * 2) as job:
+        job.until("joined", 0, 1)
+        yield job
 
 
 def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
@@ -98,8 +93,7 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
     body = (
         "joined()\nif rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\nprocess_group.barrier()"
     )
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         assert job.codes(within=10) == [1, -signal.SIGKILL]
         assert "rank 1 is gone, killed or crashed (last seen: step 3, phase reward)" in job.output(0)
         assert "Traceback" not in job.output(0)
@@ -165,8 +159,7 @@ process_group.barrier()
 def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path):
     """The survivor leaves as fast as without it."""
     body = SAVING.format(seconds=60, action="time.sleep(0.6); os.kill(os.getpid(), 9)")
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         assert job.codes(within=8) == [1, -signal.SIGKILL]
 
 
@@ -207,8 +200,7 @@ return 128 + stop
 
 def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
     """All leave with 143; one line says what happens, on the rank that got the signal."""
-    with started(tmp_path, [python(tmp_path, LOOP)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, LOOP) as job:
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.codes(within=5) == [143, 143]
         assert [job.output(rank).count("saved") for rank in (0, 1)] == [1, 1]
@@ -235,8 +227,7 @@ def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, handler):
 def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
     """One rank sits in user code, the other in a collective; a signal that is delivered twice counts once."""
     body = "joined()\nif rank == 1:\n    time.sleep(300)\nprocess_group.barrier()"
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         for _ in range(2):
             job.processes[0].send_signal(signal.SIGTERM)
             time.sleep(0.1)
@@ -330,8 +321,7 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
 def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, error, code, message):
     """Within 5 seconds and with one code, though the other rank is in a collective; that one prints nothing."""
     body = f"joined()\nif rank == 1:\n    time.sleep(0.5)\n    raise {error}\nprocess_group.barrier()"
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         assert job.codes(within=5) == [code, code]
         assert job.output(0) == "joined\n"
         said = job.output(1).removeprefix("joined\n").strip()
@@ -343,8 +333,7 @@ def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, erro
 def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
     """Rank 0 fails later with another error: rank 1's is the one that is told."""
     body = "joined()\ntime.sleep(0.3 if rank else 0.6)\nif rank:\n    raise GuardError('loss is nan')\ntime.sleep(300)"
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         assert job.codes(within=5) == [3, 3]
         assert job.output(0) == "joined\n"
 
@@ -384,8 +373,7 @@ def test_row_37_a_hang_names_every_ranks_step_phase_and_silence(tmp_path):
     """The one that does not wait for others is blamed, with its line; code 5, soon after the timeout."""
     body = "joined(1.5)\nif rank == 1:\n    watchdog.heartbeat('reward few')\n    time.sleep(300)\n"
     body += "process_group.barrier()"
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         assert job.codes(within=6) == [5, 5]
         (report,) = [job.output(rank) for rank in (0, 1) if "error: " in job.output(rank)]
     assert "no rank has moved for 1.5 s (--hang-timeout); it looks like rank 1" in report
@@ -402,8 +390,7 @@ def test_row_37_a_slow_rank_is_no_hang_and_a_stopped_process_is(tmp_path):
     """Rank 0 waits far longer than the timeout for a rank that moves; then that one's process is stopped."""
     body = "joined(hang_timeout=2.5)\nwhile rank == 1:\n    watchdog.heartbeat()\n    time.sleep(0.1)\n"
     body += "process_group.barrier()"
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        job.until("joined", 0, 1)
+    with two_joined(tmp_path, body) as job:
         time.sleep(4)
         assert [process.poll() for process in job.processes] == [None, None]
         job.processes[1].send_signal(signal.SIGSTOP)
