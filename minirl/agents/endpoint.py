@@ -90,7 +90,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
     return output
 
 
-class _Conversation:
+class _BranchChat:
     """A branch of the episode as the program knows it.
 
     said: the messages so far, as the program has them; None if it has only ids.
@@ -119,7 +119,7 @@ class _Conversation:
 
 
 @dataclass(frozen=True)
-class Request:
+class ProgramRequest:
     """A request of the program. generate: the turn to yield for it."""
 
     generate: Generate
@@ -137,7 +137,7 @@ class Endpoint:
         self._episode = episode
         self._program = program
         prompt = episode.row.prompt
-        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else None)]
+        self._chats = [_BranchChat(episode, as_messages(prompt) if episode.is_chat else None)]
         self._num_turns = 0
         # None when the program ends.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
@@ -145,15 +145,15 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         self._server = await loopback.of_this_loop()
-        self._session = self._server.open(self._handle)
-        self._running = asyncio.ensure_future(_run(self._program, self._session.url, self._episode))
+        self._route = self._server.open(self._handle)
+        self._running = asyncio.ensure_future(_run(self._program, self._route.url, self._episode))
         self._running.add_done_callback(lambda _: self._waiting.put_nowait(None))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._server.close(self._session)
+        self._server.close(self._route)
         for answered in self._pending:
             if not answered.done():
                 answered.set_exception(HttpError(HTTPStatus.GONE, "the episode has ended"))
@@ -172,7 +172,7 @@ class Endpoint:
     def __aiter__(self) -> "Endpoint":
         return self
 
-    async def __anext__(self) -> Request:
+    async def __anext__(self) -> ProgramRequest:
         """Return the next request, in order of arrival. Raises what the program raised."""
         while (waiting := await self._waiting.get()) is not None and not self._running.done():
             asked, answered = waiting
@@ -185,10 +185,10 @@ class Endpoint:
         self._running.result()
         raise StopAsyncIteration
 
-    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
+    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
         """Return the turn to yield for a request. Raises HttpError."""
-        conversation, rest = self._find(asked)
-        branch = conversation.branch
+        chat, rest = self._find(asked)
+        branch = chat.branch
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
             raise HttpError(HTTPStatus.BAD_REQUEST, message, "context_length_exceeded")
@@ -198,21 +198,23 @@ class Endpoint:
             if answered.done():
                 # The program hung up.
                 branch.drops_last = True
-                self._conversations.remove(conversation)
+                self._chats.remove(chat)
                 return
             num_before = len(branch.prompt_ids) + turn.start
             sampled = Sampled(turn, self._num_turns, num_before, asked)
-            conversation.add(asked.prompt, sampled)
+            chat.add(asked.prompt, sampled)
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
+        return ProgramRequest(
+            branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer
+        )
 
-    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any]]:
+    def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
         """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""
         prompt = asked.prompt
-        rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
-        found = [(conversation, rest) for conversation, rest in rests if rest is not None]
+        rests = [(chat, chat.rest(asked)) for chat in self._chats]
+        found = [(chat, rest) for chat, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
         if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
@@ -221,10 +223,10 @@ class Endpoint:
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
-        conversation = _Conversation(self._episode.branch(template_form(prompt), tools=asked.tools), said)
-        self._conversations.append(conversation)
+        chat = _BranchChat(self._episode.branch(template_form(prompt), tools=asked.tools), said)
+        self._chats.append(chat)
         # It begins with all messages so far.
-        return conversation, prompt[:0]
+        return chat, prompt[:0]
 
     async def _handle(self, method: str, path: str, body: bytes) -> Answer:
         """Answer a request of the program. Raises HttpError."""
@@ -235,7 +237,7 @@ class Endpoint:
         if is_list:
             return models(self._episode)
         asked = read_request(path, body, self._episode)
-        if not self._session.is_open:
+        if not self._route.is_open:
             raise HttpError(HTTPStatus.GONE, "the episode has ended")
         if len(self._pending) >= MAX_PENDING:
             message = f"{MAX_PENDING} requests of the episode are waiting already"

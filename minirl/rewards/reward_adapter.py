@@ -27,10 +27,10 @@ def load(source: str, name: str) -> Loaded | str:
     description = _described(function, name)
     if isinstance(description, str):
         return description
-    return Loaded(lambda: _Call(function), description=description)
+    return Loaded(lambda: _CallConversation(function), description=description)
 
 
-class _Call:
+class _CallConversation:
     """A call of the function: a conversation of one message."""
 
     has_ended = True

@@ -151,7 +151,7 @@ class Pool:
             worker = self._start_worker(self._kind.adapter)
             self.workers.append(worker)
         number = next(self._numbers)
-        worker.open(number, _Conversation(seed, opening, num_replies, json.dumps(opening())))
+        worker.open(number, _OpenConversation(seed, opening, num_replies, json.dumps(opening())))
         self._worker_of[number] = worker
         return number
 
@@ -223,7 +223,7 @@ def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
 
 
 @dataclass
-class _Conversation:
+class _OpenConversation:
     """A conversation as its worker has it; the first fields as in `Pool.open`.
 
     message: the next one for the process, as JSON; None: still to be made, since the process must be told all.
@@ -250,7 +250,7 @@ class _Worker:
         self._kind = kind
         self._arguments = [adapter, source, name]
         self._timeout_s = timeout_s
-        self.held: dict[int, _Conversation] = {}
+        self.held: dict[int, _OpenConversation] = {}
         # Conversations to be sent to; those to be opened before them, one at a time.
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
@@ -273,7 +273,7 @@ class _Worker:
         """Return whether the process owes an answer."""
         return self._is_running and (not self.is_ready or bool(self._awaited))
 
-    def open(self, number: int, conversation: _Conversation) -> None:
+    def open(self, number: int, conversation: _OpenConversation) -> None:
         """Add a new conversation, which awaits a reply."""
         self.held[number] = conversation
         self._waiting.append(number)
