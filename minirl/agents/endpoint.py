@@ -19,6 +19,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -267,33 +268,21 @@ async def _run(program: Program, url: str, episode: Episode) -> Any:
 
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
     """Call a function in a new thread: the loop has too few threads for all episodes."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Callable[[], Any]] = loop.create_future()
-
-    def end(outcome: Callable[[], Any]) -> None:
-        if not ended.done():
-            ended.set_result(outcome)
+    ended: Future[tuple[Any, BaseException | None]] = Future()
+    # Running from now on: if the episode ends first, nobody cancels it.
+    ended.set_running_or_notify_cancel()
 
     def run() -> None:
-        outcome = functools.partial(_outcome, *_called(program, url, episode))
-        # The loop may be closed.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(end, outcome)
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = program(url, episode), None
+        except BaseException as error:
+            # The thread would raise it where nobody sees it, and a future does not take every exception.
+            outcome = None, error
+        ended.set_result(outcome)
 
     threading.Thread(target=run, daemon=True).start()
-    return (await ended)()
-
-
-def _called(program: Program, url: str, episode: Episode) -> tuple[Any, BaseException | None]:
-    """Return a program's result and None, or None and its exception."""
-    try:
-        return program(url, episode), None
-    except BaseException as error:
-        # The thread would raise it where nobody sees it.
-        return None, error
-
-
-def _outcome(returned: Any, error: BaseException | None) -> Any:
+    returned, error = await asyncio.wrap_future(ended)
     if error is not None:
         raise error
     return returned
