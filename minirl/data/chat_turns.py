@@ -8,18 +8,13 @@ appended.
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.data.task import Messages
+from minirl.data.task import Messages, is_message
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
 # Words that no template mistakes for something else.
 _ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
-
-
-def is_message(value: Any) -> bool:
-    """Return whether `value` is a message with role and content."""
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def following_ids(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import following_ids, is_message
-from minirl.data.task import After, Messages, Row, as_messages, conversation, is_messages
+from minirl.data.chat_turns import following_ids
+from minirl.data.task import After, Messages, Row, as_messages, conversation, is_message, is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
