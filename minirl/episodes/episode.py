@@ -298,23 +298,13 @@ class Episode(Branch):
         """Add a turn that ended to its branch. For who runs the episode."""
         known = self._known.pop(turn.branch, None)
         if known is not None:
-            self._learn(**known)
+            # Where the function runs, it begins the branch itself.
+            begun = Generate(branch=turn.branch, prompt=known["prompt"], tools=known["tools"])
+            branch = self.branch_of(begun)
+            branch.prompt_ids, branch.max_tokens = known["prompt_ids"], known["max_tokens"]
         branch = self if turn.branch == 0 else self._further[turn.branch]
         branch.turns.append(turn)
         self.all_turns.append(turn)
-
-    def _learn(
-        self,
-        number: int,
-        prompt: Any,
-        prompt_ids: list[int],
-        max_tokens: int,
-        tools: list[dict[str, Any]] | None,
-    ) -> None:
-        """Set what a branch begins with; the function begins it itself where it runs."""
-        begun = Generate(branch=number, prompt=prompt, tools=tools)
-        branch = self.branch_of(begun)
-        branch.prompt_ids, branch.max_tokens = prompt_ids, max_tokens
 
     def drop_unseen(self) -> None:
         """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
