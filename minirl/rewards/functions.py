@@ -289,7 +289,6 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None = None,
     of_episodes: Mapping[str, list[Any]] | None = None,
 ) -> list[float | None]:
     """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
@@ -306,7 +305,7 @@ def compute_rewards(
     arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
     places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
-        return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+        return function.compute(arguments, places=places, texts=completions)
     checked = validate_rewards(call_reward(function, arguments), len(completions))
     if isinstance(checked, str):
         raise RewardError(f"reward {_name_of(function)} {checked}")
