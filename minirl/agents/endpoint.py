@@ -27,7 +27,15 @@ from typing import Any
 
 from minirl.agents import loopback
 from minirl.agents.loopback import Answer, HttpError
-from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
+from minirl.agents.openai_format import (
+    Asked,
+    Sampled,
+    answer_of,
+    models,
+    read_request,
+    same_messages,
+    template_form,
+)
 from minirl.data.task import as_messages
 from minirl.episodes.asked import Generate
 from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
@@ -247,7 +255,7 @@ class Endpoint:
         self._pending.add(answered)
         self._waiting.put_nowait((asked, answered))
         try:
-            return asked.write(await answered)
+            return answer_of(await answered)
         finally:
             self._pending.discard(answered)
 
