@@ -204,17 +204,15 @@ def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
 
 
-def rollout_of(request: Request, finish_reason: str, sampled: Completion | None = None) -> Rollout:
-    """The rollout of a request with these tokens, copied. None: those that it has."""
-    sampled = request.sampled if sampled is None else sampled
-    num_prompt_tokens = len(request.prompt_ids)
-    before = (num_prompt_tokens, 0)  # zeros for the prompt
+def rollout_of(rollout_id: RolloutId, prompt: Tensor, completion: Completion, finish_reason: str) -> Rollout:
+    """The rollout of a prompt, int64 [L], with this completion. Both are copied."""
+    before = (len(prompt), 0)  # zeros for the prompt
     return Rollout(
-        tokens=torch.cat([token_tensor(request.prompt_ids), sampled.tokens]),
-        loss_mask=torch.constant_pad_nd(sampled.is_sampled, before),
-        sample_logprobs=torch.constant_pad_nd(sampled.logprobs, before),
-        weight_version=torch.constant_pad_nd(sampled.weight_versions, before),
-        num_prompt_tokens=num_prompt_tokens,
-        rollout_id=request.rollout_id,
+        tokens=torch.cat([prompt, completion.tokens]),
+        loss_mask=torch.constant_pad_nd(completion.is_sampled, before),
+        sample_logprobs=torch.constant_pad_nd(completion.logprobs, before),
+        weight_version=torch.constant_pad_nd(completion.weight_versions, before),
+        num_prompt_tokens=len(prompt),
+        rollout_id=rollout_id,
         finish_reason=finish_reason,
     )

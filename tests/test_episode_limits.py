@@ -12,7 +12,7 @@ import torch
 from minirl.data.view import view_of
 from minirl.episodes.asked import END_REASONS
 from minirl.episodes.episode import Episode, one_turn
-from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
@@ -401,9 +401,9 @@ def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_che
         roles = [message["role"] for message in view["messages"]]
         tools = ["tool", "tool", "tool", "assistant", "user", "assistant"] if is_chat else []
         assert roles == ["user", "assistant", *tools][: len(roles)]
-        finished = finished_record(FinishedRollout(rollout))
+        finished = finished_record(rollout)
         saved = json.loads(json.dumps(finished["episode"]))
-        again = finished_of(finished | {"episode": saved}).rollout
+        again = finished_rollout(finished | {"episode": saved})
         assert again.episode == record
         assert view_of(again, row.prompt, prompts.tokenizer) == view
 
