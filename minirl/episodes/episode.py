@@ -27,21 +27,27 @@ from minirl.turns import TurnFacts
 class TurnReader(Protocol):
     """Makes the parts of a turn that somebody asks for, see `Turn`."""
 
+    @property
     def ids(self) -> list[int]:
         """Its token ids, including the stop token."""
 
+    @property
     def logprobs(self) -> list[float]:
         """Of these tokens."""
 
+    @property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
 
+    @property
     def text(self) -> str:
         """The text of its ids."""
 
+    @property
     def message(self) -> dict[str, Any]:
         """What it says."""
 
+    @property
     def answer(self) -> str:
         """The text of the message that it belongs to, up to its end."""
 
@@ -86,22 +92,22 @@ class Turn(TurnFacts):
     @functools.cached_property
     def ids(self) -> list[int]:
         """The token ids, including the stop token."""
-        return self.reader.ids()
+        return self.reader.ids
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
         """Of these tokens, when they were sampled."""
-        return self.reader.logprobs()
+        return self.reader.logprobs
 
     @functools.cached_property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
-        return self.reader.versions()
+        return self.reader.versions
 
     @functools.cached_property
     def text(self) -> str:
         """The text of its ids, without special tokens."""
-        return self.reader.text()
+        return self.reader.text
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
@@ -109,7 +115,7 @@ class Turn(TurnFacts):
 
         Raises InputError if it is not known how the model writes calls.
         """
-        message = self.reader.message()
+        message = self.reader.message
         self.parse_error = message.get("parse_error")
         return message
 
@@ -119,7 +125,7 @@ class Turn(TurnFacts):
 
         All that was sampled, and appended as text or ids, since the last messages.
         """
-        return self.text if self.is_answer else self.reader.answer()
+        return self.text if self.is_answer else self.reader.answer
 
 
 @dataclass

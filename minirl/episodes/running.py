@@ -177,29 +177,35 @@ class TokenReader:
         assert self.tokens.rollout is not None, "the turn has not ended"
         return self.tokens.rollout
 
+    @property
     def ids(self) -> list[int]:
-        """Return its token ids."""
+        """Its token ids."""
         ids: list[int] = self.rollout.tokens[self.first : self.last].tolist()
         return ids
 
+    @property
     def logprobs(self) -> list[float]:
-        """Return the logprobs of these tokens."""
+        """The logprobs of these tokens."""
         logprobs: list[float] = self.rollout.sample_logprobs[self.first : self.last].tolist()
         return logprobs
 
+    @property
     def versions(self) -> list[int]:
-        """Return the versions of the weights that sampled them."""
+        """The versions of the weights that sampled them."""
         versions: list[int] = self.rollout.weight_version[self.first : self.last].tolist()
         return versions
 
+    @property
     def text(self) -> str:
-        """Return the text of the ids, without special tokens."""
+        """The text of the ids, without special tokens."""
         return self.tokenizer.decode(self.rollout.tokens[self.first : self.last])
 
+    @property
     def message(self) -> dict[str, Any]:
-        """Return the message that the ids say. Raises InputError as `parsed_answer`."""
-        return answers.parsed_answer(self.tokenizer, self.ids(), self.rollout.tokens[: self.first])
+        """The message that the ids say. Raises InputError as `parsed_answer`."""
+        return answers.parsed_answer(self.tokenizer, self.ids, self.rollout.tokens[: self.first])
 
+    @property
     def answer(self) -> str:
-        """Return the text of the message that the turn belongs to, up to its end."""
+        """The text of the message that the turn belongs to, up to its end."""
         return self.tokenizer.decode(self.rollout.tokens[self.answer_first : self.last])
