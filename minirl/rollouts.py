@@ -112,12 +112,12 @@ class Request:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """What is stored of an episode that ended, beside its tokens. Empty where no episode made the rollout.
+    """The stored facts of an episode that ended, beside its tokens. Empty where no episode made the rollout.
 
     turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
     environment: the attributes that reward functions see of its environment's object; None if none asks for them.
-    prompt: what the last branch begins with, text, messages or token ids; None for the row's prompt. tools: JSON
-    schemas of those that it tells of; None for the run's.
+    prompt: the start of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
+    schemas of the tools that it shows; None for the run's.
     """
 
     turns: Sequence[TurnFacts] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut off the rollout, which might have gone on."""
+        """Return whether a limit cut off the rollout, which might have gone on."""
         return self.finish_reason in CUT_OFF
 
     @property

@@ -372,7 +372,7 @@ def stop_of_no_texts(episode):
         (number_appended, r"generate\(after=5\): expected text, a list of token ids, or messages"),
         (bytes_appended, r"generate\(after=b'abc'\): expected text, a list of token ids, or messages"),
         (stop_of_no_texts, r"generate\(stop=True\): expected a text or several"),
-        (no_generator, "is no generator; write `turn = yield"),
+        (no_generator, "is not a generator; write `turn = yield"),
         (silent, "ended without a turn"),
         (strange, "yields 'a turn'; expected `yield episode.generate"),
         (
@@ -384,7 +384,7 @@ def stop_of_no_texts(episode):
             early_message,
             "before the first turn; see episode.branch",
         ),
-        (chatting, "messages behind a text prompt; see --chat"),
+        (chatting, "messages after a text prompt; see --chat"),
         (foreign_ids, f"token id {VOCAB}, and the model has {VOCAB}"),
     ],
 )

@@ -528,7 +528,7 @@ HUGE = 100_000_000
         (lambda s: b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "this is no HTTP/1.1"),
         (lambda s: b"GET /x HTTP/2.0\r\n\r\n", 400, "this is no HTTP/1.1"),
         (lambda s: head(s).replace(b": 0", b" 0"), 400, "this is no HTTP/1.1"),
-        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it has ended, or never was"),
+        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it ended, or never was"),
         (lambda s: head(s).replace(b"/v1", b"x/v1"), 404, "no episode has this URL"),
         (lambda s: b"POST " + b"x" * 10_000_000, 431, "head has more than 32768 bytes"),
         (lambda s: head(s, "/v1", 0, *["a: b"] * 10_000), 431, "head has more than 32768 bytes"),

@@ -275,7 +275,7 @@ def test_a_function_that_has_yielded_its_end_is_closed():
         ("goes_on", r"episode.generate\(\) after episode.end\('env_done'\)"),
         ("begins_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
         ("goes_on_in_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
-        ("gives_late", "the episode has ended; give rewards before a `yield`"),
+        ("gives_late", "the episode ended; give rewards before a `yield`"),
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):

@@ -165,7 +165,7 @@ class Endpoint:
         self._server.close(self._route)
         for answered in self._pending:
             if not answered.done():
-                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode has ended"))
+                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode ended"))
         self._running.cancel()
         # A program that continues is left alone: its requests get no answer.
         await asyncio.wait({self._running}, timeout=CLOSE_S)
@@ -175,14 +175,14 @@ class Endpoint:
 
     @property
     def returned(self) -> Any:
-        """Return the program's result, None while it runs. Raises what it raised."""
+        """Return the program's result, None while it runs. Exceptions of the program pass through."""
         return self._running.result() if self._running.done() else None
 
     def __aiter__(self) -> "Endpoint":
         return self
 
     async def __anext__(self) -> ProgramRequest:
-        """Return the next request, in order of arrival. Raises what the program raised."""
+        """Return the next request, in order of arrival. Exceptions of the program pass through."""
         while (waiting := await self._waiting.get()) is not None and not self._running.done():
             asked, answered = waiting
             if answered.done():
@@ -247,7 +247,7 @@ class Endpoint:
             return models(self._episode)
         asked = read_request(path, body, self._episode)
         if not self._route.is_open:
-            raise HttpError(HTTPStatus.GONE, "the episode has ended")
+            raise HttpError(HTTPStatus.GONE, "the episode ended")
         if len(self._pending) >= MAX_PENDING:
             message = f"{MAX_PENDING} requests of the episode are waiting already"
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, message)
@@ -265,7 +265,7 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 
 async def _run(program: Program, url: str, episode: Episode) -> Any:
-    """Return a program's result; unless it is an `async def`, it runs in a thread. Raises what it raises."""
+    """Return a program's result; unless it is an `async def`, it runs in a thread. Its exceptions pass through."""
     try:
         is_async = inspect.iscoroutinefunction(program)
         return await (program(url, episode) if is_async else _in_thread(program, url, episode))

@@ -282,7 +282,7 @@ def _check_characters(value: Any, place: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is no text") from None
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is not text") from None
     except RecursionError:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
 

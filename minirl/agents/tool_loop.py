@@ -33,7 +33,7 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
 
 
 def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
-    """The rollout in which the model calls the methods of its own object, or why it cannot be made.
+    """The rollout in which the model calls the methods of an object, or why it cannot be made.
 
     A first object is made to see its methods.
     """
@@ -167,7 +167,7 @@ class EnvironmentTools(EpisodeTools):
         what = "the attributes of the environment, for reward functions that ask for `environments`"
         refuse(
             size > MAX_SHOWN,
-            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep what is large elsewhere",
+            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep large values elsewhere",
         )
 
     async def close(self) -> None:

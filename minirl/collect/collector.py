@@ -201,9 +201,9 @@ class Collector:
         return [{"rollouts": list(group)} for _, group in groups]
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what a checkpoint holds; `groups` are the records that are this rank's now. Not collective.
+        """Go on from a checkpoint's state; `groups` are the records that are this rank's now. Not collective.
 
-        An episode whose function does not do again what it did begins again from the start; it counts as "restarted".
+        An episode whose function does not repeat its requests begins again from the start; it counts as "restarted".
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])

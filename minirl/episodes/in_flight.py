@@ -44,7 +44,7 @@ def prompt_of(record: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
-    """Return the paused episode of `paused_record`. request: of its id and prompt."""
+    """Return the paused episode of `paused_record`. request: the one with its id and prompt."""
     branches = {id_of(branch).branch: _branch_of(branch) for branch in record["branches"]}
     return PausedEpisode(request, branches, record["begun"], record["turns"], record["asked"])
 
@@ -100,7 +100,7 @@ def _turn_record(turn: TurnFacts) -> dict[str, Any]:
 
 
 def _begun_record(branch: Branch) -> dict[str, Any]:
-    """Return what a further branch begins with."""
+    """Return the record of a further branch, without its turns."""
     return {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
 
 

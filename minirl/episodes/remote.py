@@ -1,10 +1,10 @@
-"""An episode whose function runs in another process: what the two processes tell each other, as JSON values.
+"""An episode whose function runs in another process: the messages of the two processes, as JSON values.
 
 The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
 
 - The first message is {"begin": `Episode.header`, "turns", "branches"}; it brings back the turns of an episode that ran
   before, in a process that ended. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its
-  tokens and what they say; branches are those of which these turns are the first.
+  tokens, text and message; branches are those of which these turns are the first.
 - A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, {"failed": why} or {"differs": true}.
 - With each reply go the facts {"given", "unseen", "environment"}: what `Episode.take_given` returns, the branches whose
   last turn nobody saw, and the attributes of the environment.
@@ -54,7 +54,7 @@ def _whole(turn: Turn) -> dict[str, Any]:
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:
-    """Return what the function replied. Raises InputError for what no function of an episode replies."""
+    """Return the function's reply. Raises InputError if no function of an episode replies so."""
     if "asked" in content:
         return Generate.read(content["asked"])
     if "differs" in content:
@@ -92,7 +92,7 @@ class RemoteEpisode:
         self._program: Program | None = None
 
     async def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the function the turns of a message; return its reply. Raises what the function raises."""
+        """Give the function the turns of a message; return its reply. Exceptions of the function pass through."""
         if "begin" in message:
             row: Any = SimpleNamespace(**message["begin"]["row"])
             self._episode = Episode(**{**message["begin"], "row": row})

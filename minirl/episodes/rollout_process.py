@@ -1,7 +1,7 @@
 """Run a user's rollout function in worker processes (`minirl.workers`), during decoding.
 
-When a process dies, its episodes run again in another one with the turns that they had got, and must ask for the same
-again.
+When a process dies, its episodes run again in another process with the turns that they had got, and must ask for the
+same again.
 """
 
 import functools
@@ -105,7 +105,7 @@ class RolloutWorkers:
         return self.pool.seconds(number)
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """See `Host`. Raises RolloutError if no process can be started in place of another."""
+        """See `Host`. Raises RolloutError if a dead process cannot be replaced."""
         try:
             if timeout_s > 0:
                 self._wait(timeout_s)
@@ -114,9 +114,7 @@ class RolloutWorkers:
             started_for = ""
             if error.number is not None:
                 place = self._episodes[error.number].row.place
-                started_for = (
-                    f"\nThe process was started in place of one that had ended, for the row at {place}"
-                )
+                started_for = f"\nThe process was to replace one that had died, for the row at {place}"
             raise RolloutError(f"{self.pool.what}: {error}{started_for}") from None
         replies = []
         for number, received in found:
@@ -134,7 +132,7 @@ class RolloutWorkers:
 
     @spent_on("wait_replies")
     def _wait(self, timeout_s: float) -> None:
-        """Wait until something is to be read from a worker that has to reply, or one is over its time."""
+        """Wait until a worker that has to reply has sent something, or is over its time."""
         # This wait is limited by the deadlines, not by --hang-timeout.
         watchdog.heartbeat(self.pool.what)
         wait_for_any([self.pool], timeout_s)
@@ -142,7 +140,7 @@ class RolloutWorkers:
 
 
 def _taken(received: workers.Reply, episode: Episode) -> Reply:
-    """Return what a function replied; what goes with the reply is then in its episode."""
+    """Return a function's reply, and put the facts that go with it into the episode."""
     try:
         if received.facts is not None:
             take_facts(episode, received.facts)

@@ -98,7 +98,7 @@ class RunningEpisode:
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
     ) -> Rollout:
-        """Return what was sampled up to the end of the last turn, of which there is one.
+        """Return the rollout up to the end of the last turn; there is one at least.
 
         ends: of the branches, by number. rewards: by name, all of them.
         """
@@ -113,7 +113,7 @@ class RunningEpisode:
         )
 
     def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
-        """Return what is stored of the episode. last: the number of its last branch."""
+        """Return the facts that are stored of the episode. last: the number of its last branch."""
         turns = [TurnFacts(**turn.to_json()) for turn in self.episode.all_turns]
         turns.sort(key=lambda turn: turn.branch)
         branch = self.branches[last].branch
@@ -126,8 +126,9 @@ class RunningEpisode:
 class PausedEpisode:
     """A paused episode of an earlier process.
 
-    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun: of the further
-    ones, `Branch.to_json`. turns: of those that ended, `Turn.to_json`. asked: `Turn.asked` of the one that had not.
+    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun:
+    `Branch.to_json` of the further ones. turns: `Turn.to_json` of those that ended. asked: `Turn.asked` of
+    the one that had not.
     """
 
     request: Request

@@ -1,4 +1,4 @@
-"""Call reward functions on rollouts and check what they return.
+"""Call reward functions on rollouts and check their results.
 
 The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
@@ -203,7 +203,7 @@ def accepted_arguments(
 def episode_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments for rollouts of one prompt, by name: completions, and what functions ask for."""
+    """Return the arguments for rollouts of one prompt, by name: completions, and those that functions ask for."""
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):

@@ -116,7 +116,7 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardProcess, *, num_completions: int):
-        """num_completions: of all calls together; the limit of forgiven failures is a share of them.
+        """num_completions: those of all calls together; the limit of forgiven failures is a share of them.
 
         Drops the calls of an earlier phase of this function.
         """

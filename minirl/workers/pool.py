@@ -3,7 +3,7 @@
 A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
 worker runs). If a process dies, takes too long or sends nonsense, another one takes over and gets its conversations
 again, each with all that it had been told. Those still without a reply are suspects: they are opened one at a time, and
-the one with which a process dies has failed.
+if a process dies with one, that one failed.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ LOAD_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 # Bytes of an answer.
 MAX_ANSWER = 1 << 26
-NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
+NO_ANSWER = (
+    "its process sent something other than an answer; does its code write to files that it did not open?"
+)
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from minirl.workers.child import main; main()"
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
@@ -64,9 +66,9 @@ class Reply:
 class Kind:
     """The kind of code in a pool, for its workers and for messages.
 
-    flag: the flag that names the code. expected: what the flag expects. called: goes before the name of the code.
-    adapter: loads the code (`child`). describer: an adapter that loads it in another process only to describe it, and
-    may import more. too_long: ends the message about a late reply.
+    flag: the flag that names the code. expected: the flag's value, in messages. called: goes before the name of the
+    code. adapter: loads the code (`child`). describer: an adapter that loads it in another process only to
+    describe it, and may import more. too_long: ends the message about a late reply.
     """
 
     flag: str
@@ -363,7 +365,7 @@ class _Worker:
         return replies
 
     def _start(self) -> None:
-        """Start a process, which first answers with what it loaded."""
+        """Start a process, which first answers that it loaded the code."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
         # When the process could start its current work.
