@@ -20,8 +20,7 @@ from minirl.plan.choice import (
     can_score_beside_cache,
     choose_sizes,
     host_too_small,
-    largest_cache,
-    largest_microbatch,
+    largest,
     room_bytes,
     too_large,
 )
@@ -166,12 +165,16 @@ def _print_memory(work: Workload, sizes: Sizes, capacity: _Capacity) -> None:
     room = room_bytes(work, free)
     endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
     without, recomputed = (
-        largest_microbatch(
-            endless, dataclasses.replace(sizes, recompute_layers=recompute), room, most=MOST_TOKENS
+        largest(
+            "max_tokens_per_microbatch",
+            endless,
+            dataclasses.replace(sizes, recompute_layers=recompute),
+            room,
+            most=MOST_TOKENS,
         )
         for recompute in (False, True)
     )
-    cache = largest_cache(work, sizes, room, most=MOST_TOKENS)
+    cache = largest("cache_tokens", work, sizes, room, most=MOST_TOKENS)
     print0(
         f"largest  microbatch {without:,} tokens, {recomputed:,} with --recompute-layers on; cache {cache:,} tokens"
     )
