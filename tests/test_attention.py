@@ -12,7 +12,7 @@ from minirl.generation.kv_cache import KVCache
 from minirl.model import attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
-from support.caches import length_of
+from support.caches import length_of, poison
 from support.engines import cached_model
 from support.layouts import FAMILIES, shared_layout
 
@@ -52,6 +52,13 @@ def assert_near(got, expected, tolerance):
     assert (got.double() - expected.double()).norm() <= tolerance * expected.double().norm()
 
 
+def assert_gradients_near(got, expected, leaves, seed):
+    upstream = randn(*got.shape, seed=seed, dtype=torch.float64)
+    grads = (torch.autograd.grad(x, leaves, upstream) for x in (got, expected))
+    for grad, expected_grad in zip(*grads, strict=True):
+        assert_near(grad, expected_grad, 1e-13)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_packed_attention_and_its_gradients_equal_dense_softmax(window, groups):
@@ -61,10 +68,7 @@ def test_packed_attention_and_its_gradients_equal_dense_softmax(window, groups):
     parts = zip(*(x.split(RAGGED) for x in leaves), strict=True)
     expected = torch.cat([dense_attention(*part, window) for part in parts])
     assert_near(out, expected, 1e-14)
-    upstream = randn(*out.shape, seed=9, dtype=torch.float64)
-    grads, expected_grads = (torch.autograd.grad(x, leaves, upstream) for x in (out, expected))
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_near(grad, expected_grad, 1e-13)
+    assert_gradients_near(out, expected, leaves, seed=9)
 
 
 @pytest.mark.parametrize("window", [None, 130])
@@ -194,9 +198,7 @@ def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, win
     got = attend(q, k, v, layout, layer=0, window=window)
     assert got.shape == q.shape
     assert len(q) < sum(layout.lengths) - 1000
-    expected = attend_packed(
-        q[layout.hidden_index], k[layout.hidden_index], v[layout.hidden_index], layout.lengths, window
-    )
+    expected = attend_packed(*(x[layout.hidden_index] for x in (q, k, v)), layout.lengths, window)
     assert_same(got[layout.hidden_index], expected, min_queries(16, dtype) is not None)
 
 
@@ -219,12 +221,9 @@ def test_gradients_of_shared_rows_are_the_sums_over_those_who_share_them(window)
     """In fp64 the gradient of a shared query, key or value is what autograd sums when each sequence has its copy."""
     layout = shared_layout(FAMILIES)
     leaves = [x.requires_grad_() for x in random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)]
-    upstream = randn(sum(layout.lengths), 4, 8, seed=3, dtype=torch.float64)
     got = attend(*leaves, layout, layer=0, window=window)[layout.hidden_index]
     expected = attend_packed(*(x[layout.hidden_index] for x in leaves), layout.lengths, window)
-    grads, expected_grads = (torch.autograd.grad(x, leaves, upstream) for x in (got, expected))
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_near(grad, expected_grad, 1e-13)
+    assert_gradients_near(got, expected, leaves, seed=3)
 
 
 def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
@@ -350,10 +349,6 @@ def make_streams(lengths, num_layers, groups, dim, dtype, seed):
     return [[layer[i] for layer in layers] for i in range(len(rests))]
 
 
-def rows_of(rows):
-    return torch.tensor([cached for _, cached, _ in rows])
-
-
 def gather_rows(streams, layer, spans):
     """q, k, v of the tokens start..end of each stream, end to end."""
     rows = [
@@ -380,35 +375,73 @@ def packed_rows(streams, windows, lengths):
     return list(zip(*layers, strict=True))
 
 
-def prefill_and_check(cache, windows, rows, is_exact):
-    """Prefill whole prompts; what comes out must be the first rows of the longer sequences."""
-    layout = cache.prefill_layout([cached for _, cached, _ in rows])
-    spans = [(0, length_of(cache, cached)) for _, cached, _ in rows]
-    for layer, window in enumerate(windows):
-        q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
-        got = attend(q, k, v, layout, layer=layer, window=window)
-        assert_same(
-            got,
-            torch.cat([packed[layer][: length_of(cache, cached)] for _, cached, packed in rows]),
-            is_exact,
+class Decoding:
+    """A cache of these layers and what goes through it: rows (stream, number in the cache, packed attention)."""
+
+    def __init__(
+        self, windows, groups=2, dim=16, dtype=torch.float32, *, num_tokens=12 * BLOCK, max_sequences=6
+    ):
+        self.windows, self.shape = windows, (groups, dim, dtype)
+        self.is_exact = min_queries(dim, dtype) is not None
+        self.cache = KVCache(
+            windows,
+            num_tokens=num_tokens,
+            max_sequences=max_sequences,
+            dtype=dtype,
+            device=CPU,
+            num_kv_heads=2,
+            head_dim=dim,
+            num_query_groups=groups,
         )
 
+    def start(self, samples, steps):
+        """Prefill prompts {length: members}, and fork their members, which have room for this many steps."""
+        families, parents = [], []
+        for prompt, n in samples.items():
+            lengths = (prompt, *([steps] * n))
+            streams = make_streams(lengths, len(self.windows), *self.shape, seed=1000 * prompt)
+            packed = packed_rows(streams, self.windows, [prompt + steps] * n)
+            parents.append((streams[0], self.cache.add(prompt), packed[0]))
+            families.append((parents[-1][1], streams, packed))
+        self._check_prefill(parents)
+        return [
+            (stream, parent if i == 0 else self.cache.fork(parent), x)
+            for parent, streams, packed in families
+            for i, (stream, x) in enumerate(zip(streams, packed, strict=True))
+        ]
 
-def decode_and_check(cache, windows, rows, is_exact):
-    """Decode one token of each row; what comes out must be its row in the packed attention."""
-    for _, cached, _ in rows:
-        assert cache.extend(cached)
-    layout = cache.decode_layout(rows_of(rows))
-    spans = [(length_of(cache, cached) - 1, length_of(cache, cached)) for _, cached, _ in rows]
-    assert layout.positions.tolist() == [start for start, _ in spans]
-    for layer, window in enumerate(windows):
-        q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
-        got = attend(q, k, v, layout, layer=layer, window=window)
-        assert_same(
-            got,
-            torch.stack([packed[layer][length_of(cache, cached) - 1] for _, cached, packed in rows]),
-            is_exact,
-        )
+    def _check_prefill(self, rows):
+        """Prefill whole prompts; what comes out must be the first rows of the longer sequences."""
+        layout = self.cache.prefill_layout([cached for _, cached, _ in rows])
+        spans = [(0, self.length_of(row)) for row in rows]
+        self._check(rows, layout, spans)
+
+    def decode(self, rows):
+        """Decode one token of each row; what comes out must be its row in the packed attention."""
+        for _, cached, _ in rows:
+            assert self.cache.extend(cached)
+        layout = self.layout_of(rows)
+        spans = [(self.length_of(row) - 1, self.length_of(row)) for row in rows]
+        assert layout.positions.tolist() == [start for start, _ in spans]
+        self._check(rows, layout, spans)
+
+    def _check(self, rows, layout, spans):
+        for layer, window in enumerate(self.windows):
+            q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
+            got = attend(q, k, v, layout, layer=layer, window=window)
+            parts = zip(rows, spans, strict=True)
+            expected = torch.cat([packed[layer][start:end] for (*_, packed), (start, end) in parts])
+            assert_same(got, expected, self.is_exact)
+
+    def layout_of(self, rows):
+        return self.cache.decode_layout(torch.tensor([cached for _, cached, _ in rows]))
+
+    def length_of(self, row):
+        return length_of(self.cache, row[1])
+
+    def blocks_of(self, rows):
+        """For each row the first block and the table of each pool."""
+        return [[tables.of_row(cached) for tables in self.cache.tables] for _, cached, _ in rows]
 
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (8, 8), (2, 32), (4, 64)])
@@ -416,76 +449,27 @@ def decode_and_check(cache, windows, rows, is_exact):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     """Sampling and scoring attend to the same bits: shared prompts, block borders, windows, reused blocks, order."""
-    is_exact = min_queries(dim, dtype) is not None
-    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    cache = KVCache(windows, num_tokens=2560, max_sequences=12, dtype=dtype, device=CPU, **shape)
+    decoding = Decoding(windows, groups, dim, dtype, num_tokens=2560, max_sequences=12)
+    cache = decoding.cache
     for pool in cache.pools:  # what an earlier sequence left behind must not be seen
         pool.keys.fill_(77)
         pool.values.fill_(-77)
-    steps, samples = 8, {131: 3, 256: 2, 7: 2, 124: 1, 383: 1, 1: 1}
-    families, parents = [], []
-    for prompt, n in samples.items():
-        streams = make_streams(
-            (prompt, *([2 * steps] * n)), len(windows), groups, dim, dtype, seed=1000 * prompt
-        )
-        packed = packed_rows(streams, windows, [prompt + 2 * steps] * n)
-        parents.append((streams[0], cache.add(prompt), packed[0]))
-        families.append(
-            [parents[-1], *((stream, None, x) for stream, x in zip(streams[1:], packed[1:], strict=True))]
-        )
-    prefill_and_check(cache, windows, parents, is_exact)
-    rows = [
-        (stream, cache.fork(family[0][1]) if cached is None else cached, packed)
-        for family in families
-        for stream, cached, packed in family
-    ]
-    for tables in cache.tables:
-        family_tables = [tables.of_row(cached) for _, cached, _ in rows[:3]]
+    steps = 8
+    rows = decoding.start({131: 3, 256: 2, 7: 2, 124: 1, 383: 1, 1: 1}, 2 * steps)
+    for family_tables in zip(*decoding.blocks_of(rows[:3]), strict=True):
         first, _ = family_tables[0]
         assert first > 0 or len({blocks[0] for _, blocks in family_tables}) == 1, "full blocks are not shared"
     for step in range(steps):
-        decode_and_check(cache, windows, rows if step % 2 else rows[::-1], is_exact)
+        decoding.decode(rows if step % 2 else rows[::-1])
     for gone in (rows.pop(0), rows.pop(3)):  # the parent of a family that goes on, and a member of another
         cache.free(gone[1])
-    newcomer = make_streams((150, steps), len(windows), groups, dim, dtype, seed=5)
-    late = (newcomer[0], cache.add(150), packed_rows(newcomer, windows, [150 + steps])[0])
-    prefill_and_check(cache, windows, [late], is_exact)
-    rows.append(late)
+    rows += decoding.start({150: 1}, steps)
     for _ in range(steps):
-        decode_and_check(cache, windows, rows, is_exact)
-    lengths = [length_of(cache, cached) for _, cached, _ in rows]
-    prefixes = packed_rows([stream for stream, _, _ in rows], windows, lengths)
-    for prefix, (_, cached, packed) in zip(prefixes, rows, strict=True):  # a later token moves no earlier row
+        decoding.decode(rows)
+    prefixes = packed_rows([stream for stream, _, _ in rows], windows, list(map(decoding.length_of, rows)))
+    for prefix, row in zip(prefixes, rows, strict=True):  # a later token moves no earlier row
         for layer in range(len(windows)):
-            assert_same(prefix[layer], packed[layer][: length_of(cache, cached)], is_exact)
-
-
-def start_rows(cache, windows, groups, dim, dtype, samples, steps, is_exact):
-    """Prefill prompts {length: members} in this cache, fork their members: rows (stream, cached, packed attention)."""
-    families, parents = [], []
-    for prompt, n in samples.items():
-        streams = make_streams((prompt, *([steps] * n)), len(windows), groups, dim, dtype, seed=1000 * prompt)
-        packed = packed_rows(streams, windows, [prompt + steps] * n)
-        parents.append((streams[0], cache.add(prompt), packed[0]))
-        families.append((parents[-1][1], streams, packed))
-    prefill_and_check(cache, windows, parents, is_exact)
-    return [
-        (stream, parent if i == 0 else cache.fork(parent), x)
-        for parent, streams, packed in families
-        for i, (stream, x) in enumerate(zip(streams, packed, strict=True))
-    ]
-
-
-def cache_and_exactness(windows, groups, dim, dtype, **kwargs):
-    is_exact = min_queries(dim, dtype) is not None
-    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    return KVCache(windows, dtype=dtype, device=CPU, **shape, **kwargs), is_exact
-
-
-def poison(cache):
-    """Whatever a free block holds, it is not a number."""
-    for pool, blocks in zip(cache.pools, cache.free_lists, strict=True):
-        pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
+            assert_same(prefix[layer], row[2][layer][: decoding.length_of(row)], decoding.is_exact)
 
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
@@ -493,37 +477,32 @@ def poison(cache):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
-    cache, is_exact = cache_and_exactness(
-        windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30
-    )
+    decoding = Decoding(windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30)
+    cache = decoding.cache
     poison(cache)
-    rows = start_rows(
-        cache, windows, groups, dim, dtype, {389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10, is_exact
-    )
-    layouts = [cache.decode_layout(rows_of(rows))]
-    for cached, _ in layouts[0].caches.values():
+    rows = decoding.start({389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10)
+    for cached, _ in decoding.layout_of(rows).caches.values():
         plan = cached.read.index
         assert plan.num_sharing == 9 > plan.num_users
         assert len(plan.shared) >= 4
         assert plan.blocks.shape[1] >= 3
     for _ in range(4):
-        decode_and_check(cache, windows, rows, is_exact)
+        decoding.decode(rows)
     for i in (20, 12, 9, 5, 2, 0):  # the parents of both groups among them
         cache.free(rows.pop(i)[1])
-    before = [[tables.of_row(cached) for tables in cache.tables] for _, cached, _ in rows]
+    before = decoding.blocks_of(rows)
     cache.compact()
-    after = [[tables.of_row(cached) for tables in cache.tables] for _, cached, _ in rows]
-    assert before != after, "nothing has moved"
+    assert before != decoding.blocks_of(rows), "nothing has moved"
     poison(cache)
     for _ in range(3):
-        decode_and_check(cache, windows, rows, is_exact)
+        decoding.decode(rows)
     while len(rows) > 1:  # down to fewer rows than a product must have
         cache.free(rows.pop(-2)[1])
         if len(rows) in (16, 8, 3, 2, 1):
             cache.compact()
             poison(cache)
         if len(rows) in (8, 2, 1):
-            decode_and_check(cache, windows, rows, is_exact)
+            decoding.decode(rows)
 
 
 @pytest.mark.parametrize("windows", [(None,), (130,), (128, None), (1,)], ids=str)
@@ -531,45 +510,39 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
 def test_what_a_block_held_before_never_reaches_a_result(windows, dtype):
     """Blocks not in use are NaN at every moment: prefills, forks, growth over two borders and newcomers stay exact."""
     steps = 140
-    cache, is_exact = cache_and_exactness(windows, 2, 16, dtype, num_tokens=60 * BLOCK, max_sequences=20)
-    poison(cache)
-    rows = start_rows(
-        cache, windows, 2, 16, dtype, {100: 2, 127: 1, 128: 2, 129: 2, 1: 1, 256: 1}, steps, is_exact
-    )
+    decoding = Decoding(windows, dtype=dtype, num_tokens=60 * BLOCK, max_sequences=20)
+    poison(decoding.cache)
+    rows = decoding.start({100: 2, 127: 1, 128: 2, 129: 2, 1: 1, 256: 1}, steps)
     for step in range(steps):
-        poison(cache)
-        decode_and_check(cache, windows, rows, is_exact)
+        poison(decoding.cache)
+        decoding.decode(rows)
         if step in (40, 90):
-            cache.free(rows.pop(-2)[1])
-            poison(cache)
-            rows += start_rows(cache, windows, 2, 16, dtype, {60 + step: 2}, steps, is_exact)
+            decoding.cache.free(rows.pop(-2)[1])
+            poison(decoding.cache)
+            rows += decoding.start({60 + step: 2}, steps)
 
 
 def test_a_broken_row_stays_alone_when_decoding():
     """NaN in the pool's first block, which is another row's, reaches no row with fewer blocks than the longest."""
-    cache, is_exact = cache_and_exactness(
-        (None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
-    )
-    rows = start_rows(cache, (None,), 2, 16, torch.float32, {100: 1, 20: 1, 300: 1}, 4, is_exact)
-    decode_and_check(cache, (None,), rows, is_exact)
-    for pool in cache.pools:
+    decoding = Decoding((None,))
+    rows = decoding.start({100: 1, 20: 1, 300: 1}, 4)
+    decoding.decode(rows)
+    for pool in decoding.cache.pools:
         pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.nan
-    decode_and_check(cache, (None,), rows[1:], is_exact)
+    decoding.decode(rows[1:])
 
 
 @pytest.mark.parametrize("window", [None, 128, 1])
 def test_a_plan_kept_from_another_step_is_right_for_it(window):
     """Equal block tables are planned once: for one more token, and for a window that has moved on and whose block was
     given back and taken again, so that the table looks the same."""
-    cache, is_exact = cache_and_exactness(
-        (window,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
-    )
-    rows = start_rows(cache, (window,), 2, 16, torch.float32, {127: 1, 100: 1}, 140, is_exact)
+    decoding = Decoding((window,))
+    rows = decoding.start({127: 1, 100: 1}, 140)
     plans, firsts, tables = [], [], []
     for _ in range(140):
-        decode_and_check(cache, (window,), rows, is_exact)
-        plans.append(cache.decode_layout(rows_of(rows)).caches[0][0].read.index)
-        found = [cache.tables[0].of_row(cached) for _, cached, _ in rows]
+        decoding.decode(rows)
+        plans.append(decoding.layout_of(rows).caches[0][0].read.index)
+        found = [of_pools[0] for of_pools in decoding.blocks_of(rows)]
         firsts.append([first for first, _ in found])
         tables.append([blocks for _, blocks in found])
     for i in range(1, 140):
@@ -582,18 +555,14 @@ def test_a_plan_kept_from_another_step_is_right_for_it(window):
 
 def test_rows_that_hold_the_blocks_of_rows_that_are_gone_read_their_own():
     """Freed and taken again in the same order, block tables are equal and so is the plan; the tokens are others."""
-    cache, is_exact = cache_and_exactness(
-        (None,), 2, 16, torch.float32, num_tokens=12 * BLOCK, max_sequences=6
-    )
-    plans, lengths = [], {140: 2, 20: 1}
+    decoding = Decoding((None,))
+    plans = []
     for step in range(2):
-        rows = start_rows(
-            cache, (None,), 2, 16, torch.float32, {n + 3 * step: m for n, m in lengths.items()}, 4, is_exact
-        )
-        decode_and_check(cache, (None,), rows, is_exact)
-        plans.append(cache._last_index[0])
+        rows = decoding.start({140 + 3 * step: 2, 20 + 3 * step: 1}, 4)
+        decoding.decode(rows)
+        plans.append(decoding.cache._last_index[0])
         for _, cached, _ in rows:
-            cache.free(cached)
+            decoding.cache.free(cached)
     assert plans[0].index is plans[1].index
     assert plans[0].blocks == [[0, 1], [0, 3], [2]]
 

@@ -1,5 +1,7 @@
 """Key/value caches filled with random numbers."""
 
+from collections.abc import Iterable
+
 import torch
 
 from minirl.generation.kv_cache import KVCache
@@ -26,10 +28,11 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     return cache, rows
 
 
-def poison(cache: KVCache, rows: list[int]) -> None:
-    """What no row may see is not a number: free blocks, and the rest of each last block."""
-    pool, blocks = cache.pools[0], cache.free_lists[0]
-    pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
+def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
+    """Free blocks hold no numbers, nor does the rest of these rows' last blocks in the first pool."""
+    for pool, blocks in zip(cache.pools, cache.free_lists, strict=True):
+        pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
+    pool = cache.pools[0]
     for row in rows:
         block = cache.tables[0].of_row(row)[1][-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
