@@ -993,13 +993,12 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr("minirl.data.answers.parsed_answer", said_by(rows))
     workers = load_rollout(f"{file}:{object_name}", kind=kind)
-    task = load_task(
-        "jsonl",
+    config = RunConfig(
         data=str(tmp_path / "rows.jsonl"),
-        eval_data=[],
-        reward=[f"{file}:{reward}" for reward in rewards],
-        has_environment=kind == "environment",
+        reward=tuple(f"{file}:{reward}" for reward in rewards),
+        environment=f"{file}:{object_name}" if kind == "environment" else None,
     )
+    task = load_task(config)
     try:
         names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
         save_tokenizer(tmp_path, names + CHAT, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")

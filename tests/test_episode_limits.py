@@ -422,7 +422,8 @@ def metrics_of(monkeypatch):
 
     def metrics_of_step(rollouts):
         metrics = StepMetrics()
-        add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
+        rewards = torch.zeros(len(rollouts), 1)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
         others = {"count/sampled_tokens": 0.0, "time/step": 1.0}
         return derived(metrics.reduce() | others)
 
