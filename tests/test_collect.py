@@ -16,7 +16,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
-from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
@@ -341,13 +341,13 @@ def asking(*turns):
             r"generate\(after=b'abc'\): expected text, a list of token ids, or messages",
         ),
         (asking({"stop": True}), r"generate\(stop=True\): expected a text or several"),
-        (no_generator, "is no generator; write `turn = yield"),
+        (no_generator, "is not a generator; write `turn = yield"),
         (asking(), "ended without a turn"),
         (strange, "yields 'a turn'; expected `yield episode.generate"),
         (returning, r"gives rewards \('reward'\) that the run does not have: add --reward episode"),
         (asking({"max_tokens": 0}), r"max_tokens=0\): must be at least 1"),
         (asking({"after": MESSAGE}), "before the first turn; see episode.branch"),
-        (asking({"max_tokens": 2}, {"after": [MESSAGE]}), "messages behind a text prompt; see --chat"),
+        (asking({"max_tokens": 2}, {"after": [MESSAGE]}), "messages after a text prompt; see --chat"),
         (asking({"after": [VOCAB]}), f"token id {VOCAB}, and the model has {VOCAB}"),
     ],
 )
@@ -579,12 +579,11 @@ def test_a_record_has_all_branches(tmp_path):
     """Fault 12."""
     (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
     branched = in_two_branches(rollout)
-    record = finished_record(FinishedRollout(branched, [None, 0.5], failed=True))
+    record = finished_record(branched, [None, 0.5], failed=True)
     ValueCopy.of({"in_flight": [record]}, "records").write(tmp_path, "records")
     (saved,) = read_values(tmp_path / "records")["in_flight"]
-    finished = finished_of(saved)
-    assert as_tuples(finished.rollout) == as_tuples(branched)
-    assert (finished.rewards, finished.failed) == ([None, 0.5], True)
+    assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
+    assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
 
 
 def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minirl.generation.sampling import inverse_cdf
-from minirl.kernels.fused_gate import fused_gate
+from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import device_kernels
@@ -170,7 +170,7 @@ def test_the_fused_gate_equals_the_portable_one(dtype, rows, interpreted):
     leaves = [(5 * torch.randn(rows, 131, generator=generator)).to(dtype).requires_grad_() for _ in range(2)]
     weights = torch.randn(131, rows, generator=generator).to(dtype).T
     results = []
-    for function in (lambda gate, up: silu(gate) * up, fused_gate):
+    for function in (lambda gate, up: silu(gate) * up, FusedGate.apply):
         out = function(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, weights)))
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2**-6}[dtype]

@@ -8,7 +8,7 @@ import torch
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import inverse_cdf
 from minirl.kernels import paged_attention
-from minirl.kernels.fused_gate import fused_gate
+from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import portable_attention
@@ -101,7 +101,7 @@ def test_the_compiled_kernels_of_training_equal_their_twins(dtype):
         rotated, _ = rotate_pair(
             q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], cos.to(device), sin.to(device)
         )
-        product = silu(gate) * up if device == "cpu" else fused_gate(gate, up)
+        product = silu(gate) * up if device == "cpu" else FusedGate.apply(gate, up)
         states = rotated.flatten(1) + product
         function, chunk = (ChunkedLogprobs, 512) if device == "cpu" else (FusedLogprobs, 2048)
         logprobs, entropies = function.apply(states, weight, targets.to(device), 0.7, chunk)

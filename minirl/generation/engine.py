@@ -19,9 +19,9 @@ one token too far, which is thrown away.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -303,20 +303,13 @@ class Engine:
         requests: Sequence[Request],
         *,
         weight_version: int = 0,
-        on_finished: Callable[[int], Any] | None = None,
     ) -> list[Rollout]:
-        """Run these requests to their end. Rollouts are in the order of the requests. Not collective.
-
-        on_finished: called after each decode step with the number of rollouts that it has finished.
-        """
+        """Run these requests to their end. Rollouts are in the order of the requests. Not collective."""
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, Rollout] = {}
         while self._running or self._waiting:
-            rollouts = self.step()
-            for rollout in rollouts:
+            for rollout in self.step():
                 finished[rollout.rollout_id] = rollout
-            if on_finished is not None:
-                on_finished(len(rollouts))
         return [finished[request.rollout_id] for request in requests]
 
     def take_stats(self) -> EngineStats:

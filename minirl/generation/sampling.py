@@ -8,6 +8,8 @@ at the sampling temperature. Training scores them with the same chunks of the vo
 `log_softmax`, so that both get the same bits.
 """
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,20 +23,7 @@ _MASK = (1 << 64) - 1
 # Tokens per block of the two-level search in `inverse_cdf`.
 CDF_BLOCK = 512
 
-# Constants of splitmix64 (Steele et al., OOPSLA 2014).
-_INCREMENT = 0x9E3779B97F4A7C15
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-_MULTIPLIER_2 = 0x94D049BB133111EB
-
-
-def _mix_int(x: int) -> int:
-    """Hash an unsigned 64-bit number with the splitmix64 finaliser."""
-    x = (x + _INCREMENT) & _MASK
-    x = x ^ (x >> 30)
-    x = (x * _MULTIPLIER_1) & _MASK
-    x = x ^ (x >> 27)
-    x = (x * _MULTIPLIER_2) & _MASK
-    return x ^ (x >> 31)
+Number = TypeVar("Number", int, Tensor)
 
 
 def _signed(x: int) -> int:
@@ -43,18 +32,27 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if is_negative else x
 
 
-def _mix(x: Tensor) -> Tensor:
-    """`_mix_int` for the bits of an int64 tensor, whose sums and products wrap around at 64 bits."""
-    x = x + _signed(_INCREMENT)
+# Constants of splitmix64 (Steele et al., OOPSLA 2014).
+_INCREMENT = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Number) -> Number:
+    """Hash the lowest 64 bits of x with the splitmix64 finaliser; only these bits of the result are defined.
+
+    The sums and products of an int64 tensor wrap around at 64 bits, those of a Python number grow longer.
+    """
+    x = x + _INCREMENT
     x = x ^ _shift_right(x, 30)
-    x = x * _signed(_MULTIPLIER_1)
+    x = x * _MULTIPLIER_1
     x = x ^ _shift_right(x, 27)
-    x = x * _signed(_MULTIPLIER_2)
+    x = x * _MULTIPLIER_2
     return x ^ _shift_right(x, 31)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift as an unsigned number: an int64 shift fills in sign bits from the left, which are masked off."""
+def _shift_right(x: Number, bits: int) -> Number:
+    """Shift the lowest 64 bits of x as an unsigned number: what a shift brings in from the left is masked off."""
     kept_bits = (1 << (64 - bits)) - 1
     return (x >> bits) & kept_bits
 
@@ -66,12 +64,12 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
     """
     # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
     # the results would let different requests collide.
-    key = _mix_int(seed & _MASK)
+    key = _mix(seed) & _MASK
     parts = [PURPOSES[purpose], prompt_ordinal, sample]
     if branch:
         parts.append(branch)
     for part in parts:
-        key = _mix_int(key ^ (part & _MASK))
+        key = _mix(key ^ part) & _MASK
     return _signed(key)
 
 

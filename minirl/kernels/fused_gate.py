@@ -14,13 +14,8 @@ from minirl.kernels import launching
 TILE = 1024  # elements of one program
 
 
-def fused_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up of two [T, width], rounded after each of the two operations."""
-    return _FusedGate.apply(gate, up)
-
-
-class _FusedGate(torch.autograd.Function):
-    """The product in one kernel, and both gradients in another."""
+class FusedGate(torch.autograd.Function):
+    """silu(gate) * up of two [T, width], rounded after each of the two operations, in one kernel each way."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _is_widened(x: Tensor) -> bool:
     """Return whether products of x are computed in fp32 although x is not."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bf16_instructions()
+    return x.device.type == "cpu" and product_dtype(x.dtype) != x.dtype
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:

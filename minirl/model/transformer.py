@@ -135,9 +135,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if device_kernels.are_used(x.device):
-            from minirl.kernels.fused_gate import fused_gate
+            from minirl.kernels.fused_gate import FusedGate
 
-            return self.down_proj(fused_gate(self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(FusedGate.apply(self.gate_proj(x), self.up_proj(x)))
         gate = batch_invariance.silu(self.gate_proj(x))
         up = self.up_proj(x)
         return self.down_proj(gate * up)

@@ -118,8 +118,6 @@ def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) 
     ]
     total = (torch.stack(advantages, -1) * weights).sum(-1)
     is_scored = ~weighted_scores(rewards, weights).isnan()
-    if is_scored.all():
-        return (total - total.mean()) / (total.std() + eps)
     scored = total[is_scored]
     whitened = (total - scored.mean()) / (scored.std() + eps)
     return whitened.masked_fill(~is_scored | whitened.isnan(), 0.0)

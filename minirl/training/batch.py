@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.model.attention import PackedLayout, upload
-from minirl.objective.losses import over_tokens
+from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
@@ -182,15 +182,10 @@ class Batch:
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        starts = [0, *itertools.accumulate(self.lengths)]
+        token_index = self.token_index(indices)
         selected = {}
         for name, tensor in self._tensors().items():
-            if name == "table_index":
-                selected[name] = tensor[sequence_index]
-            else:
-                # The empty tensor gives the dtype for a batch without sequences.
-                spans = [tensor[starts[i] : starts[i + 1]] for i in indices]
-                selected[name] = torch.cat([tensor[:0], *spans])
+            selected[name] = tensor[sequence_index if name == "table_index" else token_index]
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
@@ -198,9 +193,7 @@ class Batch:
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
-        masks = self.loss_mask.split(list(self.lengths))
-        counts = [int(mask.sum()) for mask in masks]
-        return torch.tensor(counts, dtype=torch.int64)
+        return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
     def scatter(self, values: Tensor) -> Tensor:
         """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
