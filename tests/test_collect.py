@@ -41,6 +41,7 @@ from support.collecting import (
     make_frozen,
     replies_of,
     replying,
+    resumed,
     rollout_records,
     sums,
 )
@@ -471,15 +472,10 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     for last_step in (1, 3):
         first, second = make(), make()
         before = collected(first, last_step, 2)
-        second.num_served = first.num_served
-        second.restore(first.state(), first.records())
         ids = [record["id"] for record in rollout_records(first)]
         assert ids, "nothing was in flight"
         assert ids == sorted(ids), "the order of replies is in the checkpoint"
-        after = [
-            [(*facts(r), x) for r, x in zip(g.rewarded.rollouts, g.rewarded.rewards.tolist(), strict=True)]
-            for g in (second.collect(2, weight_version=step) for step in range(last_step, 4))
-        ]
+        after = collected(resumed(first, second), 4 - last_step, 2, first_step=last_step)
         assert before + after == expected
 
 
@@ -509,10 +505,9 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     first = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
     first.collect(1)
     second = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
-    second.num_served = first.num_served
     paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
     replies.append("b")
-    second.restore(first.state(), first.records())
+    resumed(first, second)
     assert second.take_count("restarted") == len(paused) > 0
     assert "moody(episode), for the row at f:" in capsys.readouterr().out
     rollouts = [r for _ in range(3) for r in second.collect(1, weight_version=7).rewarded.rollouts]

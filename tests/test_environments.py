@@ -40,7 +40,7 @@ from minirl.rewards.reward_adapter import call_reward
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.load_prompts import load_tokenizer
 from minirl.run.load_task import load_task, rollout_workers
-from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, sums
+from support.collecting import CHAT, chat_prompts, collected, in_workers, make_collector, resumed, sums
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import CHATML, TOKENS, save_chat_tokenizer, save_tokenizer
 from support.turns import SaidReader
@@ -417,17 +417,11 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
         expected = collected(whole, 4)
         begun = letters_collector(one, **options)
         assert collected(begun, 2) == expected[:2]
-        resumed = letters_collector(three, **options)
-        resumed.num_served = begun.num_served
-        resumed.restore(begun.state(), begun.records())
+        after = resumed(begun, letters_collector(three, **options))
         for worker in three.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
-        again = [resumed.collect(4, weight_version=step) for step in (2, 3)]
-        assert [r.tokens.tolist() for groups in again for r in groups.rewarded.rollouts] == [
-            row[2] for step in expected[2:] for row in step
-        ]
+        assert collected(after, 2, first_step=2) == expected[2:]
         rewards = [row[-1] for step in [*steps, *expected] for row in step]
-        rewards += [row for groups in again for row in groups.rewarded.rewards.tolist()]
         assert all(given == seen for _, given, seen in rewards)
         assert len({seen for _, _, seen in rewards}) > 4
     finally:

@@ -29,6 +29,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
     replying,
+    resumed,
     rollout_records,
 )
 
@@ -229,11 +230,7 @@ def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
     first = make_collector(rollout=calculator, **options)
     collected(first, 2, 2)
     second = make_collector(rollout=calculator, **options)
-    second.num_served = first.num_served
-    second.restore(first.state(), first.records())
-    again = second.collect(2, weight_version=2).rewarded.rollouts
-    assert [r.tokens.tolist() for r in again] == [row[2] for row in expected[2]]
-    assert [r.finish_reason for r in again] == [row[1] for row in expected[2]]
+    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
 
 
 @pytest.mark.parametrize(
@@ -330,9 +327,7 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     first.collect(2)
     paused = [record for record in rollout_records(first) if record["finish_reason"] is None]
     second = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=0.01), **options)
-    second.num_served = first.num_served
-    second.restore(first.state(), first.records())
-    rollouts = second.collect(2, weight_version=1).rewarded.rollouts
+    rollouts = resumed(first, second).collect(2, weight_version=1).rewarded.rollouts
     kept = {tuple(record["id"][:2]): len(record["branches"][0]["tokens"]) for record in paused}
     assert kept
     for rollout in rollouts:

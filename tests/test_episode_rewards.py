@@ -24,7 +24,7 @@ from minirl.rewards.rewarded import turn_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange, pack
-from support.collecting import Prompts, chat_prompts, collected, make_collector, rollout_records
+from support.collecting import Prompts, chat_prompts, collected, make_collector, resumed, rollout_records
 from support.scripts import read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
@@ -270,8 +270,7 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
     kinds = {record["finish_reason"] is None for record in rollout_records(first)}
     assert kinds == {True, False}
     second = collector_of(functions, rollout(), **options)
-    second.num_served = first.num_served
-    second.restore(first.state(), first.records())
+    resumed(first, second)
     assert before == expected[:2]
     for step in (2, 3):
         groups = second.collect(2, weight_version=step)

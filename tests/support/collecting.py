@@ -168,10 +168,19 @@ def facts(rollout: Rollout) -> tuple:
     return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 
 
-def collected(collector: Collector, num_steps: int, num_groups: int = 4) -> list[list[tuple]]:
+def resumed(first: Collector, second: Collector) -> Collector:
+    """The second collector, which goes on from a checkpoint of the first one."""
+    second.num_served = first.num_served
+    second.restore(first.state(), first.records())
+    return second
+
+
+def collected(
+    collector: Collector, num_steps: int, num_groups: int = 4, *, first_step: int = 0
+) -> list[list[tuple]]:
     """The rollouts and rewards of some steps."""
     steps = []
-    for step in range(num_steps):
+    for step in range(first_step, first_step + num_steps):
         groups = collector.collect(num_groups, weight_version=step)
         rewards = groups.rewarded.rewards.tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
