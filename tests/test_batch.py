@@ -51,10 +51,14 @@ def sequences_of(batch, name):
     return parts
 
 
-@pytest.mark.parametrize("chosen", [[], [0], [3, 1], [4, 3, 2, 1, 0], [2, 2], [1]])
+@pytest.mark.parametrize("chosen", [[], [0], [3, 1], [4, 3, 2, 1, 0], [2, 2], [1], None])
 def test_select_equals_a_loop_over_sequences(chosen):
-    """Every field of the chosen sequences, in the order asked for, with its dtype; also none and a one-token one."""
-    batch = make_batch([3, 1, 5, 2, 4])
+    """Every field of the chosen sequences, in the order asked for, with its dtype; also none and a one-token one.
+
+    None: of a batch without sequences, which a rank without rollouts has.
+    """
+    batch = make_batch([] if chosen is None else [3, 1, 5, 2, 4])
+    chosen = chosen or []
     part = batch.select(chosen)
     assert part.lengths == tuple(batch.lengths[i] for i in chosen)
     assert part.prefixes == tuple(batch.prefixes[i] for i in chosen)
@@ -62,13 +66,6 @@ def test_select_equals_a_loop_over_sequences(chosen):
         wanted = [x for i in chosen for x in sequences_of(batch, name)[i]]
         assert getattr(part, name).tolist() == wanted
         assert getattr(part, name).dtype == value.dtype
-
-
-def test_select_of_a_batch_without_sequences_is_empty():
-    """A rank that got no rollouts can select its empty microbatch."""
-    part = make_batch([]).select([])
-    assert part.lengths == ()
-    assert all(value.numel() == 0 for value in tensor_fields(part).values())
 
 
 def test_a_field_not_made_yet_stays_none():
@@ -122,16 +119,11 @@ def test_layout_has_the_lengths_of_the_batch():
     assert make_batch([3, 1, 2]).layout().positions.tolist() == [0, 1, 2, 0, 0, 1]
 
 
-PROMPTS = (
-    PromptPrefix(4, 2),
-    PromptPrefix(9, 1),
-    PromptPrefix(4, 2),
-    PromptPrefix(4, 2),
-    PromptPrefix(9, 1),
-)  # of sequences with 3, 1, 5, 2, 4
+PROMPTS = tuple(PromptPrefix(*prompt) for prompt in ((4, 2), (9, 1), (4, 2), (4, 2), (9, 1)))
 
 
 def shared_batch():
+    """Sequences of 3, 1, 5, 2 and 4 tokens that begin with `PROMPTS`."""
     return dataclasses.replace(make_batch([3, 1, 5, 2, 4]), prefixes=PROMPTS)
 
 

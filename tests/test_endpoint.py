@@ -425,6 +425,11 @@ def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descript
     assert [len(episode.turns) for episode in episodes] == [1, 1, 1, 2] * 256
 
 
+def in_a_loop(coroutine):
+    """Run a coroutine to its end, which must come within a minute."""
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
 async def echo(method, path, body):
     if body == b"refuse":
         raise HttpError(HTTPStatus.BAD_REQUEST, "no")
@@ -792,6 +797,10 @@ def test_a_greedy_evaluation_takes_any_temperature():
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
 
 
+def message_in(answer):
+    return answer["choices"][0]["message"]
+
+
 def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     """A turn of one token per letter, with this message; None for one that nobody can read."""
 
@@ -828,7 +837,7 @@ def drive(program, *turns, **options):
         await rollout.aclose()
         return asked
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return in_a_loop(run())
 
 
 async def post(url, path="/chat/completions", method="POST", **fields):
@@ -889,7 +898,7 @@ def test_tools_belong_to_a_conversation_and_others_begin_a_branch():
         said = [HI]
         for tools in ([other], [other], [TOOL], None, [other]):
             _, answer = await post(messages=said, tools=tools)
-            said += [answer["choices"][0]["message"], HI]
+            said += [message_in(answer), HI]
 
     asked = drive(program, *[{}] * 5)
     assert [generate.branch for generate in asked] == [1, 1, 2, 2, 1]
@@ -911,7 +920,7 @@ def test_a_stop_string_is_not_a_part_of_what_a_program_gets():
 def test_an_answer_that_nobody_can_read_is_its_text():
     async def program(post, _):
         _, answer = await post(messages=[HI])
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+        assert message_in(answer) == {"role": "assistant", "content": "yes"}
         assert answer["choices"][0]["finish_reason"] == "length"
 
     drive(program, {"message": None, "finish_reason": "length"})
@@ -920,8 +929,8 @@ def test_an_answer_that_nobody_can_read_is_its_text():
 def test_an_answer_of_calls_alone_has_no_text():
     async def program(post, _):
         _, answer = await post(messages=[HI])
-        assert answer["choices"][0]["message"]["content"] == ""
-        await post(messages=[HI, {**answer["choices"][0]["message"], "content": None}, HI])
+        assert message_in(answer)["content"] == ""
+        await post(messages=[HI, {**message_in(answer), "content": None}, HI])
 
     asked = drive(program, {"content": None, "tool_calls": [CALL]}, {})
     assert [generate.branch for generate in asked] == [0, 0]
@@ -972,7 +981,7 @@ def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped():
         await asyncio.sleep(0.1)
         may_go_on.set()
         _, answer = await post(url, messages=[HI], max_tokens=3)
-        await post(url, messages=[HI, answer["choices"][0]["message"], HI], max_tokens=4)
+        await post(url, messages=[HI, message_in(answer), HI], max_tokens=4)
 
     async def run():
         episode = made_episode()
@@ -988,7 +997,7 @@ def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped():
 
     asked = []
     may_go_on = asyncio.Event()
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == [True, False]
+    assert in_a_loop(run()) == [True, False]
     assert [(generate.branch, generate.max_tokens) for generate in asked] == [(0, 1), (1, 3), (1, 4)]
 
 
@@ -998,7 +1007,7 @@ def test_what_is_refused_is_no_turn_and_the_episode_goes_on():
         assert (await post(path="/x"))[0] == 404
         assert (await post(method="GET"))[0] == 405
         status, answer = await post(messages=[HI])
-        message = answer["choices"][0]["message"]
+        message = message_in(answer)
         assert status == 200
         status, answer = await post(messages=[HI, message])
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
@@ -1026,7 +1035,7 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
         await asyncio.sleep(0.1)
         await rollout.aclose()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    in_a_loop(run())
     assert statuses == [429] * 36
 
 
@@ -1081,7 +1090,7 @@ def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started
             await rollout.aclose()
         await asyncio.sleep(0.1)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    in_a_loop(run())
     assert seen == ["cancelled", 410, 404]
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
@@ -1102,7 +1111,7 @@ def test_a_command_has_the_url_and_a_text_and_gives_what_it_prints():
         with pytest.raises(FileNotFoundError):
             await run_program("http://a", "no-such-program")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    in_a_loop(run())
 
 
 HOSTILE = """
@@ -1168,7 +1177,7 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
         for _ in range(2):
             status, answer = await post(messages=own)
             assert status == 200
-            own += [answer["choices"][0]["message"], HI]
+            own += [message_in(answer), HI]
         assert answer["usage"]["prompt_tokens"] == 5
         await post(messages=[HI])
         await post(messages=[HI])
@@ -1213,5 +1222,5 @@ def test_the_documented_agent_is_rewarded_for_its_last_answer():
                 asked = await rollout.asend(episode.turns[-1])
         assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    in_a_loop(run())
     assert given == [("reward", 1.0)]
