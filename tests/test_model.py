@@ -254,22 +254,6 @@ def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@torch.no_grad()
-def test_a_sequence_does_not_see_its_neighbours(name, checkpoints):
-    """Changing one packed sequence leaves the hidden states of the others bitwise as they were. Pitfall 2."""
-    model = load(checkpoints(name)[1])
-    lengths = (140, 3, 131)
-    tokens = random_tokens(model, lengths)
-    expected = hidden_states(model, tokens, lengths).split(lengths)
-    for changed in range(len(lengths)):
-        parts = list(tokens.split(lengths))
-        parts[changed] = (parts[changed] + 1) % model.config.vocab_size
-        got = hidden_states(model, torch.cat(parts), lengths).split(lengths)
-        for i in range(len(lengths)):
-            assert torch.equal(got[i], expected[i]) == (i != changed)
-
-
-@pytest.mark.parametrize("name", FEATURES)
 def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
     """A position's logits have a gradient of exactly 0 in neighbours, later tokens and past its windows. Pitfall 2."""
     model = load(checkpoints(name)[1])
