@@ -61,9 +61,7 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return means
 
 
-def draw_lines(
-    axes: Any, runs: list[tuple[str, list[dict[str, Any]]]], metric: str, *, is_smooth: bool
-) -> bool:
+def draw_lines(axes: Any, runs: list[tuple[str, list[dict[str, Any]]]], metric: str) -> bool:
     """Draw a metric of all runs; returns whether any has it."""
     is_there = False
     for i, (name, lines) in enumerate(runs):
@@ -72,7 +70,7 @@ def draw_lines(
             continue
         is_there = True
         color = COLORS[i % len(COLORS)]
-        if is_smooth and len(values) > SMOOTHED_STEPS:
+        if len(values) > SMOOTHED_STEPS:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             values = running_mean(values, SMOOTHED_STEPS)
         axes.plot(steps, values, color=color, linewidth=1.8, label=name)
@@ -124,16 +122,16 @@ def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
     num_rows = math.ceil((5 + len(runs)) / 3)
     figure, grid = pyplot.subplots(num_rows, 3, figsize=(13, 3.5 * num_rows), layout="constrained")
     panels = [
-        ("reward", "reward/mean", True),
-        ("entropy (nats per token)", "policy/entropy", True),
-        ("KL to the reference (k3)", "policy/kl_ref_k3", True),
-        ("completion tokens", "len/mean", True),
-        ("gradient norm", "optim/grad_norm", True),
+        ("reward", "reward/mean"),
+        ("entropy (nats per token)", "policy/entropy"),
+        ("KL to the reference (k3)", "policy/kl_ref_k3"),
+        ("completion tokens", "len/mean"),
+        ("gradient norm", "optim/grad_norm"),
     ]
     if not any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs):
-        panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3", True)
-    for axes, (title, metric, is_smooth) in zip(grid.flat, panels, strict=False):
-        if not draw_lines(axes, runs, metric, is_smooth=is_smooth):
+        panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3")
+    for axes, (title, metric) in zip(grid.flat, panels, strict=False):
+        if not draw_lines(axes, runs, metric):
             axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")

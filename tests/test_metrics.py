@@ -214,7 +214,7 @@ def test_tensors_are_read_together_and_exactly(reduce_over_ranks, monkeypatch):
 def clock(monkeypatch):
     """The account of time with a clock that only the test moves: call it with seconds that pass."""
     now = [0.0]
-    monkeypatch.setattr(time_account.this_process, "_clock", lambda: now[0])
+    monkeypatch.setattr(time_account, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     time_account.this_process.begin()
 
     def pass_by(seconds):
@@ -374,8 +374,13 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     """Lengths count sampled tokens, not the prompt's; a rank without rollouts changes nothing but is counted."""
     rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     first, second = StepMetrics(), StepMetrics()
-    add_rollouts(first, [make_rollout(9, 1), make_rollout(1, 5, "length")], grouped_rewards=rewards)
-    add_rollouts(second, [], grouped_rewards=rewards)
+    add_rollouts(
+        first,
+        [make_rollout(9, 1), make_rollout(1, 5, "length")],
+        grouped_rewards=rewards,
+        branch_rewards=rewards,
+    )
+    add_rollouts(second, [], grouped_rewards=rewards, branch_rewards=rewards)
     assert reduce_over_ranks(first, second)[0] == {
         "len/mean": 3.0,
         "len/max": 5.0,
@@ -398,7 +403,8 @@ def test_a_rollout_of_several_branches_is_one_completion(reduce_over_ranks):
     rollout = in_two_branches(make_rollout(2, 6, "length"))
     assert [branch.finish_reason for branch in rollout.branches] == ["stop", "length"]
     metrics = StepMetrics()
-    add_rollouts(metrics, [rollout], grouped_rewards=torch.ones(1, 1).double())
+    rewards = torch.ones(1, 1).double()
+    add_rollouts(metrics, [rollout], grouped_rewards=rewards, branch_rewards=rewards)
     add_staleness(metrics, [rollout], 3, updates_per_step=1)
     (reduced,) = reduce_over_ranks(metrics)
     wanted = {"len/mean": 6, "len/truncated": 1, "len/empty": 0, "count/tokens": 6, "count/rollouts": 1}

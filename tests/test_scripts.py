@@ -572,7 +572,7 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
 def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeypatch):
     """No model is made or loaded; the message names the flag or the file. Fault 43."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
-    config = parse(train_grpo.Config, description="", preset={}, arguments=flags.split())
+    config = parse(train_grpo.Config, description="", arguments=flags.split())
     with pytest.raises(InputError, match=re.escape(message)):
         train_grpo.main(config)
     assert not list(tmp_path.iterdir())

@@ -164,12 +164,11 @@ def add_rollouts(
     rollouts: Sequence[Rollout],
     *,
     grouped_rewards: Tensor,
-    branch_rewards: Tensor | None = None,
+    branch_rewards: Tensor,
 ) -> None:
     """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
 
-    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal; None: each rollout has
-    one.
+    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal.
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
@@ -195,9 +194,7 @@ def add_rollouts(
         metrics.add("reward/std", scored.std())
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
-        has_no_signal = are_equal(grouped_rewards if branch_rewards is None else branch_rewards)
-        frac_equal = has_no_signal.double().mean()
-        metrics.add("reward/frac_equal_groups", frac_equal)
+        metrics.add("reward/frac_equal_groups", are_equal(branch_rewards).double().mean())
 
 
 def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
