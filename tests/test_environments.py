@@ -445,15 +445,15 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
 def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do():
     shop = types.SimpleNamespace(price=torch.tensor(2.0), kinds={"a": [None]}, client=object(), place=(1, 2))
     episode = Episode(Row("", {}, "f:1"), seed=1, max_tokens=9, environment={})
-    session = tool_loop.EnvironmentSession(shop)
-    session._show(episode)
+    tools = tool_loop.EnvironmentTools(shop)
+    tools._show(episode)
     assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
     expected = r"'place' is not an attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward epis"
     with pytest.raises(AttributeError, match=expected):
         call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
     shop.board = "a" * 2**20
     with pytest.raises(InputError, match=r"the attributes of the environment, .* are 10486\d\d characters"):
-        session._show(episode)
+        tools._show(episode)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class NextTurns:
         return place_of(self._function, episode.row.place)
 
     def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
-        """Set the turn of an episode and its branch; return None if there is no room for the turn.
+        """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
         """
@@ -81,7 +81,7 @@ class NextTurns:
         return running.branches[number]
 
     def _request(self, request: Request, number: int, prompt_ids: tuple[int, ...]) -> Request:
-        """Return the request of an episode's branch. request: of its row's prompt."""
+        """Return the request of an episode's branch. request: the one of the row's prompt."""
         if number == 0:
             return request
         return self._prompts.request(
@@ -89,7 +89,7 @@ class NextTurns:
         )
 
     def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
-        """Return the token ids of what a function appends to a branch. Raises InputError naming function and row."""
+        """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""
         place = self.place(episode)
         if not is_messages(asked.after):
             return self._prompts.appended_ids(asked.after, place)

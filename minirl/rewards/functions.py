@@ -1,4 +1,4 @@
-"""Call reward functions on rollouts and check what they return.
+"""Call reward functions on rollouts and check their results.
 
 The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
@@ -203,7 +203,7 @@ def accepted_arguments(
 def episode_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments for rollouts of one prompt, by name: completions, and what functions ask for."""
+    """Return the arguments for rollouts of one prompt, by name: completions, and those that functions ask for."""
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):
@@ -289,7 +289,6 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None = None,
     of_episodes: Mapping[str, list[Any]] | None = None,
 ) -> list[float | None]:
     """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
@@ -306,7 +305,7 @@ def compute_rewards(
     arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
     places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
-        return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+        return function.compute(arguments, places=places, texts=completions)
     checked = validate_rewards(call_reward(function, arguments), len(completions))
     if isinstance(checked, str):
         raise RewardError(f"reward {_name_of(function)} {checked}")

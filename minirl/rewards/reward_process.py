@@ -34,21 +34,23 @@ Answers = list[float | str | None] | str
 def load_reward(
     spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
 ) -> "RewardProcess":
-    """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
-    return RewardProcess(spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+    """Start workers for a function, "file.py:name" or "module:name".
+
+    timeout_s: limit of one call. on_error: "zero" forgives a few failed completions, "stop" none. Raises InputError if
+    the function is missing or cannot run.
+    """
+    return RewardProcess(Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers), on_error)
 
 
 class RewardProcess:
     """A reward function whose calls run in worker processes, one at a time in each.
 
-    pool: the workers. phase: of `FunctionCalls`, of which only the newest may use the workers.
+    pool: the workers. on_error: as for `load_reward`. phase: the number of the newest `FunctionCalls`, which alone may
+    use the workers.
     """
 
-    def __init__(self, spec: str, *, timeout_s: float, on_error: str, num_workers: int = 1):
-        """Start the workers. timeout_s: limit of one call. on_error: "zero" forgives a few failed completions,
-        "stop" none. Raises InputError if the function is missing or cannot run.
-        """
-        self.pool = Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers)
+    def __init__(self, pool: Pool, on_error: str):
+        self.pool = pool
         self.__name__ = self.pool.name
         self.__signature__ = _signature(self.pool.description)
         self.on_error = on_error
@@ -58,22 +60,17 @@ class RewardProcess:
         """Compute rewards; error messages do not name the rows. Raises as `compute`."""
         count = max(map(len, arguments.values()))
         texts = [str(completion) for completion in arguments.get("completions", [""] * count)]
-        return self.compute(arguments, places=["?"] * count, texts=texts, seeds=[0] * count)
+        return self.compute(arguments, places=["?"] * count, texts=texts)
 
     def compute(
-        self,
-        arguments: dict[str, list[Any]],
-        *,
-        places: Sequence[str],
-        texts: Sequence[str],
-        seeds: Sequence[int],
+        self, arguments: dict[str, list[Any]], *, places: Sequence[str], texts: Sequence[str]
     ) -> list[float | None]:
         """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`.
+        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`. The seed is 0.
         """
         calls = FunctionCalls(self, num_completions=len(texts))
-        call = calls.add(arguments, places=places, texts=texts, seeds=seeds)
+        call = calls.add(arguments, places=places, texts=texts, seeds=[0] * len(texts))
         complete([calls])
         return call.rewards
 
@@ -119,7 +116,7 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardProcess, *, num_completions: int):
-        """num_completions: of all calls together; the limit of forgiven failures is a share of them.
+        """num_completions: those of all calls together; the limit of forgiven failures is a share of them.
 
         Drops the calls of an earlier phase of this function.
         """
