@@ -457,7 +457,7 @@ class TestWhatIsGoneOnFrom:
         close(run)
         run = open_at(tmp_path)
         assert run.checkpoint is None
-        assert "no checkpoint yet: starting again" in capsys.readouterr().out
+        assert "no checkpoint yet: starting from the first step" in capsys.readouterr().out
         close(run)
 
 
