@@ -999,13 +999,18 @@ def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
         assert name == "rank 0"
 
 
+def unordered(rank: int) -> tuple[list[Rollout], RolloutTable]:
+    """Ten rollouts over the first two ranks, those of rank 0 from the last one backwards, and their table."""
+    rollouts = make_rollouts(5, 2)
+    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
+    return mine, gather_table(mine, torch.zeros(len(mine), 1))
+
+
 EXCHANGED = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
 
 
 def exchanged(rank: int) -> list[tuple[int, list[Tensor]]]:
-    rollouts = make_rollouts(5, 2)
-    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
-    table = gather_table(mine, torch.zeros(len(mine), 1))
+    mine, table = unordered(rank)
     batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
     parts = [batch.select([i]) for i in range(len(batch.lengths))]
     return [(int(part.table_index), [getattr(part, name) for name in EXCHANGED]) for part in parts]
@@ -1024,9 +1029,7 @@ def of_a_teacher(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 def taught(rank: int) -> tuple[list[int], TaughtBatch]:
     """Some rollouts, whose own stream was made early for those of rank 0 and after the exchange for the others."""
-    rollouts = make_rollouts(5, 2)
-    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
-    table = gather_table(mine, torch.zeros(len(mine), 1))
+    mine, table = unordered(rank)
     names = ["teacher_logprobs"]
     teacher = FrozenModel(torch.nn.Linear(1, 1), of_a_teacher, names=names, device=CPU, max_tokens=1000)
     if rank == 0:
