@@ -298,8 +298,12 @@ def answer_of(sampled: Sampled) -> Answer:
     ids = sampled.turn.ids
     is_chat = "messages" in fields
     has_logprobs = fields.get("logprobs", False) is not False
-    own = _chat_choice(sampled, has_logprobs) if is_chat else _completion_choice(sampled, has_logprobs)
-    choice = {"index": 0, "finish_reason": _finish_reason(sampled), **own}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(sampled)}
+    if is_chat:
+        logprobs = _logprobs(sampled.turn) if has_logprobs else None
+        choice |= {"message": sampled.message, "logprobs": logprobs}
+    else:
+        choice |= _completion_choice(sampled, has_logprobs)
     if fields.get("return_token_ids") is True:
         choice["token_ids"] = ids
     before = sampled.num_prompt_tokens
@@ -332,10 +336,6 @@ def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
 def _finish_reason(sampled: Sampled) -> str:
     has_calls = "tool_calls" in sampled.message and sampled.turn.finish_reason == "stop"
     return "tool_calls" if has_calls else sampled.turn.finish_reason
-
-
-def _chat_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
-    return {"message": sampled.message, "logprobs": _logprobs(sampled.turn) if has_logprobs else None}
 
 
 def _completion_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:

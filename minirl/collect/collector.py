@@ -26,7 +26,6 @@ from minirl.episodes.in_flight import (
     id_of,
     paused_episode,
     paused_record,
-    prompt_of,
     rewarded_of,
     rewarded_records,
 )
@@ -232,7 +231,8 @@ class Collector:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
-        return paused_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
+        prompt_ids = tuple(record["prompt"].tolist())
+        return paused_episode(record, self._prompts.request(rollout_id, prompt_ids, temperature))
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.

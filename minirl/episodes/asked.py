@@ -127,20 +127,6 @@ def checked_turn(yielded: Any) -> Generate:
     return yielded
 
 
-def place_of(function: str, row_place: str) -> str:
-    """Return how messages name a function's episode."""
-    return f"{function}(episode), for the row at {row_place}"
-
-
-def check_messages_fit(place: str, *, is_first: bool, is_chat: bool) -> None:
-    """Raise InputError for messages in `after` where none can be appended. is_first: before a branch's first turn."""
-    refuse(
-        is_first,
-        f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
-    )
-    refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
-
-
 def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:
     """Raise InputError for rewards that the run has no use for, and for one that it wants and nobody gave.
 

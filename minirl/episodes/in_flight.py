@@ -10,7 +10,6 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages
 from minirl.data.view import as_plain
-from minirl.episodes.episode import Branch
 from minirl.episodes.running import PausedEpisode, RunningEpisode
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
@@ -30,17 +29,15 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
         "id": list(request.rollout_id),
         "prompt": token_tensor(request.prompt_ids),
         "branches": branches,
-        "begun": [_begun_record(branch) for branch in running.episode.further if branch.turns],
+        "begun": [
+            {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
+            for branch in running.episode.further
+            if branch.turns
+        ],
         "turns": [_turn_record(turn) for turn in running.episode.all_turns],
         "asked": present.asked,
         "finish_reason": None,
     }
-
-
-def prompt_of(record: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of a record's prompt."""
-    ids: list[int] = record["prompt"].tolist()
-    return tuple(ids)
 
 
 def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
@@ -99,20 +96,10 @@ def _turn_record(turn: TurnFacts) -> dict[str, Any]:
     return {**turn.to_json(), "inserted": as_plain(turn.inserted)}
 
 
-def _begun_record(branch: Branch) -> dict[str, Any]:
-    """Return the record of a further branch, without its turns."""
-    return {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
-
-
 def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
     """Return a branch's prompt: text, token ids, or what JSON holds of messages."""
     has_messages = isinstance(prompt, list) and isinstance(next(iter(prompt), None), dict)
     return as_plain(cast(Messages, prompt)) if has_messages else prompt
-
-
-def _episode_of(values: Mapping[str, Any]) -> EpisodeRecord:
-    """Return the episode of `_ended_record`."""
-    return EpisodeRecord(**{**values, "turns": [TurnFacts(**turn) for turn in values["turns"]]})
 
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
@@ -137,7 +124,9 @@ def id_of(record: Mapping[str, Any]) -> RolloutId:
 def finished_rollout(record: Mapping[str, Any]) -> Rollout:
     """Return the rollout of `finished_record`."""
     earlier = tuple(_branch_of(branch) for branch in record["earlier"])
-    return replace(_branch_of(record), earlier=earlier, episode=_episode_of(record["episode"]))
+    turns = [TurnFacts(**turn) for turn in record["episode"]["turns"]]
+    episode = EpisodeRecord(**{**record["episode"], "turns": turns})
+    return replace(_branch_of(record), earlier=earlier, episode=episode)
 
 
 def _branch_of(record: Mapping[str, Any]) -> Rollout:

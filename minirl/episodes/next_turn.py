@@ -3,7 +3,7 @@
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
-from minirl.episodes.asked import Generate, check_messages_fit, place_of
+from minirl.episodes.asked import Generate
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.running import RunningBranch, RunningEpisode
@@ -22,7 +22,7 @@ class NextTurns:
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
-        return place_of(self._function, episode.row.place)
+        return f"{self._function}(episode), for the row at {episode.row.place}"
 
     def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
         """Set the turn of an episode and its branch; return None if the turn has no room.
@@ -93,8 +93,12 @@ class NextTurns:
         place = self.place(episode)
         if not is_messages(asked.after):
             return self._prompts.appended_ids(asked.after, place)
+        refuse(
+            not branch.turns,
+            f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+        )
         is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
-        check_messages_fit(place, is_first=not branch.turns, is_chat=is_chat)
+        refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)

@@ -209,27 +209,29 @@ class EpisodeRunner:
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
-        if isinstance(reply, Failed):
+        if isinstance(reply, Generate):
+            self._begin_turn(running, reply)
+        elif isinstance(reply, Failed):
             self._fail(running, reply.why)
-            return
-        turn = None
-        try:
-            if isinstance(reply, Ended):
+        else:
+            try:
                 self._check_end(running.episode, reply)
+            except InputError as error:
+                self._fail(running, str(error))
             else:
-                turn = self._next_turns.make(running, reply)
+                self._end(running, reply.reason, reply.returned)
+
+    def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
+        """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
+        limit = "length"  # the turn has no room
+        try:
+            if self._next_turns.make(running, asked) is not None:
+                self._count_results(asked)
+                limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
         except InputError as error:
-            if not isinstance(reply, Ended):
-                self._host.close(running.number)
+            self._host.close(running.number)
             self._fail(running, str(error))
             return
-        if isinstance(reply, Ended):
-            self._end(running, reply.reason, reply.returned)
-            return
-        limit = "length"  # the turn that it asked for has no room
-        if turn is not None:
-            self._count_results(reply)
-            limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
         if limit:
             self._host.close(running.number)
             self._end(running, limit)

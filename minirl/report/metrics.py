@@ -17,8 +17,6 @@ from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
-# Of these phases the causes are told apart by what happens within them, and the rest is the host's.
-PARTED_PHASES = ("generate", "reward")
 IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 
 
@@ -81,11 +79,12 @@ class StepMetrics:
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
 
-        The account of time counts what follows under this name, except blocks of `time_account.spent_on`.
+        The account of time counts what follows under this name, or for "generate" as the host's, except blocks of
+        `time_account.spent_on`.
         The watchdog reports the phase if the rank hangs.
         """
         time_account.wait_for_device()
-        time_account.this_process.switch("host" if phase in PARTED_PHASES else phase)
+        time_account.this_process.switch("host" if phase == "generate" else phase)
         watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
 
     def end(self) -> None:

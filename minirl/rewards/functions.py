@@ -29,7 +29,7 @@ from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
-from minirl.rewards.reward_process import RewardProcess
+from minirl.rewards.reward_process import RewardProcess, named_completion
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
@@ -312,8 +312,7 @@ def compute_rewards(
     rewards: list[float | None] = []
     for value, place, text in zip(checked, places, completions, strict=True):
         if isinstance(value, str):
-            name = _name_of(function)
-            raise RewardError(f"reward {name} for the row at {place}, completion {text[:80]!r}: {value}")
+            raise RewardError(f"reward {_name_of(function)}{named_completion(place, text)}: {value}")
         rewards.append(value)
     return rewards
 

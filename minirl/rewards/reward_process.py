@@ -70,7 +70,8 @@ class RewardProcess:
         Not collective. A phase of one call: arguments and errors as of `FunctionCalls`. The seed is 0.
         """
         calls = FunctionCalls(self, num_completions=len(texts))
-        call = calls.add(arguments, places=places, texts=texts, seeds=[0] * len(texts))
+        call = Call(arguments, places, texts, seeds=[0] * len(texts))
+        calls.add(call)
         complete([calls])
         return call.rewards
 
@@ -133,22 +134,12 @@ class FunctionCalls:
         """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
-    def add(
-        self,
-        arguments: dict[str, list[Any]],
-        *,
-        places: Sequence[str],
-        texts: Sequence[str],
-        seeds: Sequence[int],
-        is_group: bool = False,
-    ) -> Call:
-        """Add a call; it begins at once if a worker is free. The arguments are those of `Call`."""
+    def add(self, call: Call) -> None:
+        """Add a call; it begins at once if a worker is free."""
         self._check_is_newest()
-        call = Call(arguments, places, texts, seeds, is_group)
         self._waiting.append(self._requests(call))
         with self._place_named():
             self._start_waiting()
-        return call
 
     def advance(self) -> None:
         """Send, receive, kill calls that are over their time, and begin the next ones.
@@ -203,7 +194,8 @@ class FunctionCalls:
         except WorkerError as error:
             of_call = ""
             if error.number is not None:
-                of_call = _named_completion(self._under_way[error.number][0], 0)
+                call, _ = self._under_way[error.number]
+                of_call = named_completion(call.places[0], call.texts[0])
             raise RewardError(escaped(f"reward {self.function.__name__}{of_call}: {error}")) from None
 
     def _requests(self, call: Call) -> Generator[Call, Reply, None]:
@@ -229,7 +221,9 @@ class FunctionCalls:
         if not isinstance(answer, str):
             return answer
         failures = self._failures
-        message = f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}"
+        message = (
+            f"reward {self.function.__name__}{named_completion(call.places[i], call.texts[i])}: {answer}"
+        )
         if failures.add(escaped(message)):
             return math.nan
         summary = ""
@@ -239,9 +233,9 @@ class FunctionCalls:
         raise RewardError(summary + failures.messages[0])
 
 
-def _named_completion(call: Call, i: int) -> str:
-    """Return an error's words for a completion, after the function's name."""
-    return f" for the row at {call.places[i]}, completion {call.texts[i][:80]!r}"
+def named_completion(place: str, text: str) -> str:
+    """Return an error's words for a completion, after the function's name. place: its row's."""
+    return f" for the row at {place}, completion {text[:80]!r}"
 
 
 @contextlib.contextmanager

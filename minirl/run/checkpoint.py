@@ -186,10 +186,9 @@ class Checkpoints:
             return None
         self._current_save = None
         write_errors = gather_objects(save.wait_for_own_files())
-        error: str | None = next((found for found in write_errors if found is not None), None)
-        commit_error = broadcast_object(save.end(is_abandoned=error is not None))
-        if error is None:
-            error = commit_error
+        write_error: str | None = next(filter(None, write_errors), None)
+        commit_error: str | None = broadcast_object(save.end(is_abandoned=write_error is not None))
+        error = write_error or commit_error
         if error is None:
             self._newest = save.folder
         else:

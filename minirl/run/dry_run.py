@@ -89,7 +89,7 @@ def dry_run(
             num_ranks=capacity.num_ranks,
             num_shards=capacity.host_ranks if config.shard_over == "node" else capacity.num_ranks,
         )
-    sizes = choose_sizes(work, capacity.free, given_sizes(config))
+    sizes = choose_sizes(work, capacity.free, given_sizes(config, recorded={}))
     _print_work(config, work, streams)
     _print_memory(work, sizes, capacity)
     _print_prompts(task, streams[0])
