@@ -271,9 +271,13 @@ def main(config: Config) -> int:
             kl_mean = float(table.sum_branches(branch_kl).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)
             metrics.add("reward/kl_coef", progress.extra["kl_coef"])
-            if trains_policy:
-                progress.extra["kl_coef"] = next_kl_coef(
-                    config, progress.extra["kl_coef"], kl_mean, scores.numel()
+            if trains_policy and config.kl_target:
+                progress.extra["kl_coef"] = adapted_kl_coef(
+                    progress.extra["kl_coef"],
+                    kl_mean,
+                    target=config.kl_target,
+                    num_rollouts=scores.numel(),
+                    horizon=config.kl_horizon,
                 )
         weights = [
             rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
@@ -343,15 +347,6 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
             f"--value-model {folder}: must read the policy's tokens, up to {setup.max_tokens} of them"
         )
     return model_config, folder
-
-
-def next_kl_coef(config: Config, kl_coef: float, kl_mean: float, num_rollouts: int) -> float:
-    """The coefficient of the next step, adapted to --kl-target if that is set; kl_mean: nats per completion."""
-    if not config.kl_target:
-        return kl_coef
-    return adapted_kl_coef(
-        kl_coef, kl_mean, target=config.kl_target, num_rollouts=num_rollouts, horizon=config.kl_horizon
-    )
 
 
 def check(config: Config) -> None:

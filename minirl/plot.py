@@ -33,9 +33,11 @@ CAUSES = {  # of the account of time, from the ground up
 OWN_CAUSE = "#111111"  # of a fork
 COLORS = ("#3b6fb6", "#d9822b", "#3f9b6b", "#b5485d", "#7b5ea7", "#5f6b76")
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
+Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
+Runs = list[tuple[str, Lines]]  # each with its name
 
 
-def read_run(name: str) -> tuple[str, list[dict[str, Any]]]:
+def read_run(name: str) -> tuple[str, Lines]:
     """A run's name and the numbers of its steps. Raises InputError if there are no steps."""
     folder = find_run(name, "metrics.jsonl")
     lines, damaged = read_metrics(folder / "metrics.jsonl")
@@ -46,7 +48,7 @@ def read_run(name: str) -> tuple[str, list[dict[str, Any]]]:
     return folder.resolve().name, lines
 
 
-def series(lines: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, where it is there and finite."""
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
     return [step for step, _ in points], [value for _, value in points]
@@ -61,9 +63,7 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return means
 
 
-def draw_lines(
-    axes: Any, runs: list[tuple[str, list[dict[str, Any]]]], metric: str, *, is_smooth: bool
-) -> bool:
+def draw_lines(axes: Any, runs: Runs, metric: str) -> bool:
     """Draw a metric of all runs; returns whether any has it."""
     is_there = False
     for i, (name, lines) in enumerate(runs):
@@ -72,14 +72,14 @@ def draw_lines(
             continue
         is_there = True
         color = COLORS[i % len(COLORS)]
-        if is_smooth and len(values) > SMOOTHED_STEPS:
+        if len(values) > SMOOTHED_STEPS:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             values = running_mean(values, SMOOTHED_STEPS)
         axes.plot(steps, values, color=color, linewidth=1.8, label=name)
     return is_there
 
 
-def draw_held_out(axes: Any, runs: list[tuple[str, list[dict[str, Any]]]]) -> None:
+def draw_held_out(axes: Any, runs: Runs) -> None:
     """Mark each evaluation on the held-out rows."""
     for i, (_, lines) in enumerate(runs):
         steps, values = series(lines, "eval/reward")
@@ -88,7 +88,7 @@ def draw_held_out(axes: Any, runs: list[tuple[str, list[dict[str, Any]]]]) -> No
         axes.plot(steps, values, "o", color=color, markersize=5, markeredgecolor="white", label=label)
 
 
-def stack_of_causes(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
+def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
     """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
     own = sorted(found - CAUSES.keys() - {"step"})
@@ -99,7 +99,7 @@ def stack_of_causes(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
     return stack
 
 
-def draw_time(axes: Any, name: str, lines: list[dict[str, Any]]) -> None:
+def draw_time(axes: Any, name: str, lines: Lines) -> None:
     """The seconds of a run's steps by cause, one upon the other."""
     axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
     axes.set_xlabel("step")
@@ -114,7 +114,7 @@ def draw_time(axes: Any, name: str, lines: list[dict[str, Any]]) -> None:
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 
 
-def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
+def draw(runs: Runs, output: Path) -> None:
     """Draw the picture into a file."""
     import matplotlib
 
@@ -124,16 +124,16 @@ def draw(runs: list[tuple[str, list[dict[str, Any]]]], output: Path) -> None:
     num_rows = math.ceil((5 + len(runs)) / 3)
     figure, grid = pyplot.subplots(num_rows, 3, figsize=(13, 3.5 * num_rows), layout="constrained")
     panels = [
-        ("reward", "reward/mean", True),
-        ("entropy (nats per token)", "policy/entropy", True),
-        ("KL to the reference (k3)", "policy/kl_ref_k3", True),
-        ("completion tokens", "len/mean", True),
-        ("gradient norm", "optim/grad_norm", True),
+        ("reward", "reward/mean"),
+        ("entropy (nats per token)", "policy/entropy"),
+        ("KL to the reference (k3)", "policy/kl_ref_k3"),
+        ("completion tokens", "len/mean"),
+        ("gradient norm", "optim/grad_norm"),
     ]
     if not any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs):
-        panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3", True)
-    for axes, (title, metric, is_smooth) in zip(grid.flat, panels, strict=False):
-        if not draw_lines(axes, runs, metric, is_smooth=is_smooth):
+        panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3")
+    for axes, (title, metric) in zip(grid.flat, panels, strict=False):
+        if not draw_lines(axes, runs, metric):
             axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")

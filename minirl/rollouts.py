@@ -112,12 +112,12 @@ class Request:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """What is stored of an episode that ended, beside its tokens. Empty where no episode made the rollout.
+    """The stored facts of an episode that ended, beside its tokens. Empty where no episode made the rollout.
 
     turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
     environment: the attributes that reward functions see of its environment's object; None if none asks for them.
-    prompt: what the last branch begins with, text, messages or token ids; None for the row's prompt. tools: JSON
-    schemas of those that it tells of; None for the run's.
+    prompt: the start of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
+    schemas of the tools that it shows; None for the run's.
     """
 
     turns: Sequence[TurnFacts] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut off the rollout, which might have gone on."""
+        """Return whether a limit cut off the rollout, which might have gone on."""
         return self.finish_reason in CUT_OFF
 
     @property
@@ -204,17 +204,15 @@ def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
 
 
-def rollout_of(request: Request, finish_reason: str, sampled: Completion | None = None) -> Rollout:
-    """The rollout of a request with these tokens, copied. None: those that it has."""
-    sampled = request.sampled if sampled is None else sampled
-    num_prompt_tokens = len(request.prompt_ids)
-    before = (num_prompt_tokens, 0)  # zeros for the prompt
+def rollout_of(rollout_id: RolloutId, prompt: Tensor, completion: Completion, finish_reason: str) -> Rollout:
+    """The rollout of a prompt, int64 [L], with this completion. Both are copied."""
+    before = (len(prompt), 0)  # zeros for the prompt
     return Rollout(
-        tokens=torch.cat([token_tensor(request.prompt_ids), sampled.tokens]),
-        loss_mask=torch.constant_pad_nd(sampled.is_sampled, before),
-        sample_logprobs=torch.constant_pad_nd(sampled.logprobs, before),
-        weight_version=torch.constant_pad_nd(sampled.weight_versions, before),
-        num_prompt_tokens=num_prompt_tokens,
-        rollout_id=request.rollout_id,
+        tokens=torch.cat([prompt, completion.tokens]),
+        loss_mask=torch.constant_pad_nd(completion.is_sampled, before),
+        sample_logprobs=torch.constant_pad_nd(completion.logprobs, before),
+        weight_version=torch.constant_pad_nd(completion.weight_versions, before),
+        num_prompt_tokens=len(prompt),
+        rollout_id=rollout_id,
         finish_reason=finish_reason,
     )

@@ -1,4 +1,4 @@
-"""What is stored of a turn of an episode, beside its tokens. Standard library only."""
+"""The stored facts of a turn of an episode, beside its tokens. Standard library only."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,7 +9,7 @@ class TurnFacts:
     """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
-    not be read in whole; None where it could, or where nobody asked for it. rewards: by name, what was given to it.
+    not be read in whole; None where it could, or where nobody asked for it. rewards: those given to it, by name.
     inserted: the messages that were appended before it. asked: names what its function asked for (`Generate.digest`).
     """
 
@@ -29,7 +29,7 @@ class TurnFacts:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the turn is all of its answer: nothing but messages was appended before it."""
+        """Return whether the turn is all of its answer: nothing but messages was appended before it."""
         return self.start == 0 or bool(self.inserted)
 
     def to_json(self) -> dict[str, Any]:

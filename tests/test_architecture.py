@@ -202,7 +202,7 @@ def help_by_flag(config, monkeypatch, capsys):
     """Flag to description, without its default, as --help prints them."""
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit) as end:
-        parse(config, description="", preset={}, arguments=["--help"])
+        parse(config, description="", arguments=["--help"])
     assert end.value.code == 0
     found, flag = {}, ""
     for line in capsys.readouterr().out.splitlines():

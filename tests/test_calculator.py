@@ -166,11 +166,11 @@ def test_row_12_a_run_with_a_tool_goes_on_after_a_kill_at_any_time(calling):
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_learns_to_call(calling):
+def test_the_command_of_the_page_learns_to_call(tmp_path):
     """The first of its steps: calls are rare at first and nearly all at the end, and answers become right."""
     flags = f"--task calculator {TOOL} --num-steps 18 --run-name learns"
-    run_script(ROOT / "train_grpo.py", flags, runs=calling)
-    metrics = read_metrics(calling / "learns")
+    run_script(ROOT / "train_grpo.py", flags, runs=tmp_path)
+    metrics = read_metrics(tmp_path / "learns")
     assert metrics[0]["reward/calls"] < 0.15
     assert metrics[0]["reward/exact"] < 0.1
     assert metrics[-1]["reward/calls"] > 0.9

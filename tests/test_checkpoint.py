@@ -32,7 +32,7 @@ from minirl.model.families import config_from_dict, read_config
 from minirl.ranks import process_group
 from minirl.run import checkpoint as checkpoint_module
 from minirl.run import run_folder
-from minirl.run.checkpoint import Checkpoints, Remembered, own_records, prune, stored_tensors
+from minirl.run.checkpoint import Checkpoints, copy_remembered, own_records, prune, stored_tensors
 from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
 from minirl.training.sharded_model import ShardedModel
 from support.models import RAW_CONFIG, make_folder
@@ -457,7 +457,7 @@ class TestWhatIsGoneOnFrom:
         close(run)
         run = open_at(tmp_path)
         assert run.checkpoint is None
-        assert "no checkpoint yet: starting again" in capsys.readouterr().out
+        assert "no checkpoint yet: starting from the first step" in capsys.readouterr().out
         close(run)
 
 
@@ -726,19 +726,19 @@ class TestWhatAScriptRemembers:
     def test_what_would_come_back_as_something_else_is_refused_by_its_place(self, value, message):
         """At the start and in the first step, not by a resume that goes on with something else."""
         with pytest.raises(InputError, match=rf'^extra\["level"\]\[1\]\["x"\]: .*{message}'):
-            Remembered.copied({"level": [0, {"x": value}]}, {})
+            copy_remembered({"level": [0, {"x": value}]}, {})
 
     def test_values_without_end_are_refused(self, monkeypatch):
         """One that contains itself, records that are no list, and more tensors than a file's header can name."""
         value: list = []
         value.append(value)
         with pytest.raises(InputError, match=r'extra\["a"\]: is over 100 deep, or contains itself'):
-            Remembered.copied({"a": value}, {})
+            copy_remembered({"a": value}, {})
         with pytest.raises(InputError, match=r'records\["a"\]: must be a list'):
-            Remembered.copied({}, {"a": torch.ones(3)})
+            copy_remembered({}, {"a": torch.ones(3)})
         monkeypatch.setattr(value_files, "_MAX_HEADER_BYTES", 1000)
         with pytest.raises(InputError, match="records: 20 tensors are too many for one file; stack"):
-            Remembered.copied({}, {"a": [torch.ones(1)] * 20})
+            copy_remembered({}, {"a": [torch.ones(1)] * 20})
 
     @pytest.mark.parametrize(
         ("num_saved", "num_ranks", "expected"),
@@ -768,9 +768,9 @@ def copy_error(rank: int) -> tuple[str, str]:
         ({}, {"all": [rank], **({"one": []} if rank else {})}),
     ):
         with pytest.raises(InputError) as caught:
-            Remembered.copied(extra, records)
+            copy_remembered(extra, records)
         errors.append(str(caught.value))
-    Remembered.copied({"same": [1, torch.ones(2)]}, {"all": [rank]})
+    copy_remembered({"same": [1, torch.ones(2)]}, {"all": [rank]})
     return tuple(errors)
 
 

@@ -17,7 +17,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
-from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
@@ -372,7 +372,7 @@ def stop_of_no_texts(episode):
         (number_appended, r"generate\(after=5\): expected text, a list of token ids, or messages"),
         (bytes_appended, r"generate\(after=b'abc'\): expected text, a list of token ids, or messages"),
         (stop_of_no_texts, r"generate\(stop=True\): expected a text or several"),
-        (no_generator, "is no generator; write `turn = yield"),
+        (no_generator, "is not a generator; write `turn = yield"),
         (silent, "ended without a turn"),
         (strange, "yields 'a turn'; expected `yield episode.generate"),
         (
@@ -384,7 +384,7 @@ def stop_of_no_texts(episode):
             early_message,
             "before the first turn; see episode.branch",
         ),
-        (chatting, "messages behind a text prompt; see --chat"),
+        (chatting, "messages after a text prompt; see --chat"),
         (foreign_ids, f"token id {VOCAB}, and the model has {VOCAB}"),
     ],
 )
@@ -625,12 +625,11 @@ def test_a_record_has_all_branches(tmp_path):
     """Fault 12."""
     (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
     branched = in_two_branches(rollout)
-    record = finished_record(FinishedRollout(branched, [None, 0.5], failed=True))
+    record = finished_record(branched, [None, 0.5], failed=True)
     ValueCopy.of({"in_flight": [record]}, "records").write(tmp_path, "records")
     (saved,) = read_values(tmp_path / "records")["in_flight"]
-    finished = finished_of(saved)
-    assert as_tuples(finished.rollout) == as_tuples(branched)
-    assert (finished.rewards, finished.failed) == ([None, 0.5], True)
+    assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
+    assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
 
 
 def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():

@@ -442,8 +442,8 @@ async def echo(method, path, body):
     return Answer.of_json([method, path, len(body)])
 
 
-def at_session(conversation):
-    """Run `conversation(session, server)` with a session that echoes."""
+def at_route(conversation):
+    """Run `conversation(route, server)` with a route that echoes."""
 
     async def run():
         server = await of_this_loop()
@@ -453,13 +453,13 @@ def at_session(conversation):
     return asyncio.run(run())
 
 
-async def connect(session):
-    host, port = session.url.split("/")[2].split(":")
+async def connect(route):
+    host, port = route.url.split("/")[2].split(":")
     return await asyncio.open_connection(host, int(port))
 
 
-def head(session, path="/v1/x", size=0, *more):
-    target = "/" + session.url.split("/")[3] + path
+def head(route, path="/v1/x", size=0, *more):
+    target = "/" + route.url.split("/")[3] + path
     return "\r\n".join((f"POST {target} HTTP/1.1", f"Content-Length: {size}", *more, "", "")).encode()
 
 
@@ -470,9 +470,9 @@ async def read_answer(reader):
     return int(text.split()[1]), json.loads(await reader.readexactly(size))
 
 
-async def ask(session, sent):
+async def ask(route, sent):
     """The status and JSON that come for these bytes, and whether the connection is closed then."""
-    reader, writer = await connect(session)
+    reader, writer = await connect(route)
     writer.write(sent)
     status, answer = await read_answer(reader)
     is_closed = False
@@ -483,39 +483,39 @@ async def ask(session, sent):
 
 
 def test_requests_on_one_connection_are_answered_one_after_another():
-    async def conversation(session, _):
-        reader, writer = await connect(session)
-        writer.write(head(session, "/v1/a?b=c", 3) + b"abc" + head(session, "/v1/x", 6) + b"refuse")
+    async def conversation(route, _):
+        reader, writer = await connect(route)
+        writer.write(head(route, "/v1/a?b=c", 3) + b"abc" + head(route, "/v1/x", 6) + b"refuse")
         assert await read_answer(reader) == (200, ["POST", "v1/a", 3])
         status, answer = await read_answer(reader)
         error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
         assert (status, answer) == (400, {"error": error})
         for pause in range(3):
-            writer.write(head(session, f"/{pause}"))
+            writer.write(head(route, f"/{pause}"))
             await asyncio.sleep(0.01)
         for pause in range(3):
             assert await read_answer(reader) == (200, ["POST", f"{pause}", 0])
         writer.close()
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 def test_old_clients_and_those_that_ask_first_are_answered():
     """HTTP/1.0, whose connections end with the answer, and "Expect: 100-continue"."""
 
-    async def conversation(session, _):
-        sent = head(session, size=3) + b"abc"
+    async def conversation(route, _):
+        sent = head(route, size=3) + b"abc"
         old = sent.replace(b"HTTP/1.1", b"HTTP/1.0")
-        assert await ask(session, old) == (200, ["POST", "v1/x", 3], True)
-        asks_first = head(session, "/v1/x", 3, "Expect: 100-continue")
-        reader, writer = await connect(session)
+        assert await ask(route, old) == (200, ["POST", "v1/x", 3], True)
+        asks_first = head(route, "/v1/x", 3, "Expect: 100-continue")
+        reader, writer = await connect(route)
         writer.write(asks_first)
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"abc")
         assert await read_answer(reader) == (200, ["POST", "v1/x", 3])
         writer.close()
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 HUGE = 100_000_000
@@ -528,7 +528,7 @@ HUGE = 100_000_000
         (lambda s: b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "this is no HTTP/1.1"),
         (lambda s: b"GET /x HTTP/2.0\r\n\r\n", 400, "this is no HTTP/1.1"),
         (lambda s: head(s).replace(b": 0", b" 0"), 400, "this is no HTTP/1.1"),
-        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it has ended, or never was"),
+        (lambda s: b"GET / HTTP/1.1\r\n\r\n", 404, "no episode has this URL: it ended, or never was"),
         (lambda s: head(s).replace(b"/v1", b"x/v1"), 404, "no episode has this URL"),
         (lambda s: b"POST " + b"x" * 10_000_000, 431, "head has more than 32768 bytes"),
         (lambda s: head(s, "/v1", 0, *["a: b"] * 10_000), 431, "head has more than 32768 bytes"),
@@ -544,22 +544,22 @@ HUGE = 100_000_000
     ],
 )
 def test_row_60_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(make, status, said):
-    async def conversation(session, _):
-        found, answer, is_closed = await ask(session, make(session))
+    async def conversation(route, _):
+        found, answer, is_closed = await ask(route, make(route))
         assert (found, is_closed) == (status, True)
         assert said in answer["error"]["message"]
-        assert (await ask(session, head(session)))[0] == 200
+        assert (await ask(route, head(route)))[0] == 200
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 @pytest.mark.parametrize("is_body", [True, False])
 def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
     monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
 
-    async def conversation(session, server):
-        reader, writer = await connect(session)
-        for letter in head(session, size=100) if is_body else b"POST /":
+    async def conversation(route, server):
+        reader, writer = await connect(route)
+        for letter in head(route, size=100) if is_body else b"POST /":
             writer.write(bytes([letter]))
         begin = time.monotonic()
         answer = await reader.read()
@@ -568,7 +568,7 @@ def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch
         writer.close()
         await settled(server, 0)
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 async def settled(server, count):
@@ -587,25 +587,25 @@ def test_row_60_connections_without_a_token_are_dropped_first_and_those_with_req
         await may_go_on.wait()
         return Answer.of_json("late")
 
-    async def conversation(session, server):
-        used = await connect(session)
-        used[1].write(head(session))
+    async def conversation(route, server):
+        used = await connect(route)
+        used[1].write(head(route))
         assert (await read_answer(used[0]))[0] == 200
         silent = []
         for _ in range(300):
-            silent.append(await connect(session))
+            silent.append(await connect(route))
         await settled(server, 5)
-        used[1].write(head(session))
+        used[1].write(head(route))
         assert (await read_answer(used[0]))[0] == 200
-        asking = [await connect(session) for _ in range(4)]
+        asking = [await connect(route) for _ in range(4)]
         for _, writer in asking:
             writer.write(head(server.open(slow)))
         await asyncio.sleep(0.1)
         # The one that waits for a request makes place for the next.
-        last = await connect(session)
+        last = await connect(route)
         last[1].write(head(server.open(slow)))
         assert await used[0].read() == b""
-        status, answer, _ = await ask(session, head(session))
+        status, answer, _ = await ask(route, head(route))
         assert (status, answer["error"]["message"]) == (503, "more than 5 connections are open")
         may_go_on.set()
         assert [(await read_answer(reader))[1] for reader, _ in [*asking, last]] == ["late"] * 5
@@ -613,34 +613,34 @@ def test_row_60_connections_without_a_token_are_dropped_first_and_those_with_req
             writer.close()
         await settled(server, 0)
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 def test_a_connection_outlives_its_session_and_is_closed_by_an_answer_that_says_so(monkeypatch):
     """A client's pool may just be using it for another episode."""
     monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
 
-    async def conversation(session, server):
+    async def conversation(route, server):
         other = server.open(echo)
-        assert other.url != session.url
-        reader, writer = await connect(session)
-        for used in (other, session):
+        assert other.url != route.url
+        reader, writer = await connect(route)
+        for used in (other, route):
             writer.write(head(used))
             assert (await read_answer(reader))[0] == 200
-        server.close(session)
+        server.close(route)
         await asyncio.sleep(0.05)
         writer.write(head(other))
         assert b"Connection: keep-alive" in await reader.readuntil(b"\r\n\r\n")
         await reader.read(100)
-        others = [await connect(session) for _ in range(2)]
+        others = [await connect(route) for _ in range(2)]
         writer.write(head(other))
         assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
         await reader.read()
         for _, other_writer in [*others, (reader, writer)]:
             other_writer.close()
-        assert (await ask(session, head(session)))[0] == 404
+        assert (await ask(route, head(route)))[0] == 404
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 def test_row_60_a_client_that_never_reads_its_answer_is_counted_and_closed(monkeypatch):
@@ -649,8 +649,8 @@ def test_row_60_a_client_that_never_reads_its_answer_is_counted_and_closed(monke
     async def large(method, path, body):
         return Answer(b"x" * HUGE)
 
-    async def conversation(session, server):
-        reader, writer = await connect(session)
+    async def conversation(route, server):
+        reader, writer = await connect(route)
         writer.transport.pause_reading()
         writer.write(head(server.open(large)))
         await asyncio.sleep(0.1)
@@ -661,7 +661,7 @@ def test_row_60_a_client_that_never_reads_its_answer_is_counted_and_closed(monke
             assert len(await reader.read()) < HUGE
         writer.close()
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 def test_row_60_a_client_that_hangs_up_is_no_longer_answered():
@@ -673,15 +673,15 @@ def test_row_60_a_client_that_hangs_up_is_no_longer_answered():
         finally:
             cancelled.set()
 
-    async def conversation(session, server):
-        _, writer = await connect(session)
+    async def conversation(route, server):
+        _, writer = await connect(route)
         writer.write(head(server.open(slow)))
         await asyncio.sleep(0.05)
         writer.close()
         await asyncio.wait_for(cancelled.wait(), 5)
         await settled(server, 0)
 
-    at_session(conversation)
+    at_route(conversation)
 
 
 HI = {"role": "user", "content": "hi"}

@@ -445,15 +445,15 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
 def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do():
     shop = types.SimpleNamespace(price=torch.tensor(2.0), kinds={"a": [None]}, client=object(), place=(1, 2))
     episode = Episode(Row("", {}, "f:1"), seed=1, max_tokens=9, environment={})
-    session = tool_loop.EnvironmentSession(shop)
-    session._show(episode)
+    tools = tool_loop.EnvironmentTools(shop)
+    tools._show(episode)
     assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
     expected = r"'place' is not an attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward epis"
     with pytest.raises(AttributeError, match=expected):
         call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
     shop.board = "a" * 2**20
     with pytest.raises(InputError, match=r"the attributes of the environment, .* are 10486\d\d characters"):
-        session._show(episode)
+        tools._show(episode)
 
 
 @pytest.mark.parametrize(
@@ -993,13 +993,12 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr("minirl.data.answers.parsed_answer", said_by(rows))
     workers = load_rollout(f"{file}:{object_name}", kind=kind)
-    task = load_task(
-        "jsonl",
+    config = RunConfig(
         data=str(tmp_path / "rows.jsonl"),
-        eval_data=[],
-        reward=[f"{file}:{reward}" for reward in rewards],
-        has_environment=kind == "environment",
+        reward=tuple(f"{file}:{reward}" for reward in rewards),
+        environment=f"{file}:{object_name}" if kind == "environment" else None,
     )
+    task = load_task(config)
     try:
         names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
         save_tokenizer(tmp_path, names + CHAT, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")

@@ -12,7 +12,7 @@ import torch
 from minirl.data.view import view_of
 from minirl.episodes.asked import END_REASONS
 from minirl.episodes.episode import Episode, one_turn
-from minirl.episodes.in_flight import FinishedRollout, finished_of, finished_record
+from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
@@ -275,7 +275,7 @@ def test_a_function_that_has_yielded_its_end_is_closed():
         ("goes_on", r"episode.generate\(\) after episode.end\('env_done'\)"),
         ("begins_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
         ("goes_on_in_a_branch", r"episode.generate\(\) after episode.end\('env_done'\)"),
-        ("gives_late", "the episode has ended; give rewards before a `yield`"),
+        ("gives_late", "the episode ended; give rewards before a `yield`"),
     ],
 )
 def test_an_end_that_means_nothing_is_refused(load, name, said):
@@ -401,9 +401,9 @@ def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_che
         roles = [message["role"] for message in view["messages"]]
         tools = ["tool", "tool", "tool", "assistant", "user", "assistant"] if is_chat else []
         assert roles == ["user", "assistant", *tools][: len(roles)]
-        finished = finished_record(FinishedRollout(rollout))
+        finished = finished_record(rollout)
         saved = json.loads(json.dumps(finished["episode"]))
-        again = finished_of(finished | {"episode": saved}).rollout
+        again = finished_rollout(finished | {"episode": saved})
         assert again.episode == record
         assert view_of(again, row.prompt, prompts.tokenizer) == view
 
@@ -422,7 +422,8 @@ def metrics_of(monkeypatch):
 
     def metrics_of_step(rollouts):
         metrics = StepMetrics()
-        add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
+        rewards = torch.zeros(len(rollouts), 1)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
         others = {"count/sampled_tokens": 0.0, "time/step": 1.0}
         return derived(metrics.reduce() | others)
 

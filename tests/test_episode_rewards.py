@@ -22,6 +22,7 @@ from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
 from minirl.rewards.reward_process import load_reward
 from minirl.rewards.rewarded import turn_rewards
+from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange, pack
 from support.collecting import Prompts, chat_prompts, collected, rollout_records
@@ -200,7 +201,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
                 yield episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
         except GeneratorExit:
-            with pytest.raises(InputError, match="the episode has ended; give rewards before a `yield`"):
+            with pytest.raises(InputError, match="the episode ended; give rewards before a `yield`"):
                 episode.reward(1.0, "total")
             refused.append(True)
             raise
@@ -677,16 +678,16 @@ def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function
 
 
 def test_the_flag_names_episode_rewards():
-    task = load_task("sorting", data=None, eval_data=[], reward=["episode", "episode:format"])
+    task = load_task(RunConfig(reward=("episode", "episode:format")))
     names = {name: function.reward_name for name, function in task.rewards.items()}
     assert names == {"episode": "reward", "format": "format"}
     for specs, message in (
-        (["episode:"], r"--reward episode:: expected episode, or episode:NAME"),
-        (["episode:mean"], "the name mean is taken by a metric"),
-        (["episode:a", "episode:a"], "two functions of one name"),
+        (("episode:",), r"--reward episode:: expected episode, or episode:NAME"),
+        (("episode:mean",), "the name mean is taken by a metric"),
+        (("episode:a", "episode:a"), "two functions of one name"),
     ):
         with pytest.raises(InputError, match=re.escape(message).replace(r"\-", "-")):
-            load_task("sorting", data=None, eval_data=[], reward=specs)
+            load_task(RunConfig(reward=specs))
 
 
 FILE = """

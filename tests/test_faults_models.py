@@ -383,7 +383,7 @@ def test_row_49_an_embedded_model_that_is_damaged_is_refused(quick_toy, tmp_path
         else:
             path.unlink()
         with pytest.raises(
-            InputError, match=f"embedded model is damaged .*: delete {folder}, and it is made"
+            InputError, match=f"embedded model is damaged .*: delete {folder}, and the next run makes it"
         ):
             embedded_model.embedded_model_folder(tmp_path)
         path.write_bytes(content)

@@ -18,6 +18,7 @@ from minirl.ranks import watchdog
 from minirl.rewards.functions import compute_rewards
 from minirl.rewards.reward_process import load_reward
 from minirl.rewards.reward_queue import reward_rollouts
+from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.processes import is_alive
 from support.rollouts import make_prompts, make_rollout
@@ -130,12 +131,13 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
     (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
     rows = {"prompt": "a", "answer": 1}, {"prompt": "b", "solution": 1}
     good, bad = write_rows(tmp_path / "good.jsonl", rows[0]), write_rows(tmp_path / "bad.jsonl", *rows)
-    files = dict(data=bad, eval_data=[good]) if part == "training" else dict(data=good, eval_data=[bad])
+    files = dict(data=bad, eval_data=(good,)) if part == "training" else dict(data=good, eval_data=(bad,))
+    reward = (f"{tmp_path}/needs.py:right",)
     with pytest.raises(
         InputError, match=r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"
     ):
-        load_task("auto", **files, reward=[f"{tmp_path}/needs.py:right"])
-    task = load_task("auto", data=good, eval_data=(), reward=[f"{tmp_path}/needs.py:right"])
+        load_task(RunConfig(**files, reward=reward))
+    task = load_task(RunConfig(data=good, reward=reward))
     assert list(task.rewards) == ["right"]
 
 

@@ -101,20 +101,37 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
+def cache_bytes(config: ModelConfig, dtype: torch.dtype, *, max_sequences: int) -> int:
+    """Of a cache of 4096 tokens."""
+    cache = KVCache(
+        config.layer_windows,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_query_groups=config.num_attention_heads // config.num_key_value_heads,
+        num_tokens=4096,
+        max_sequences=max_sequences,
+        dtype=dtype,
+        device=CPU,
+    )
+    return sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+
+
+def backward(model: ShardedModel, batch: Batch, *, is_last: bool) -> None:
+    """Of one microbatch."""
+    logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+    model.backward(logprobs.sum(), is_last=is_last)
+
+
 def bytes_of_training(rank: int, folder: Path) -> dict[str, float]:
     """What a rank has after each part of an update, by the row of the table."""
     model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     batch = make_batch(33).replace(tokens=torch.arange(33))
 
-    def backward(*, is_last: bool) -> None:
-        logprobs, _ = score_batch(model.module, batch, temperature=1.0)
-        model.backward(logprobs.sum(), is_last=is_last)
-
     with torch.no_grad():
         score_batch(model.module, batch, temperature=1.0)  # makes the rope table, which stays
-    _, gradients = allocated_bytes(lambda: backward(is_last=False))
-    backward(is_last=True)
+    _, gradients = allocated_bytes(lambda: backward(model, batch, is_last=False))
+    backward(model, batch, is_last=True)
     sharded = sum(master.grad.to_local().nbytes for master in model.masters.values())
     model.step(optimizer, lr=0.1, max_grad_norm=1.0)
     moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
@@ -144,18 +161,9 @@ def test_weights_optimizer_and_gradients_are_the_table_s(one_rank, two_ranks, tm
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cached_token_has_the_table_s_bytes(shape):
     config = make_config(*shape)
-    cache = KVCache(
-        config.layer_windows,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        num_query_groups=config.num_attention_heads // config.num_key_value_heads,
-        num_tokens=4096,
-        max_sequences=1,
-        dtype=torch.bfloat16,
-        device=CPU,
+    assert cache_bytes(config, torch.bfloat16, max_sequences=1) == pytest.approx(
+        4096 * formula("cached token", **sizes_of(config)), rel=0.02
     )
-    num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
-    assert num_bytes == pytest.approx(4096 * formula("cached token", **sizes_of(config)), rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -332,8 +340,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 
     def update() -> None:
         for is_last in (False, True):
-            logprobs, _ = score_batch(model.module, batch, temperature=1.0)
-            model.backward(logprobs.sum(), is_last=is_last)
+            backward(model, batch, is_last=is_last)
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
 
     update()
@@ -420,17 +427,13 @@ def bytes_of_backward(
     model = ShardedModel(read_config(folder), folder, **options, shard_gradients=True)
     batch = make_batch(num_tokens)
 
-    def backward(*, is_last: bool) -> None:
-        logprobs, _ = score_batch(model.module, batch, temperature=1.0)
-        model.backward(logprobs.sum(), is_last=is_last)
-
     def two_microbatches() -> None:
-        backward(is_last=False)
-        backward(is_last=True)
+        backward(model, batch, is_last=False)
+        backward(model, batch, is_last=True)
 
     with torch.no_grad():
         score_batch(model.module, batch, temperature=1.0)  # makes the rope table, which stays
-    _, left = allocated_bytes(lambda: backward(is_last=False))
+    _, left = allocated_bytes(lambda: backward(model, batch, is_last=False))
     for master in model.masters.values():
         master.grad = None
     peak, _ = allocated_bytes(two_microbatches)
@@ -727,15 +730,5 @@ def test_a_step_that_fits_whole_takes_the_full_budget_with_any_memory():
 def test_a_window_bounds_the_cache():
     """As the cache itself allocates it."""
     config = dataclasses.replace(make_config(*SHAPES[1]), layer_windows=(None, 100))
-    cache = KVCache(
-        config.layer_windows,
-        num_kv_heads=2,
-        head_dim=64,
-        num_query_groups=2,
-        num_tokens=4096,
-        max_sequences=3,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    num_bytes = cache_bytes(config, torch.float32, max_sequences=3)
     assert formulas.cached_bytes(config, torch.float32, tokens=4096, requests=3) == num_bytes

@@ -82,7 +82,7 @@ def recorded_step(rank, script, flags, runs):
         mock.patch.object(ShardedModel, "step", watched_step),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        assert module.main(parse(module.Config, description="", preset={}, arguments=flags)) == 0
+        assert module.main(parse(module.Config, description="", arguments=flags)) == 0
     return sequences, gradients
 
 

@@ -5,7 +5,8 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,26 @@ def rewards_of(table: RolloutTable) -> tuple[Tensor, Tensor, Tensor]:
     return rewards, rewards[:, :0, 0], torch.ones(1, dtype=torch.float64)
 
 
+def sharded(
+    folder: Path, dtype: torch.dtype = torch.float32, *, scalar_head: bool = False, **options: Any
+) -> ShardedModel:
+    """The folder's model on the CPU, over all ranks."""
+    config = dataclasses.replace(read_config(folder), scalar_head=scalar_head)
+    return ShardedModel(config, folder, dtype=dtype, device=CPU, **options)
+
+
+def adamw(model: ShardedModel, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    return model.make_optimizer(betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+def loss_of_one_sequence(model: ShardedModel, tokens: Tensor | None = None) -> Tensor:
+    """Of 20 tokens; if none are given, of the same ones on every rank."""
+    tokens = torch.arange(20) if tokens is None else tokens
+    layout = batching.PackedLayout((20,), CPU)
+    new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
+    return -new.sum()
+
+
 def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     """How far the policy has moved since it was the old one: random numbers around 0, the same for every split."""
     return torch.where(mask, (sample_logprobs + 0.5) * (0.05 if level == "sequence_sum" else 0.6), 0.0)
@@ -162,8 +183,7 @@ def grpo_gradients(
 
     The first `num_equal` groups have equal rewards. is_skipped: rollouts without a gradient are left out.
     """
-    options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients, "num_shards": num_shards}
-    model = ShardedModel(read_config(folder), folder, **options)
+    model = sharded(folder, dtype, shard_gradients=shard_gradients, num_shards=num_shards)
     left_out_by = config if is_skipped else None
     table, batch, microbatches = shared_out(rank, max_tokens, has_branches, num_equal, left_out_by)
     advantages = train_grpo.token_advantages(config, *rewards_of(table), table, batch)
@@ -186,10 +206,13 @@ def full_gradients(model: ShardedModel) -> dict[str, Tensor]:
     return {name: master.grad.full_tensor() for name, master in model.masters.items()}
 
 
-def assert_close_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, gradient in expected.items():
-        error = (got[name] - gradient).norm() / gradient.norm()
-        assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
+def assert_close_gradients(
+    of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    for got in of_ranks:
+        for name, gradient in expected.items():
+            error = (got[name] - gradient).norm() / gradient.norm()
+            assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
 def assert_split_invariant(
@@ -198,8 +221,7 @@ def assert_split_invariant(
     """`gradients(rank, max_tokens, *args)` are those of one rank and one microbatch, however the rollouts are split."""
     (expected,) = one_rank.run(gradients, 10_000, *args)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        for got in pool.run(gradients, max_tokens, *args):
-            assert_close_gradients(got, expected, tolerance)
+        assert_close_gradients(pool.run(gradients, max_tokens, *args), expected, tolerance)
 
 
 @objectives
@@ -225,8 +247,9 @@ def test_gradient_is_the_same_without_the_rollouts_that_have_none(
     """Four of seven groups have equal rewards, and truncated rollouts no weight: only the others are computed."""
     (expected,) = one_rank.run(grpo_gradients, 10_000, folder, dtype, config, 4)
     for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        for got in pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True):
-            assert_close_gradients(got, expected, tolerance)
+        assert_close_gradients(
+            pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True), expected, tolerance
+        )
 
 
 def trained_tokens(config: train_grpo.Config, has_branches: bool) -> list[tuple[Rollout, Tensor]]:
@@ -273,8 +296,7 @@ def plain_gradients(
 def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, config):
     """Sharding, packing and the chunked head change no gradient: float64 against plain autograd."""
     (expected,) = one_rank.run(plain_gradients, folder, config)
-    for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, config):
-        assert_close_gradients(gradients, expected, 1e-12)
+    assert_close_gradients(two_ranks.run(grpo_gradients, 300, folder, torch.float64, config), expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant", "drop_truncated"])
@@ -286,8 +308,7 @@ def test_gradient_of_rollouts_in_two_branches_is_that_of_the_whole_ones(one_rank
     (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name], True)
     options = (folder, torch.float64, OBJECTIVES[name], 0, False, False, None, True)
     for pool, max_tokens in ((one_rank, 10_000), (two_ranks, 300)):
-        for gradients in pool.run(grpo_gradients, max_tokens, *options):
-            assert_close_gradients(gradients, expected, 1e-12)
+        assert_close_gradients(pool.run(grpo_gradients, max_tokens, *options), expected, 1e-12)
 
 
 def numbers_of_rollouts(batch: Batch) -> Tensor:
@@ -310,10 +331,8 @@ def ppo_backward(
 
     Rewards have a KL term, truncated completions a bootstrap value, and advantages are whitened over the ranks.
     """
-    options = {"dtype": dtype, "device": CPU, "shard_gradients": shard_gradients}
-    policy = ShardedModel(read_config(folder), folder, **options)
-    value_config = dataclasses.replace(read_config(value_folder), scalar_head=True)
-    value = ShardedModel(value_config, value_folder, **options)
+    policy = sharded(folder, dtype, shard_gradients=shard_gradients)
+    value = sharded(value_folder, dtype, scalar_head=True, shard_gradients=shard_gradients)
     table, batch, microbatches = shared_out(rank, max_tokens)
 
     config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
@@ -386,8 +405,7 @@ def test_gradients_that_are_sharded_in_each_microbatch_are_the_same(
     ):
         (expected,) = one_rank.run(gradients, 10_000, *args)
         for max_tokens in (10_000, 200):
-            for got in ranks.run(gradients, max_tokens, *args, True):
-                assert_close_gradients(got, expected, tolerance)
+            assert_close_gradients(ranks.run(gradients, max_tokens, *args, True), expected, tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -414,21 +432,20 @@ def test_gradients_of_models_that_are_sharded_over_nodes_are_the_same(
     args = (folder, torch.float64, OBJECTIVES["token_mean"], 0, False)
     (expected,) = one_rank.run(grpo_gradients, 10_000, *args)
     for max_tokens in (10_000, 200):
-        for got in ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards):
-            assert_close_gradients(got, expected, 1e-12)
+        assert_close_gradients(
+            ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards), expected, 1e-12
+        )
 
 
 def five_steps(
     rank: int, folder: Path, num_shards: int | None, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[float], int]:
     """After updates on texts that differ between ranks: the compute weights, the norms, and the tensors to save."""
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU, num_shards=num_shards)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
-    tokens, layout = (torch.arange(20) + rank) % 33, batching.PackedLayout((20,), CPU)
+    model = sharded(folder, dtype, num_shards=num_shards)
+    optimizer = adamw(model, weight_decay=0.1)
     norms = []
     for _ in range(5):
-        new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
-        model.backward(-new.sum(), is_last=True)
+        model.backward(loss_of_one_sequence(model, (torch.arange(20) + rank) % 33), is_last=True)
         norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
     weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     return weights, norms, len(model.state_tensors(optimizer))
@@ -491,17 +508,9 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs)
             assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
-def loss_of_one_sequence(model: ShardedModel) -> torch.Tensor:
-    """Of 20 tokens, the same on every rank."""
-    layout = batching.PackedLayout((20,), CPU)
-    new, _ = score(model.module, torch.arange(20), layout, select=torch.arange(20) > 0, temperature=1.0)
-    return -new.sum()
-
-
 def held_after_one_of_two(rank: int, folder: Path, shard_gradients: bool) -> tuple[int, int]:
     """Elements of gradients that a microbatch which is not the last leaves in the masters, and of all parameters."""
-    options = {"dtype": torch.float32, "device": CPU, "shard_gradients": shard_gradients}
-    model = ShardedModel(read_config(folder), folder, **options)
+    model = sharded(folder, shard_gradients=shard_gradients)
     model.backward(loss_of_one_sequence(model), is_last=False)
     held = [m.grad.to_local().numel() for m in model.masters.values() if m.grad is not None]
     whole = [w.grad.numel() for w in model.compute_weights.values() if w.grad is not None]
@@ -524,15 +533,13 @@ def two_updates(
 ) -> dict[str, Tensor]:
     """Of two microbatches each, on texts that differ between ranks: norms, weights and all that is saved."""
     options = {"shard_gradients": shard_gradients, "num_shards": num_shards, "offload_optimizer": offload}
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU, **options)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
-    layout = batching.PackedLayout((20,), CPU)
+    model = sharded(folder, dtype, **options)
+    optimizer = adamw(model, weight_decay=0.1)
     norms = []
     for update in range(2):
         for is_last in (False, True):
             tokens = (torch.arange(20) * (2 + is_last) + 5 * update + rank) % 33
-            new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
-            model.backward(-new.sum(), is_last=is_last)
+            model.backward(loss_of_one_sequence(model, tokens), is_last=is_last)
         norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
     weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     return {"norms": torch.tensor(norms), **weights, **model.state_tensors(optimizer)}
@@ -568,10 +575,7 @@ def test_an_optimizer_in_host_memory_changes_no_bit(
 def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
     """The policy's weights after an update of both models, and both gradient norms."""
     models = ppo_backward(rank, *args)
-    norms = [
-        model.step(model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0), lr=0.01, max_grad_norm=0.01)
-        for model in models.values()
-    ]
+    norms = [model.step(adamw(model), lr=0.01, max_grad_norm=0.01) for model in models.values()]
     return {name: master.full_tensor().detach() for name, master in models["policy"].masters.items()}, *norms
 
 
@@ -586,43 +590,34 @@ def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder):
-    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45. Fault 29."""
+@pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
+def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder, padding_rule):
+    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45. Fault 29.
 
-    (expected,) = one_rank.run(single_rollout_gradients, folder)
-    for gradients in two_ranks.run(single_rollout_gradients, folder):
-        assert_close_gradients(gradients, expected, 1e-12)
-
-
-def test_a_rank_without_rollouts_takes_part_where_rows_are_not_padded(one_rank, two_ranks, folder):
-    """As on CUDA: no tokens reach the model of the rank that trains on nothing."""
-
-    (expected,) = one_rank.run(single_rollout_gradients, folder)
-    for gradients in two_ranks.run(unpadded_single_rollout_gradients, folder):
-        assert_close_gradients(gradients, expected, 1e-12)
+    On CUDA rows are not padded: no tokens reach the model of that rank.
+    """
+    (expected,) = one_rank.run(single_rollout_gradients, folder, nullcontext)
+    assert_close_gradients(two_ranks.run(single_rollout_gradients, folder, padding_rule), expected, 1e-12)
 
 
-def unpadded_single_rollout_gradients(rank: int, folder: Path) -> dict[str, Tensor]:
-    with pad_as_on_cuda():
-        return single_rollout_gradients(rank, folder)
-
-
-def single_rollout_gradients(rank: int, folder: Path) -> dict[str, Tensor]:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=CPU)
+def single_rollout_gradients(
+    rank: int, folder: Path, padding_rule: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, Tensor]:
+    model = sharded(folder, torch.float64)
     mine = make_rollouts(1, 1) if rank == 0 else []
     table = gather_table(mine, torch.ones(len(mine), 1))
     plan = plan_updates(table.num_tokens.tolist(), num_minibatches=1, num_ranks=world_size(), max_tokens=1000)
     batch = exchange(mine, table, plan.rank_of)
-    for sequences in plan.of_rank(rank)[0]:
-        micro = batch.select(sequences)
-        new, _ = score(model.module, micro.tokens, micro.layout(), select=micro.loss_mask, temperature=1.0)
-        model.backward(-new.sum(), is_last=True)
+    with padding_rule():
+        for sequences in plan.of_rank(rank)[0]:
+            new, _ = score_batch(model.module, batch.select(sequences), temperature=1.0)
+            model.backward(-new.sum(), is_last=True)
     return full_gradients(model)
 
 
 def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, bool]:
-    model = ShardedModel(read_config(folder), folder, dtype=dtype, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder, dtype)
+    optimizer = adamw(model)
     original = named_parameters(load_replica(folder, dtype=dtype))
     report = {"loaded": all(torch.equal(model.compute_weights[n], original[n]) for n in original)}
     addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
@@ -666,17 +661,15 @@ def test_weights_are_one_storage_refreshed_in_place(request, ranks, folder, dtyp
 
 def step_five_times(model: ShardedModel, lr: float) -> None:
     """Updates that make one text likelier."""
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
-    tokens, layout = torch.arange(20), batching.PackedLayout((20,), CPU)
+    optimizer = adamw(model)
     for _ in range(5):
-        new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
-        model.backward(-new.sum(), is_last=True)
+        model.backward(loss_of_one_sequence(model), is_last=True)
         model.step(optimizer, lr=lr, max_grad_norm=1.0)
 
 
 def reference_after_steps(rank: int, folder: Path) -> dict[str, bool]:
     """What long steps of the policy do to a reference model of the same folder."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    model = sharded(folder)
     reference = load_replica(folder, dtype=torch.float32)
     before = {name: param.clone() for name, param in named_parameters(reference).items()}
     step_five_times(model, lr=0.1)
@@ -697,7 +690,7 @@ def test_a_reference_does_not_move_with_the_policy(two_ranks, folder):
 
 def tiny_steps(rank: int, folder: Path) -> dict[str, float]:
     """How far steps with a learning rate of 1e-6 lead each master of a policy that computes in bf16."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
+    model = sharded(folder, torch.bfloat16)
     before = {name: master.full_tensor().double() for name, master in model.masters.items()}
     step_five_times(model, lr=1e-6)
     return {n: float((m.full_tensor().double() - before[n]).abs().max()) for n, m in model.masters.items()}
@@ -711,11 +704,9 @@ def test_updates_too_small_for_bf16_add_up(two_ranks, folder):
 
 def bf16_gradients(rank: int, folder: Path, scales: list[list[float]]) -> dict[str, Tensor]:
     """Gradients of a policy that computes in bf16 for one text, as often as this rank has scales."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
-    tokens, layout = torch.arange(20), batching.PackedLayout((20,), CPU)
+    model = sharded(folder, torch.bfloat16)
     for i, scale in enumerate(scales[rank]):
-        new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
-        model.backward(-new.sum() * scale, is_last=i == len(scales[rank]) - 1)
+        model.backward(loss_of_one_sequence(model) * scale, is_last=i == len(scales[rank]) - 1)
     return full_gradients(model)
 
 
@@ -730,7 +721,7 @@ def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folde
 
 def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
     """Rollouts of 10 requests, this rank's share, after an update; and the gap to the training forward."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    model = sharded(folder)
     engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(
@@ -764,13 +755,10 @@ def test_rollouts_do_not_depend_on_the_world_size(one_rank, two_ranks, folder):
 
 
 def clipped_norms(rank: int, folder: Path, max_grad_norm: float) -> tuple[float, float]:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float64, device=CPU)
+    model = sharded(folder, torch.float64)
     optimizer = torch.optim.SGD(model.masters.values(), lr=0.0)
     before = {name: master.full_tensor().clone() for name, master in model.masters.items()}
-    tokens = torch.arange(20)
-    layout = batching.PackedLayout((20,), CPU)
-    new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
-    model.backward(-new.sum() / world_size(), is_last=True)
+    model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
     norm = model.step(optimizer, lr=1.0, max_grad_norm=max_grad_norm)
     moved = sum(
         (master.full_tensor() - before[name]).square().sum() for name, master in model.masters.items()
@@ -803,8 +791,8 @@ class CountedCalls(TorchDispatchMode):
 
 def calls_of_a_step(rank: int, folder: Path) -> tuple[dict[str, int], int]:
     """The operations of a step that clips, and how many parameters the model has."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder)
+    optimizer = adamw(model)
     model.backward(loss_of_one_sequence(model), is_last=True)
     with CountedCalls() as calls:
         norm = model.step(optimizer, lr=0.1, max_grad_norm=0.1)
@@ -822,10 +810,8 @@ def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(tw
 
 def waiting_for_a_late_rank(rank: int, folder: Path, shard_gradients: bool) -> tuple[dict[str, float], float]:
     """What a rank spends a training step on; rank 1 comes late to the sum of gradients and to an exchange."""
-    model = ShardedModel(
-        read_config(folder), folder, dtype=torch.float32, device=CPU, shard_gradients=shard_gradients
-    )
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder, shard_gradients=shard_gradients)
+    optimizer = adamw(model)
     model.backward(loss_of_one_sequence(model), is_last=True)  # what a first time takes
     account = time_account.this_process
     account.begin()
@@ -858,7 +844,7 @@ def warnings_of_a_step(rank: int, folder: Path) -> list[str]:
     """What an update makes Python or torch warn of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+        model = sharded(folder)
         step_five_times(model, lr=0.1)
     return [str(warning.message) for warning in caught]
 
@@ -868,56 +854,37 @@ def test_an_update_prints_no_warning(two_ranks, folder):
     assert two_ranks.run(warnings_of_a_step, folder) == [[], []]
 
 
-def stop_on_nan(rank: int, folder: Path) -> bool:
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+def poisoned_gradient(rank: int, folder: Path, value: float) -> tuple[str, bool]:
+    """What `step` says of a gradient with this value in one place, in rank 1's shard; whether the weights stayed."""
+    model = sharded(folder)
     before = {name: weight.clone() for name, weight in model.compute_weights.items()}
-    tokens = torch.arange(20)
-    layout = batching.PackedLayout((20,), CPU)
-    new, _ = score(model.module, tokens, layout, select=tokens > 0, temperature=1.0)
-    model.backward(new.sum() * float("nan"), is_last=True)
-    with pytest.raises(FloatingPointError, match="gradient norm"):
-        model.step(optimizer, lr=1.0, max_grad_norm=1.0)
-    return all(torch.equal(weight, before[name]) for name, weight in model.compute_weights.items())
-
-
-def test_a_gradient_that_is_not_finite_updates_nothing(two_ranks, folder):
-    """NaN in the loss stops every rank before the optimizer's step. Fault 31."""
-    assert two_ranks.run(stop_on_nan, folder) == [True, True]
-
-
-def poisoned_gradient(rank: int, folder: Path) -> str:
-    """What `step` says of a gradient that is infinite in one place, in rank 1's shard."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    tokens = torch.arange(20)
-    new, _ = score(
-        model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0
-    )
-    model.backward(new.sum(), is_last=True)
+    model.backward(loss_of_one_sequence(model), is_last=True)
     if rank == 1:
-        model.masters["model.layers.1.self_attn.k_proj.bias"].grad.to_local()[-1] = float("inf")
+        model.masters["model.layers.1.self_attn.k_proj.bias"].grad.to_local()[-1] = value
     with pytest.raises(GuardError) as error:
-        model.step(model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0), lr=1.0, max_grad_norm=1.0)
-    return str(error.value)
+        model.step(adamw(model), lr=1.0, max_grad_norm=1.0)
+    stayed = all(torch.equal(weight, before[name]) for name, weight in model.compute_weights.items())
+    return str(error.value), stayed
 
 
-def test_row_31_the_gradient_that_is_not_finite_is_named(two_ranks, folder):
-    """Parameter and rank, the same on every rank."""
-    expected = "gradient norm is inf: first in model.layers.1.self_attn.k_proj.bias, in the shard of rank 1."
-    assert all(message.startswith(expected) for message in two_ranks.run(poisoned_gradient, folder))
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_row_31_a_gradient_that_is_not_finite_is_named_and_updates_nothing(two_ranks, folder, value):
+    """Parameter and rank; every rank says the same and stops before the optimizer's step."""
+    expected = (
+        f"gradient norm is {value}: first in model.layers.1.self_attn.k_proj.bias, in the shard of rank 1."
+    )
+    for message, stayed in two_ranks.run(poisoned_gradient, folder, float(value)):
+        assert message.startswith(expected)
+        assert stayed
 
 
 def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:
     """What a step with a gradient of exactly 0 does to a model with momentum and weight decay."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
-    tokens = torch.arange(20)
+    model = sharded(folder)
+    optimizer = adamw(model, weight_decay=0.1)
     norms, states = [], []
     for scale in (1.0, 0.0):
-        new, _ = score(
-            model.module, tokens, batching.PackedLayout((20,), CPU), select=tokens > 0, temperature=1.0
-        )
-        model.backward(-new.sum() * scale, is_last=True)
+        model.backward(loss_of_one_sequence(model) * scale, is_last=True)
         norms.append(model.step(optimizer, lr=0.1, max_grad_norm=1.0))
         moments = [
             x.to_local() if hasattr(x, "to_local") else x
@@ -944,10 +911,10 @@ def state_after_three_steps(
     rank: int, folder: Path, options: dict[str, Any], is_lazy: bool
 ) -> tuple[int, dict[str, Tensor]]:
     """How many moments there are before the first step, and all state afterwards. One parameter has no gradient."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
+    model = sharded(folder, **options)
     frozen, unused, *_ = model.masters.values()
     frozen.requires_grad_(False)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = adamw(model, weight_decay=0.1)
     num_moments = sum("exp_avg_sq" in state for state in optimizer.state.values())
     assert frozen not in optimizer.state
     if is_lazy:
@@ -979,9 +946,8 @@ def test_moments_made_with_the_optimizer_are_those_that_torch_makes_in_its_first
 
 def trained_value_model(rank: int, folder: Path, run: Path) -> tuple[Path, list[float], list[float]]:
     """A value model that starts from a language model: its checkpoint, its losses, and its scores of three texts."""
-    config = dataclasses.replace(read_config(folder), scalar_head=True)
-    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder, scalar_head=True)
+    optimizer = adamw(model)
     tokens, layout = torch.cat(VALUED_TEXTS), batching.PackedLayout(tuple(map(len, VALUED_TEXTS)), CPU)
     select = layout.positions > 0
     losses = []
@@ -1033,13 +999,18 @@ def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
         assert name == "rank 0"
 
 
+def unordered(rank: int) -> tuple[list[Rollout], RolloutTable]:
+    """Ten rollouts over the first two ranks, those of rank 0 from the last one backwards, and their table."""
+    rollouts = make_rollouts(5, 2)
+    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
+    return mine, gather_table(mine, torch.zeros(len(mine), 1))
+
+
 EXCHANGED = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
 
 
 def exchanged(rank: int) -> list[tuple[int, list[Tensor]]]:
-    rollouts = make_rollouts(5, 2)
-    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
-    table = gather_table(mine, torch.zeros(len(mine), 1))
+    mine, table = unordered(rank)
     batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
     parts = [batch.select([i]) for i in range(len(batch.lengths))]
     return [(int(part.table_index), [getattr(part, name) for name in EXCHANGED]) for part in parts]
@@ -1058,9 +1029,7 @@ def of_a_teacher(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 def taught(rank: int) -> tuple[list[int], TaughtBatch]:
     """Some rollouts, whose own stream was made early for those of rank 0 and after the exchange for the others."""
-    rollouts = make_rollouts(5, 2)
-    mine = rollouts[::-1][: 3 if rank == 0 else 0] + (rollouts[:7] if rank == 1 else [])
-    table = gather_table(mine, torch.zeros(len(mine), 1))
+    mine, table = unordered(rank)
     names = ["teacher_logprobs"]
     teacher = FrozenModel(torch.nn.Linear(1, 1), of_a_teacher, names=names, device=CPU, max_tokens=1000)
     if rank == 0:
@@ -1096,7 +1065,7 @@ def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):
 
 def partly_frozen(rank: int, folder: Path) -> tuple[list[float], float]:
     """The norms of two steps of an optimizer that has one parameter, and the norm of its gradient alone."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU)
+    model = sharded(folder)
     name = "model.norm.weight"
     optimizer = torch.optim.AdamW([model.masters[name]], lr=0.0)
     norms = []

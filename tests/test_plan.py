@@ -10,13 +10,41 @@ from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_upd
 
 
 def random_case(seed):
-    """Lengths, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
+    """Lengths, no prompts, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
     rng = random.Random(seed)
     lengths = [
         rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(rng.choice([0, 1, 3, 17, 64]))
     ]
     longest = max(lengths, default=1)
-    return lengths, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+    return lengths, [], rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+
+
+def random_groups(seed):
+    """Lengths, their prompts (some longer than any completion, some of no token), ranks and budget; rows shuffled."""
+    rng = random.Random(seed)
+    rows = []
+    for ordinal in range(rng.choice([1, 2, 9, 20])):
+        prompt = PromptPrefix(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
+        rows += [
+            (prompt.num_tokens + rng.randint(1, rng.choice([3, 200])), prompt)
+            for _ in range(rng.randint(1, 9))
+        ]
+    rng.shuffle(rows)
+    lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
+    longest = max(lengths)
+    return lengths, prompts, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+
+
+with_and_without_prompts = pytest.mark.parametrize("make_case", [random_case, random_groups])
+
+
+def num_computed(sequences, lengths, prompts):
+    """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
+    total = sum(lengths[i] for i in sequences)
+    if prompts:
+        total -= sum(prompts[i].num_tokens for i in sequences)
+        total += sum(prompt.num_tokens for prompt in {prompts[i] for i in sequences})
+    return total
 
 
 def geometric_lengths(rng, count):
@@ -27,30 +55,6 @@ def geometric_lengths(rng, count):
 def imbalance(loads):
     """How much more than the mean the fullest rank has."""
     return max(loads) * len(loads) / sum(loads) - 1
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_microbatches_hold_every_sequence_once_within_the_budget(seed):
-    """Any lengths: a partition, at most max_tokens each, as many microbatches on each rank, none without sequences."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in plan for micro in rank)
-    assert len(plan) == num_ranks
-    assert {len(rank) for rank in plan} == {len(plan[0])}
-    assert bool(plan[0]) == bool(lengths)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_microbatch_plan_is_a_pure_function(seed):
-    """Called again, with other random state and a tuple for a list, it says the same and leaves its input alone."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    before = list(lengths)
-    first = plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    assert plan_microbatches(tuple(lengths), num_ranks=num_ranks, max_tokens=max_tokens) == first
-    assert lengths == before
 
 
 @pytest.mark.parametrize(("num_ranks", "mean_limit", "limit"), [(2, 0.002, 0.01), (8, 0.01, 0.05)])
@@ -91,35 +95,26 @@ def test_too_long_a_sequence_is_refused_with_the_flag():
         plan_updates([5, 101], num_minibatches=2, num_ranks=2, max_tokens=100)
 
 
+@with_and_without_prompts
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4])
-def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches):
-    """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_updates(lengths, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens)
+def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches, make_case):
+    """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows.
+
+    A prompt that lies in two minibatches counts in each.
+    """
+    lengths, prompts, num_ranks, max_tokens = make_case(seed)
+    plan = plan_updates(
+        lengths, prompts, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens
+    )
     assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
     sizes = [len(minibatch) for minibatch in plan.minibatches]
     assert len(sizes) == num_minibatches
     assert max(sizes) - min(sizes) <= 1
     for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        assert sorted(row for rank in ranks for micro in rank for row in micro) == minibatch
-        assert all(sum(lengths[row] for row in micro) <= max_tokens for rank in ranks for micro in rank)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_places_of_a_rank_lead_to_the_rows_of_the_plan(seed):
-    """A rank's batch has its rows in table order; of_rank's places in it are the plan's rows, none missing."""
-    lengths, num_ranks, max_tokens = random_case(seed)
-    plan = plan_updates(lengths, num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert len(plan.rank_of) == len(lengths)
-    for rank in range(num_ranks):
-        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
-        places = plan.of_rank(rank)
-        as_rows = [[[rows[place] for place in micro] for micro in minibatch] for minibatch in places]
-        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-        assert sorted(p for minibatch in places for micro in minibatch for p in micro) == list(
-            range(len(rows))
-        )
+        micros = [micro for rank in ranks for micro in rank]
+        assert sorted(row for micro in micros for row in micro) == minibatch
+        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -164,49 +159,24 @@ def test_a_minibatch_has_all_branches_of_its_rollouts():
 # Groups whose rollouts have their prompt in common.
 
 
-def random_groups(seed):
-    """Lengths, their prompts (some longer than any completion, some of no token), ranks and budget; rows shuffled."""
-    rng = random.Random(seed)
-    rows = []
-    for ordinal in range(rng.choice([1, 2, 9, 20])):
-        prompt = PromptPrefix(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
-        rows += [
-            (prompt.num_tokens + rng.randint(1, rng.choice([3, 200])), prompt)
-            for _ in range(rng.randint(1, 9))
-        ]
-    rng.shuffle(rows)
-    lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
-    longest = max(lengths)
-    return lengths, prompts, rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
-
-
-def num_computed(sequences, lengths, prompts):
-    """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
-    total, seen = 0, set()
-    for i in sequences:
-        total += lengths[i] - prompts[i].num_tokens
-        if prompts[i].ordinal not in seen:
-            total += prompts[i].num_tokens
-            seen.add(prompts[i].ordinal)
-    return total
-
-
 def loads_of(plan, lengths, prompts):
     """Computed tokens of each rank, microbatch by microbatch."""
     return [sum(num_computed(micro, lengths, prompts) for micro in rank) for rank in plan]
 
 
+@with_and_without_prompts
 @pytest.mark.parametrize("seed", range(60))
-def test_microbatches_of_groups_compute_every_sequence_once_within_the_budget(seed):
-    """Any groups: a partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+def test_microbatches_compute_every_sequence_once_within_the_budget(seed, make_case):
+    """A partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
+    lengths, prompts, num_ranks, max_tokens = make_case(seed)
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
     assert all(num_computed(micro, lengths, prompts) <= max_tokens for rank in plan for micro in rank)
     assert len(plan) == num_ranks
     assert {len(rank) for rank in plan} == {len(plan[0])}
     assert all(micro == sorted(micro) for rank in plan for micro in rank)
-    assert len(plan[0]) == 1 or sum(lengths) > max_tokens, "one microbatch would have held everything"
+    assert bool(plan[0]) == bool(lengths)
+    assert len(plan[0]) <= 1 or sum(lengths) > max_tokens, "one microbatch would have held everything"
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes():
@@ -293,34 +263,24 @@ def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_t
         assert len(plan[0]) * num_ranks >= 66
 
 
+@with_and_without_prompts
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plan_of_groups_is_a_pure_function(seed):
+def test_a_plan_is_a_pure_function(seed, make_case):
     """Called again, with other random state and tuples for lists, it says the same and leaves its input alone."""
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+    lengths, prompts, num_ranks, max_tokens = make_case(seed)
     before = list(lengths), list(prompts)
     how = dict(num_minibatches=2, num_ranks=num_ranks, max_tokens=max_tokens)
     first = plan_updates(lengths, prompts, **how)
     random.seed(seed)
+    torch.manual_seed(seed)
     assert plan_updates(tuple(lengths), tuple(prompts), **how) == first
     assert (lengths, prompts) == before
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_minibatches_of_groups_cut_the_rows_in_their_order(seed):
-    """A prompt that lies in two minibatches counts in each; rows and budgets are kept."""
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
-    plan = plan_updates(lengths, prompts, num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
-    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        micros = [micro for rank in ranks for micro in rank]
-        assert sorted(row for micro in micros for row in micro) == minibatch
-        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
-
-
-@pytest.mark.parametrize("seed", range(20))
 def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
     """Over the ranks, then over a rank's microbatches; a prompt that nobody shares, or of no token, changes nothing."""
-    lengths, num_ranks, _ = random_case(seed)
+    lengths, _, num_ranks, _ = random_case(seed)
     expected = [[] for _ in range(num_ranks)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)

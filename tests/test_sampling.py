@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minirl.generation import sampling
-from minirl.generation.sampling import CDF_BLOCK, PURPOSES, inverse_cdf, request_key, sample, uniforms
+from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, uniforms
 from minirl.model import batch_invariance
 
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -120,16 +120,6 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab):
     targets = uniform.numpy() * cdf[:, -1]
     expected = [np.searchsorted(row, target, side="right") for row, target in zip(cdf, targets, strict=True)]
     assert inverse_cdf(logprobs, uniform).tolist() == expected
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 64, 511, 512])
-def test_one_level_finds_the_token_that_two_levels_find(vocab):
-    """A vocabulary of one block has the tokens that it has as the first block of several."""
-    logprobs = random_logprobs(2000, vocab, seed=vocab)
-    wider = torch.nn.functional.pad(logprobs, (0, CDF_BLOCK + 1 - vocab), value=-torch.inf)
-    for seed in range(5):
-        uniform = uniforms(keys_of(2000, seed=seed), torch.arange(2000))
-        assert torch.equal(inverse_cdf(logprobs, uniform), inverse_cdf(wider, uniform))
 
 
 def test_inverse_cdf_does_not_write_to_its_input():

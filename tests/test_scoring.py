@@ -24,7 +24,6 @@ CPU = torch.device("cpu")
 VOCAB = 37
 LENGTHS = (9, 2, 31, 140, 5)
 PROMPTS = (4, 1, 30, 100, 2)
-PADDING_RULES = pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 CUTS = [[[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[3], [], [4, 0], [2, 1]], [[4, 2, 0, 3, 1]]]
 
 
@@ -114,17 +113,22 @@ def test_scores_equal_a_log_softmax_position_by_position(temperature):
     assert (logprobs[firsts] != 0).all()
 
 
+@pytest.mark.parametrize("scalar_head", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_fp32_and_close_to_fp64(dtype):
-    """The head, the softmax and the results are fp32 whatever the weights' dtype."""
-    model, batch = make_model(dtype), make_batch()
-    logprobs, entropies = score_batch(model, batch)
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    wide = make_model(dtype).double()  # the same rounded weights
-    expected_logprobs, expected_entropies = reference(wide, batch, 1.0)
+def test_results_are_fp32_and_close_to_fp64(dtype, scalar_head):
+    """Both heads, the softmax and the results are fp32 whatever the weights' dtype."""
+    model, batch = make_model(dtype, scalar_head=scalar_head), make_batch()
+    wide = make_model(dtype, scalar_head=scalar_head).double()  # the same rounded weights
+    got, expected = (
+        (predict_batch(model, batch), reference_values(wide, batch))
+        if scalar_head
+        else (score_batch(model, batch), reference(wide, batch, 1.0))
+    )
     allowed = 1e-5 if dtype == torch.float32 else 0.15  # the layers' rounding; the head's own is tested below
-    torch.testing.assert_close(logprobs.double(), expected_logprobs, atol=allowed, rtol=0)
-    torch.testing.assert_close(entropies.double(), expected_entropies, atol=allowed, rtol=0)
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == torch.float32
+        assert not torch.equal(x, x.bfloat16().float())
+        torch.testing.assert_close(x.double(), y, atol=allowed, rtol=0)
 
 
 def test_a_bf16_head_gives_fp32_logprobs():
@@ -136,13 +140,6 @@ def test_a_bf16_head_gives_fp32_logprobs():
     exact = torch.log_softmax(hidden.double() @ head.double().T, -1)
     torch.testing.assert_close(logprobs.double(), exact.gather(1, targets[:, None])[:, 0], atol=5e-5, rtol=0)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), atol=5e-5, rtol=0)
-
-
-def test_a_bf16_head_gives_the_reference_logprobs():
-    """Logits [12.3, 11.9, 3, -2] from bf16 factors: the exact logprobs, not bf16's, which are 0.024 off. Pitfall 7."""
-    head = torch.tensor([[12.3125, -0.0125], [11.875, 0.025], [3, 0], [-2, 0]], dtype=torch.bfloat16)
-    logprobs, _ = ChunkedLogprobs.apply(torch.ones(4, 2, dtype=torch.bfloat16), head, torch.arange(4), 1.0, 3)
-    assert logprobs.tolist() == pytest.approx([-0.513070, -0.913070, -9.813070, -14.813070], abs=1e-4)
 
 
 def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +155,10 @@ def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, of, temperature):
-    """Values and gradients are the full head's, for any chunk and tile, border and last rest. Pitfall 12."""
+    """Values and gradients are the full head's, for any chunk and tile, border and last rest.
+
+    Pitfalls 12 and 41.
+    """
     hidden, head, targets = head_inputs()
     weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     weights *= torch.tensor([[of != "entropies"], [of != "logprobs"]])
@@ -264,15 +264,6 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
     assert hidden.grad.isnan().all()
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_head_passes_gradcheck(chunk):
-    """Both outputs' analytic derivatives agree with finite differences."""
-    hidden, head, targets = head_inputs(rows=3, vocab=5)
-    assert torch.autograd.gradcheck(
-        lambda h, w: ChunkedLogprobs.apply(h, w, targets, 0.7, chunk, 3), (hidden, head)
-    )
-
-
 def test_one_used_output_is_enough():
     """A loss on logprobs alone, or on entropies alone, has the gradient it has when the other's weight is zero."""
     hidden, head, targets = head_inputs()
@@ -283,28 +274,6 @@ def test_one_used_output_is_enough():
         both = torch.autograd.grad(outputs[i].sum() + 0 * outputs[1 - i].sum(), (hidden, head))
         assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
         assert alone[0].abs().max() > 0
-
-
-@pytest.mark.parametrize(("temperature", "entropy"), [(1.0, 0.947537), (0.7, 0.702028)])
-def test_entropy_is_that_of_the_distribution_at_the_temperature(temperature, entropy):
-    """z = [2, 1, 0, -1]: the reference's entropies, of softmax(z / T), whatever the target. Pitfall 41."""
-    z = torch.tensor([[2.0], [1.0], [0.0], [-1.0]], dtype=torch.float64)
-    ones = torch.ones(4, 1, dtype=torch.float64)
-    logprobs, entropies = ChunkedLogprobs.apply(ones, z, torch.arange(4), temperature, 3)
-    assert entropies.tolist() == pytest.approx([entropy] * 4, abs=1e-6)
-    expected = {
-        1.0: [-0.440190, -1.440190, -2.440190, -3.440190],
-        0.7: [-0.270674, -1.699245, -3.127817, -4.556388],
-    }
-    assert logprobs.tolist() == pytest.approx(expected[temperature], abs=1e-6)
-
-
-def test_entropy_gradient_is_the_reference_one():
-    """dH/dz of z = [2, 1, 0, -1]: pushed down where the distribution is likeliest."""
-    z = torch.tensor([[2.0], [1.0], [0.0], [-1.0]], dtype=torch.float64, requires_grad=True)
-    _, entropies = ChunkedLogprobs.apply(torch.ones(1, 1, dtype=torch.float64), z, torch.tensor([2]), 1.0, 8)
-    (grad,) = torch.autograd.grad(entropies.sum(), z)
-    assert grad[:, 0].tolist() == pytest.approx([-0.326688, 0.116701, 0.130076, 0.079911], abs=1e-6)
 
 
 @pytest.mark.parametrize("tile", [8, 3, 2, 1])
@@ -322,66 +291,43 @@ def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
     assert grad[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0], abs=1e-6)
 
 
-def gradients(model: Transformer, batch: Batch, **kwargs: int) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    logprobs, entropies = score_batch(model, batch, 0.7, **kwargs)
-    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(5), dtype=logprobs.dtype)
-    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_model_gradients_equal_autograd_through_full_logits(tied):
     """Every parameter, embedding and head (tied or not) included, gets the gradient of the unchunked twin."""
-    model, batch = make_model(tied=tied), make_batch()
-    got = gradients(model, batch, token_chunk=7)
-    model.zero_grad(set_to_none=True)
-    logprobs, entropies = reference(model, batch, 0.7)
-    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(5), dtype=logprobs.dtype)
-    (weights[0] * logprobs + weights[1] * entropies).sum().backward()
-    for name, param in model.named_parameters():
-        assert param.grad.abs().max() > 1e-6, name
-        torch.testing.assert_close(got[name], param.grad, atol=1e-10, rtol=1e-8)
+    model, batch, gradients = make_model(tied=tied), make_batch(), []
+    for logprobs, entropies in (score_batch(model, batch, 0.7, token_chunk=7), reference(model, batch, 0.7)):
+        model.zero_grad(set_to_none=True)
+        generator = torch.Generator().manual_seed(5)
+        weights = torch.randn(2, len(logprobs), generator=generator, dtype=logprobs.dtype)
+        (weights[0] * logprobs + weights[1] * entropies).sum().backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        assert gradient.abs().max() > 1e-6, name
+        torch.testing.assert_close(gradients[0][name], gradient, atol=1e-10, rtol=1e-8)
 
 
-def test_neither_scores_nor_gradients_depend_on_the_chunk():
-    """One row at a time, a rest of any size, more rows than there are: the same to fp64 rounding. Pitfall 12."""
-    model, batch = make_model(), make_batch()
-    count = int(batch.loss_mask.sum())
-    expected_scores, expected = score_batch(model, batch, 0.7), gradients(model, batch)
-    for chunk in (1, 2, 3, 5, count - 2, count - 1, count, count + 1):
-        for x, y in zip(score_batch(model, batch, 0.7, token_chunk=chunk), expected_scores, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-12, rtol=0)
-        for name, grad in gradients(model, batch, token_chunk=chunk).items():
-            torch.testing.assert_close(grad, expected[name], atol=1e-10, rtol=1e-9)
-
-
-@PADDING_RULES
+@pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
+@pytest.mark.parametrize("scalar_head", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, padding_rule):
-    """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
-    model = make_model(dtype)
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scalar_head, padding_rule):
+    """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait.
+
+    Pitfall 12.
+    """
+    model = make_model(dtype, scalar_head=scalar_head)
     batch = make_batch(lengths, (1,) * len(lengths))
     batch = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
     with padding_rule():
-        logprobs, entropies = score_batch(model, batch)
-        assert logprobs.shape == entropies.shape == (sum(lengths),)
-        (logprobs.sum() + entropies.sum()).backward()
+        first, second = (predict_batch if scalar_head else score_batch)(model, batch)
+        assert (first.shape, len(second)) == ((sum(lengths),), len(lengths) if scalar_head else sum(lengths))
+        assert (first == 0).all()
+        assert ((second != 0) == scalar_head).all()
+        (first.sum() if scalar_head else first.sum() + second.sum()).backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
         assert param.grad.dtype == dtype
         assert (param.grad == 0).all(), name
-
-
-def test_the_chunked_head_of_no_rows_gives_zero_gradients():
-    """M = 0: an empty result that can be differentiated, with a gradient of zeros for the head. Pitfall 12."""
-    hidden, head, targets = head_inputs(rows=0)
-    outputs = ChunkedLogprobs.apply(hidden, head, targets, 1.0, 4)
-    assert [x.shape for x in outputs] == [(0,), (0,)]
-    grad_hidden, grad_head = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (hidden, head))
-    assert grad_hidden.shape == hidden.shape
-    assert torch.equal(grad_head, torch.zeros_like(head))
 
 
 def frozen_values(model, batch, cut):
@@ -568,21 +514,6 @@ def test_values_and_their_gradients_equal_the_head_position_by_position():
         torch.testing.assert_close(gradients[0][name], gradient, atol=1e-10, rtol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_fp32_and_close_to_fp64(dtype):
-    """From bf16 states and weights too, the head's sums and results are fp32."""
-    model, batch = make_model(dtype, scalar_head=True), make_batch()
-    for got, expected in zip(
-        predict_batch(model, batch),
-        reference_values(make_model(dtype, scalar_head=True).double(), batch),
-        strict=True,
-    ):
-        assert got.dtype == torch.float32
-        assert not torch.equal(got, got.bfloat16().float())
-        allowed = 1e-5 if dtype == torch.float32 else 0.15  # the layers' rounding
-        torch.testing.assert_close(got.double(), expected, atol=allowed, rtol=0)
-
-
 @torch.no_grad()
 def test_a_token_changes_the_values_after_it_but_not_its_own():
     """A value is of the state a token was sampled in: the token itself, and other sequences, must not move it."""
@@ -611,25 +542,6 @@ def test_a_completion_of_one_token_and_eos_has_two_values():
     torch.testing.assert_close(values, torch.tensor([0, 0, 0, states[2], states[3]]).double())
     torch.testing.assert_close(after, states[4:])
     assert (values != 0).sum() == 2
-
-
-@PADDING_RULES
-@pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_values_give_zero_gradients_not_none(lengths, dtype, padding_rule):
-    """A rank without tokens runs the value model's forward and backward like the others, and adds zeros."""
-    model = make_model(dtype, scalar_head=True)
-    batch = make_batch(lengths, (1,) * len(lengths))
-    with padding_rule():
-        values, after = predict_batch(model, batch.replace(loss_mask=torch.zeros_like(batch.loss_mask)))
-        assert (values.shape, after.shape) == ((sum(lengths),), (len(lengths),))
-        assert (values == 0).all()
-        assert (after != 0).all()
-        values.sum().backward()
-    for name, param in model.named_parameters():
-        assert param.grad is not None, name
-        assert param.grad.dtype == dtype
-        assert (param.grad == 0).all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

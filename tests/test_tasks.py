@@ -21,6 +21,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rewards.functions import compute_rewards
+from minirl.run.config import RunConfig
 from minirl.run.embedded_model import VOCABULARY, save_tokenizer
 from minirl.run.load_task import load_task
 
@@ -313,11 +314,11 @@ def returned(functions):
 
 def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     """The default needs no flags; --data alone asks for a reward, of which there may be several, in order."""
-    assert load_task("auto", data=None, eval_data=()).name == "sorting"
-    task = load_task("auto", data=write([GOOD]), eval_data=(), reward=(mine("four"), mine("three")))
+    assert load_task(RunConfig()).name == "sorting"
+    task = load_task(RunConfig(data=write([GOOD]), reward=(mine("four"), mine("three"))))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
     assert [len(function.pool.workers) for function in task.rewards.values()] == [1, 1]
-    task = load_task("auto", data=write([GOOD]), eval_data=(), reward=(mine("four"),), reward_workers=2)
+    task = load_task(RunConfig(data=write([GOOD]), reward=(mine("four"),), reward_workers=2))
     assert len(task.rewards["four"].pool.workers) == 2
     assert task.extra_scores == {}
 
@@ -325,11 +326,11 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
 def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
     """One's own function is what is trained on; the task's reward and scores are then only watched."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
-    task = load_task("gsm8k", data=path, eval_data=(path,), reward=(mine("three"),))
+    task = load_task(RunConfig(task="gsm8k", data=path, eval_data=(path,), reward=(mine("three"),)))
     assert returned(task.rewards) == [("three", [3.0])]
     assert dict(task.extra_scores) == {"strict": strict_score, "flexible": flexible_score}
     assert len(eval_rows(task)) == 1
-    sorting = load_task("sorting", data=None, eval_data=(), reward=(mine("three"),))
+    sorting = load_task(RunConfig(task="sorting", reward=(mine("three"),)))
     assert returned(sorting.rewards) == [("three", [3.0])]
     assert dict(sorting.extra_scores) == {"exact": score}
 
@@ -337,10 +338,10 @@ def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, 
 def test_a_reward_model_takes_the_place_of_the_tasks_own_reward(write, mine):
     """It is enough for --data, and the caller adds it to the rewards that are given beside it."""
     path = write([GOOD])
-    assert load_task("auto", data=path, eval_data=(), reward_model="dir").rewards == {}
-    sorting = load_task("auto", data=None, eval_data=(), reward_model="dir")
+    assert load_task(RunConfig(data=path, reward_model="dir")).rewards == {}
+    sorting = load_task(RunConfig(reward_model="dir"))
     assert (sorting.rewards, sorting.extra_scores) == ({}, {"exact": score})
-    task = load_task("auto", data=path, eval_data=(), reward=(mine("three"),), reward_model="dir")
+    task = load_task(RunConfig(data=path, reward=(mine("three"),), reward_model="dir"))
     assert returned(task.rewards) == [("three", [3.0])]
 
 
@@ -349,36 +350,35 @@ def test_two_rewards_of_one_name_are_refused(mine, tmp_path):
     (tmp_path / "other.py").write_text("def three(completions):\n    return [0.0 for _ in completions]\n")
     for other in (mine("three"), f"{tmp_path}/other.py:three"):
         with pytest.raises(ValueError, match=r"--reward .*mine\.py:three .*: two functions of one name"):
-            load_task("auto", data=None, eval_data=(), reward=(mine("three"), other))
+            load_task(RunConfig(reward=(mine("three"), other)))
 
 
 def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
     """The task's own score is still logged, under the name that is then taken."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
     with pytest.raises(ValueError, match=r"--reward .*strict"):
-        load_task("gsm8k", data=path, eval_data=(), reward=(mine("strict"),))
+        load_task(RunConfig(task="gsm8k", data=path, reward=(mine("strict"),)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"name": "gsm8k", "data": None}, "--task gsm8k needs --data"),
-        ({"name": "jsonl", "data": None}, "--task jsonl needs --data"),
+        ({"task": "gsm8k"}, "--task gsm8k needs --data"),
+        ({"task": "jsonl"}, "--task jsonl needs --data"),
         (
-            {"name": "auto", "data": "a.jsonl"},
+            {"data": "a.jsonl"},
             "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
-        ({"name": "sorting", "data": "a.jsonl"}, "leave out --data"),
-        ({"name": "calculator", "data": "a.jsonl"}, "--task calculator .*leave out --data"),
-        ({"name": "auto", "data": None, "eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
-        ({"name": "auto", "data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
-        ({"name": "sort", "data": "a.jsonl", "reward": ("mine.py:score",)}, "--task sort: .*sorting"),
+        ({"task": "sorting", "data": "a.jsonl"}, "leave out --data"),
+        ({"task": "calculator", "data": "a.jsonl"}, "--task calculator .*leave out --data"),
+        ({"eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
+        ({"data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
-        load_task(**{"eval_data": (), **arguments})
+        load_task(RunConfig(**arguments))
 
 
 def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answer(tmp_path):
@@ -394,13 +394,13 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     """By their paths; two of one name would give one metric, and are refused."""
     first = write([GOOD] * 2, "easy.jsonl")
     second = write([GOOD] * 3, "hard.jsonl")
-    task = load_task("jsonl", data=first, eval_data=(first, second), reward_model="dir")
+    task = load_task(RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model="dir"))
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
     assert len(eval_rows(task)) == 5
     (tmp_path / "other").mkdir()
     again = write([GOOD], "other/easy.jsonl")
     with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
-        load_task("jsonl", data=first, eval_data=(first, again), reward_model="dir")
+        load_task(RunConfig(task="jsonl", data=first, eval_data=(first, again), reward_model="dir"))
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])

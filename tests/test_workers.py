@@ -133,7 +133,9 @@ def shows_modules():
     names = ("torch", "numpy", "transformers", "tokenizers", "minirl")
     print(sorted(name for name in sys.modules if name.partition(".")[0] in names))
 """
-NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open"
+NO_ANSWER = (
+    "its process sent something other than an answer; does its code write to files that it did not open"
+)
 RAISED = {
     "raises": r"raised\nTraceback(.|\n)*mine\.py\", line \d+, in raises\n(.|\n)*KeyError: 'no \\x1b\[31mred",
     "exits": r"raised\n(.|\n)*SystemExit: done",

@@ -19,6 +19,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -26,7 +27,15 @@ from typing import Any
 
 from minirl.agents import loopback
 from minirl.agents.loopback import Answer, HttpError
-from minirl.agents.openai_format import Asked, Sampled, models, read_request, same_messages, template_form
+from minirl.agents.openai_format import (
+    Asked,
+    Sampled,
+    answer_of,
+    models,
+    read_request,
+    same_messages,
+    template_form,
+)
 from minirl.data.task import as_messages
 from minirl.episodes.asked import Generate
 from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
@@ -90,7 +99,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
     return output
 
 
-class _Conversation:
+class _BranchChat:
     """A branch of the episode as the program knows it.
 
     said: the messages so far, as the program has them; None if it has only ids.
@@ -119,7 +128,7 @@ class _Conversation:
 
 
 @dataclass(frozen=True)
-class Request:
+class ProgramRequest:
     """A request of the program. generate: the turn to yield for it."""
 
     generate: Generate
@@ -137,7 +146,7 @@ class Endpoint:
         self._episode = episode
         self._program = program
         prompt = episode.row.prompt
-        self._conversations = [_Conversation(episode, as_messages(prompt) if episode.is_chat else None)]
+        self._chats = [_BranchChat(episode, as_messages(prompt) if episode.is_chat else None)]
         self._num_turns = 0
         # None when the program ends.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
@@ -145,18 +154,18 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         self._server = await loopback.of_this_loop()
-        self._session = self._server.open(self._handle)
-        self._running = asyncio.ensure_future(_run(self._program, self._session.url, self._episode))
+        self._route = self._server.open(self._handle)
+        self._running = asyncio.ensure_future(_run(self._program, self._route.url, self._episode))
         self._running.add_done_callback(lambda _: self._waiting.put_nowait(None))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._server.close(self._session)
+        self._server.close(self._route)
         for answered in self._pending:
             if not answered.done():
-                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode has ended"))
+                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode ended"))
         self._running.cancel()
         # A program that continues is left alone: its requests get no answer.
         await asyncio.wait({self._running}, timeout=CLOSE_S)
@@ -166,14 +175,14 @@ class Endpoint:
 
     @property
     def returned(self) -> Any:
-        """Return the program's result, None while it runs. Raises what it raised."""
+        """Return the program's result, None while it runs. Exceptions of the program pass through."""
         return self._running.result() if self._running.done() else None
 
     def __aiter__(self) -> "Endpoint":
         return self
 
-    async def __anext__(self) -> Request:
-        """Return the next request, in order of arrival. Raises what the program raised."""
+    async def __anext__(self) -> ProgramRequest:
+        """Return the next request, in order of arrival. Exceptions of the program pass through."""
         while (waiting := await self._waiting.get()) is not None and not self._running.done():
             asked, answered = waiting
             if answered.done():
@@ -185,10 +194,10 @@ class Endpoint:
         self._running.result()
         raise StopAsyncIteration
 
-    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> Request:
+    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
         """Return the turn to yield for a request. Raises HttpError."""
-        conversation, rest = self._find(asked)
-        branch = conversation.branch
+        chat, rest = self._find(asked)
+        branch = chat.branch
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
             raise HttpError(HTTPStatus.BAD_REQUEST, message, "context_length_exceeded")
@@ -198,21 +207,23 @@ class Endpoint:
             if answered.done():
                 # The program hung up.
                 branch.drops_last = True
-                self._conversations.remove(conversation)
+                self._chats.remove(chat)
                 return
             num_before = len(branch.prompt_ids) + turn.start
             sampled = Sampled(turn, self._num_turns, num_before, asked)
-            conversation.add(asked.prompt, sampled)
+            chat.add(asked.prompt, sampled)
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        return Request(branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer)
+        return ProgramRequest(
+            branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer
+        )
 
-    def _find(self, asked: Asked) -> tuple[_Conversation, list[Any]]:
+    def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
         """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""
         prompt = asked.prompt
-        rests = [(conversation, conversation.rest(asked)) for conversation in self._conversations]
-        found = [(conversation, rest) for conversation, rest in rests if rest is not None]
+        rests = [(chat, chat.rest(asked)) for chat in self._chats]
+        found = [(chat, rest) for chat, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
         if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
@@ -221,10 +232,10 @@ class Endpoint:
         if farthest is not None:
             return farthest
         said = None if _is_ids(prompt) else prompt
-        conversation = _Conversation(self._episode.branch(template_form(prompt), tools=asked.tools), said)
-        self._conversations.append(conversation)
+        chat = _BranchChat(self._episode.branch(template_form(prompt), tools=asked.tools), said)
+        self._chats.append(chat)
         # It begins with all messages so far.
-        return conversation, prompt[:0]
+        return chat, prompt[:0]
 
     async def _handle(self, method: str, path: str, body: bytes) -> Answer:
         """Answer a request of the program. Raises HttpError."""
@@ -235,8 +246,8 @@ class Endpoint:
         if is_list:
             return models(self._episode)
         asked = read_request(path, body, self._episode)
-        if not self._session.is_open:
-            raise HttpError(HTTPStatus.GONE, "the episode has ended")
+        if not self._route.is_open:
+            raise HttpError(HTTPStatus.GONE, "the episode ended")
         if len(self._pending) >= MAX_PENDING:
             message = f"{MAX_PENDING} requests of the episode are waiting already"
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, message)
@@ -244,7 +255,7 @@ class Endpoint:
         self._pending.add(answered)
         self._waiting.put_nowait((asked, answered))
         try:
-            return asked.write(await answered)
+            return answer_of(await answered)
         finally:
             self._pending.discard(answered)
 
@@ -254,7 +265,7 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 
 async def _run(program: Program, url: str, episode: Episode) -> Any:
-    """Return a program's result; unless it is an `async def`, it runs in a thread. Raises what it raises."""
+    """Return a program's result; unless it is an `async def`, it runs in a thread. Its exceptions pass through."""
     try:
         is_async = inspect.iscoroutinefunction(program)
         return await (program(url, episode) if is_async else _in_thread(program, url, episode))
@@ -265,33 +276,21 @@ async def _run(program: Program, url: str, episode: Episode) -> Any:
 
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
     """Call a function in a new thread: the loop has too few threads for all episodes."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Callable[[], Any]] = loop.create_future()
-
-    def end(outcome: Callable[[], Any]) -> None:
-        if not ended.done():
-            ended.set_result(outcome)
+    ended: Future[tuple[Any, BaseException | None]] = Future()
+    # Running from now on: if the episode ends first, nobody cancels it.
+    ended.set_running_or_notify_cancel()
 
     def run() -> None:
-        outcome = functools.partial(_outcome, *_called(program, url, episode))
-        # The loop may be closed.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(end, outcome)
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = program(url, episode), None
+        except BaseException as error:
+            # The thread would raise it where nobody sees it, and a future does not take every exception.
+            outcome = None, error
+        ended.set_result(outcome)
 
     threading.Thread(target=run, daemon=True).start()
-    return (await ended)()
-
-
-def _called(program: Program, url: str, episode: Episode) -> tuple[Any, BaseException | None]:
-    """Return a program's result and None, or None and its exception."""
-    try:
-        return program(url, episode), None
-    except BaseException as error:
-        # The thread would raise it where nobody sees it.
-        return None, error
-
-
-def _outcome(returned: Any, error: BaseException | None) -> Any:
+    returned, error = await asyncio.wrap_future(ended)
     if error is not None:
         raise error
     return returned

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each session has its own path, which nobody can guess.
+"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each episode has a route: a path that nobody can guess.
 
 Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection outlives
-its sessions: a client that many programs share reuses it for any of them. While it has places, the server keeps
+its routes: a client that many programs share reuses it for any of them. While it has places, the server keeps
 connections that wait for a request, since the next one may be on its way; when places run short, its answers announce
 the close.
 
@@ -58,13 +58,13 @@ class Answer:
         return cls(json.dumps(value).encode(), status=status)
 
 
-# Takes method, path after the session's own, and body. Raises HttpError.
+# Takes method, the rest of the path, and body. Raises HttpError.
 Handler = Callable[[str, str, bytes], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(eq=False)
-class Session:
-    """The handler of one path."""
+class Route:
+    """A path, and its handler."""
 
     url: str
     handler: Handler
@@ -89,7 +89,7 @@ class _Reader(asyncio.StreamReader):
 
 @dataclass(eq=False)
 class _Connection:
-    """has_token: whether it had a request for a session. is_answering: whether it has one now."""
+    """has_token: whether it had a request for a route. is_answering: whether it has one now."""
 
     reader: _Reader
     writer: asyncio.StreamWriter
@@ -131,10 +131,10 @@ def max_connections() -> int:
 
 
 class LoopbackServer:
-    """Serves sessions. Use `of_this_loop`."""
+    """Serves routes. Use `of_this_loop`."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._routes: dict[str, Route] = {}
         self._port = 0
         # Waiting connections are in the order in which they began to wait.
         self._connections: dict[_Connection, None] = {}
@@ -151,17 +151,17 @@ class LoopbackServer:
         self._port = server.sockets[0].getsockname()[1]
         return self
 
-    def open(self, handler: Handler) -> Session:
-        """A new session."""
+    def open(self, handler: Handler) -> Route:
+        """A new route."""
         token = secrets.token_urlsafe(16)
-        session = Session(f"http://127.0.0.1:{self._port}/{token}/v1", handler)
-        self._sessions[token] = session
-        return session
+        route = Route(f"http://127.0.0.1:{self._port}/{token}/v1", handler)
+        self._routes[token] = route
+        return route
 
-    def close(self, session: Session) -> None:
-        """End a session: later requests for it are told so. Its connections stay."""
-        session.is_open = False
-        self._sessions = {token: other for token, other in self._sessions.items() if other is not session}
+    def close(self, route: Route) -> None:
+        """End a route: later requests for it are told so. Its connections stay."""
+        route.is_open = False
+        self._routes = {token: other for token, other in self._routes.items() if other is not route}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of a connection."""
@@ -187,12 +187,12 @@ class LoopbackServer:
             while keeps_alive:
                 self._connections[connection] = self._connections.pop(connection)
                 head = await _read_head(reader, limit_s)
-                session, path = self._find(head.path)
+                route, path = self._find(head.path)
                 connection.has_token = connection.is_answering = True
                 body = await _read_body(reader, writer, head)
                 if reader.has_ended.is_set() or writer.is_closing():
                     return
-                answer = await _answer(session.handler(head.method, path, body), reader)
+                answer = await _answer(route.handler(head.method, path, body), reader)
                 # A client does not reuse a connection whose close was announced, but might be using one that is closed
                 # without a word.
                 keeps_alive = head.keeps_alive and 2 * len(self._connections) <= self._max_connections
@@ -218,12 +218,12 @@ class LoopbackServer:
         del self._connections[dropped]
         dropped.writer.transport.abort()
 
-    def _find(self, path: str) -> tuple[Session, str]:
-        """Return the session of a path, and the rest of the path. Raises HttpError."""
+    def _find(self, path: str) -> tuple[Route, str]:
+        """Return the route of a path, and the rest of the path. Raises HttpError."""
         token, _, rest = path.partition("?")[0].removeprefix("/").partition("/")
-        if token not in self._sessions:
-            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it has ended, or never was")
-        return self._sessions[token], rest
+        if token not in self._routes:
+            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it ended, or never was")
+        return self._routes[token], rest
 
 
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[LoopbackServer]]

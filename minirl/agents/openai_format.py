@@ -8,7 +8,7 @@ Standard library only.
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -62,16 +62,14 @@ _DROPPED_KEYS = {
 class Asked:
     """A request. prompt: all messages or token ids from the first one on. stop, max_tokens: as in `Generate`.
 
-    write: makes the answer of a turn. tools: those that a prompt of messages shows. reads_calls: whether to parse tool
-    calls in the answer; otherwise they are part of its text.
+    fields: the request as it came, for the form of its answer. tools: those that a prompt of messages shows.
     """
 
     prompt: list[Any]
     stop: tuple[str, ...]
     max_tokens: int | None
-    write: Callable[["Sampled"], Answer]
+    fields: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
-    reads_calls: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Sampled:
     def message(self) -> dict[str, Any]:
         """The turn as a message for a program, with JSON text as the arguments of calls."""
         said: dict[str, Any] = {"content": self.turn.text}
-        if self.asked.reads_calls:
+        if self.asked.fields.get("tool_choice") != "none":
             # Without tools the format of calls need not be known.
             with contextlib.suppress(InputError):
                 said = self.turn.message
@@ -192,14 +190,9 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     messages = fields.get("messages")
     _refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
     assert isinstance(messages, list)
-    write = _writer(_chat_choice, "chat.completion", fields)
-    if fields.get("stream", False) is not False:
-        _refuse(fields["stream"] is not True, "stream: expected true or false")
-        options = fields.get("stream_options", {})
-        has_usage = isinstance(options, dict) and options.get("include_usage") is True
-        write = _streamed(write, has_usage=has_usage)
+    _refuse(type(fields.get("stream", False)) is not bool, "stream: expected true or false")
     prompt = [_read_message(message, i) for i, message in enumerate(messages)]
-    return Asked(prompt, *sampling, write, tools, reads_calls=fields.get("tool_choice") != "none")
+    return Asked(prompt, *sampling, fields, tools)
 
 
 def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
@@ -210,14 +203,15 @@ def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
     is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
     _refuse(not is_ids, "prompt: expected token ids; text becomes tokens in chat completions only")
     assert isinstance(ids, list)
-    return Asked(ids, *sampling, _writer(_completion_choice, "text_completion", fields))
+    return Asked(ids, *sampling, fields)
 
 
 def _read_sampling(
     fields: dict[str, Any], episode: Episode, *others: str
 ) -> tuple[tuple[str, ...], int | None]:
     """Return the stop strings and the limit of a turn. others: fields that are read elsewhere."""
-    _check_known(fields, *others, *_READ, *_ONLY)
+    unknown = fields.keys() - {*others, *_READ, *_ONLY, *_WITHOUT_EFFECT}
+    _refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
     for key, values in _ONLY.items():
         is_same = any(
             type(fields.get(key)) in (type(value), float) and fields[key] == value for value in values
@@ -241,11 +235,6 @@ def _read_sampling(
     for limit in limits:
         _refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
     return tuple(strings), min(limits, default=None)
-
-
-def _check_known(fields: dict[str, Any], *known: str) -> None:
-    unknown = fields.keys() - {*known, *_WITHOUT_EFFECT}
-    _refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
 
 
 def _read_message(message: Any, i: int) -> dict[str, Any]:
@@ -293,7 +282,7 @@ def _check_characters(value: Any, place: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is no text") from None
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is not text") from None
     except RecursionError:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
 
@@ -303,39 +292,40 @@ def _refuse(is_wrong: bool, message: str) -> None:
         raise HttpError(HTTPStatus.BAD_REQUEST, message)
 
 
-def _writer(
-    choice_of: Callable[[Sampled, bool], dict[str, Any]], kind: str, fields: dict[str, Any]
-) -> Callable[[Sampled], Answer]:
-    """Return the function that writes the answer to a request with these fields."""
+def answer_of(sampled: Sampled) -> Answer:
+    """Return the answer to a request, in the form that it asks for."""
+    fields = sampled.asked.fields
+    ids = sampled.turn.ids
+    is_chat = "messages" in fields
     has_logprobs = fields.get("logprobs", False) is not False
-    has_ids = fields.get("return_token_ids") is True
+    choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(sampled)}
+    if is_chat:
+        logprobs = _logprobs(sampled.turn) if has_logprobs else None
+        choice |= {"message": sampled.message, "logprobs": logprobs}
+    else:
+        choice |= _completion_choice(sampled, has_logprobs)
+    if fields.get("return_token_ids") is True:
+        choice["token_ids"] = ids
+    before = sampled.num_prompt_tokens
+    usage = {"prompt_tokens": before, "completion_tokens": len(ids), "total_tokens": before + len(ids)}
+    if fields.get("stream", False):
+        return _streamed(sampled, choice, usage)
+    kind = "chat.completion" if is_chat else "text_completion"
+    return Answer.of_json({**_frame(sampled, kind), "choices": [choice], "usage": usage})
 
-    def write(sampled: Sampled) -> Answer:
-        choice = {"index": 0, "finish_reason": _finish_reason(sampled), **choice_of(sampled, has_logprobs)}
-        if has_ids:
-            choice["token_ids"] = sampled.turn.ids
-        return Answer.of_json({**_frame(sampled, kind), "choices": [choice], "usage": _usage(sampled)})
 
-    return write
-
-
-def _streamed(write: Callable[[Sampled], Answer], *, has_usage: bool) -> Callable[[Sampled], Answer]:
-    """Return a function that writes the same as a stream of events, with the whole message in one."""
-
-    def write_events(sampled: Sampled) -> Answer:
-        whole = json.loads(write(sampled).body)
-        frame = {**_frame(sampled, "chat.completion.chunk"), "usage": None}
-        (choice,) = whole["choices"]
-        delta = choice.pop("message")
-        for i, call in enumerate(delta.get("tool_calls", [])):
-            call["index"] = i
-        chunks: list[Any] = [{**frame, "choices": [{**choice, "delta": delta}]}]
-        if has_usage:
-            chunks.append({**frame, "choices": [], "usage": whole["usage"]})
-        events = [*map(json.dumps, chunks), "[DONE]"]
-        return Answer("".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
-
-    return write_events
+def _streamed(sampled: Sampled, choice: dict[str, Any], usage: dict[str, int]) -> Answer:
+    """Return an answer as a stream of events, with the whole message in one."""
+    frame = {**_frame(sampled, "chat.completion.chunk"), "usage": None}
+    delta = dict(choice.pop("message"))
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]
+    chunks: list[Any] = [{**frame, "choices": [{**choice, "delta": delta}]}]
+    options = sampled.asked.fields.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage") is True:
+        chunks.append({**frame, "choices": [], "usage": usage})
+    events = [*map(json.dumps, chunks), "[DONE]"]
+    return Answer("".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
 
 
 def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
@@ -343,18 +333,9 @@ def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
     return {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
 
 
-def _usage(sampled: Sampled) -> dict[str, int]:
-    before, new = sampled.num_prompt_tokens, len(sampled.turn.ids)
-    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
-
-
 def _finish_reason(sampled: Sampled) -> str:
     has_calls = "tool_calls" in sampled.message and sampled.turn.finish_reason == "stop"
     return "tool_calls" if has_calls else sampled.turn.finish_reason
-
-
-def _chat_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
-    return {"message": sampled.message, "logprobs": _logprobs(sampled.turn) if has_logprobs else None}
 
 
 def _completion_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Load the code of --tools and --environment in a worker (`minirl.workers.child`), for `tool_loop`.
 
-Standard library only: a worker starts quickly. Only the functions that describe tools import more. All functions raise
-what the user's code raises.
+Standard library only: a worker starts quickly. Only the functions that describe tools import more. Exceptions of the
+user's code pass through.
 """
 
 from dataclasses import replace

@@ -29,55 +29,59 @@ MAX_SHOWN = 1 << 20
 def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
     """The rollout in which the model calls these functions, each `async` or not."""
     is_async = any(map(inspect.iscoroutinefunction, tools))
-    return RolloutCode(_rollout(lambda: Session(tools, is_async)), is_async, tools)
+    return RolloutCode(_rollout(lambda: EpisodeTools(tools, is_async)), is_async, tools)
 
 
 def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
-    """The rollout in which the model calls the methods of its own object, or why it cannot be made.
+    """The rollout in which the model calls the methods of an object, or why it cannot be made.
 
     A first object is made to see its methods.
     """
-    probe = EnvironmentSession(factory())
+    probe = EnvironmentTools(factory())
     reset, get_reward, close = (getattr(probe.environment, method, None) for method in OWN_METHODS)
     if reset is None:
         return f"{name} has no method reset(**row)"
-    methods = [*probe.tools.values(), reset, get_reward, close]
+    methods = [*probe.by_name.values(), reset, get_reward, close]
     probe.is_async = any(map(inspect.iscoroutinefunction, methods))
 
-    def start() -> Session:
-        return EnvironmentSession(factory(), is_async=probe.is_async)
+    def start() -> EpisodeTools:
+        return EnvironmentTools(factory(), is_async=probe.is_async)
 
-    tools = list(probe.tools.values())
+    tools = list(probe.by_name.values())
     return RolloutCode(_rollout(start), probe.is_async, tools, gives_reward=get_reward is not None)
 
 
-def _rollout(start: Callable[[], "Session"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
-    """The rollout function of tools. start: begins an episode's session."""
+def _rollout(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
+    """The rollout function of tools. start: makes an episode's tools."""
 
     async def rollout(episode: Episode) -> AsyncGenerator[Generate, Turn]:
-        session = start()
+        tools = start()
         try:
-            branch = await session.begin(episode)
+            branch = await tools.begin(episode)
             turn = yield branch.generate()
             # Without tools the format of calls need not be known.
-            while session.tools and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
-                messages, contents = await session.results(turn.message)
+            while tools.by_name and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
+                messages, contents = await tools.results(turn.message)
                 # Now: if they do not fit, or no further turn is allowed, the episode ends.
-                await session.give_reward(episode)
+                await tools.give_reward(episode)
                 turn = yield replace(branch.generate(after=messages), contents=contents)
             if len(branch.turns) == 1:
-                await session.give_reward(episode)
+                await tools.give_reward(episode)
         finally:
-            await session.close()
+            await tools.close()
 
     return rollout
 
 
-class Session:
-    """The tools of one episode. is_async: whether calls may wait; then those of one turn run at the same time."""
+class EpisodeTools:
+    """The tools of one episode.
+
+    by_name: the functions that the model calls. is_async: whether calls may wait; then those of one turn run at the
+    same time.
+    """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], is_async: bool):
-        self.tools = {tool.__name__: tool for tool in tools}
+        self.by_name = {tool.__name__: tool for tool in tools}
         self.is_async = is_async
 
     async def begin(self, episode: Episode) -> Branch:
@@ -111,14 +115,14 @@ class Session:
         """Return `_message` of a call's result; a tool's exception is a result too."""
         name = str(call.get("name"))
         try:
-            if name not in self.tools:
+            if name not in self.by_name:
                 raise ValueError(f"Tool {name} not found.")
-            return _message(name, await _value(self.tools[name], **call["arguments"]))
+            return _message(name, await _value(self.by_name[name], **call["arguments"]))
         except Exception as error:
             return _message(name, {"error": str(error)})
 
 
-class EnvironmentSession(Session):
+class EnvironmentTools(EpisodeTools):
     """The tools of one episode are the methods of an object that lives as long as the episode."""
 
     def __init__(self, environment: Any, *, is_async: bool = False):
@@ -163,7 +167,7 @@ class EnvironmentSession(Session):
         what = "the attributes of the environment, for reward functions that ask for `environments`"
         refuse(
             size > MAX_SHOWN,
-            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep what is large elsewhere",
+            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep large values elsewhere",
         )
 
     async def close(self) -> None:

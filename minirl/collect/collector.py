@@ -21,15 +21,13 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.in_flight import (
-    FinishedRollout,
-    finished_of,
     finished_record,
-    finished_rollouts,
+    finished_rollout,
     id_of,
     paused_episode,
     paused_record,
-    prompt_of,
     rewarded_of,
+    rewarded_records,
 )
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.rollout_process import RolloutWorkers
@@ -194,29 +192,29 @@ class Collector:
     def records(self) -> list[dict[str, Any]]:
         """The rollouts in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
         records = [paused_record(running) for running in self._paused]
-        for rollout in itertools.chain(*self._ended.values()):
-            records.append(finished_record(FinishedRollout(rollout)))
-        records += [finished_record(finished) for finished in finished_rollouts(self._rewarded)]
+        records += map(finished_record, itertools.chain(*self._ended.values()))
+        records += rewarded_records(self._rewarded)
         # Episodes are paused in the order of their functions' replies.
         records.sort(key=lambda record: record["id"])
         groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
         return [{"rollouts": list(group)} for _, group in groups]
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what a checkpoint holds; `groups` are the records that are this rank's now. Not collective.
+        """Go on from a checkpoint's state; `groups` are the records that are this rank's now. Not collective.
 
-        An episode whose function does not do again what it did begins again from the start; it counts as "restarted".
+        An episode whose function does not repeat its requests begins again from the start; it counts as "restarted".
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
         records = list(itertools.chain.from_iterable(group["rollouts"] for group in groups))
         paused = [record for record in records if record["finish_reason"] is None]
         self._paused = self._runner.restore([self._paused_episode(record) for record in paused])
-        finished = [finished_of(record) for record in records if record["finish_reason"] is not None]
-        for one in finished:
-            if one.rewards is None:
-                self._ended.setdefault(one.rollout.rollout_id.prompt_ordinal, []).append(one.rollout)
-        rewarded = [one for one in finished if one.rewards is not None]
+        finished = [record for record in records if record["finish_reason"] is not None]
+        for record in finished:
+            if record["rewards"] is None:
+                ordinal = id_of(record).prompt_ordinal
+                self._ended.setdefault(ordinal, []).append(finished_rollout(record))
+        rewarded = [record for record in finished if record["rewards"] is not None]
         if rewarded:
             self._rewarded += rewarded_of(rewarded, self._prompts)
 
@@ -233,7 +231,8 @@ class Collector:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
         temperature = 0.0 if is_greedy else self._temperature
-        return paused_episode(record, self._prompts.request(rollout_id, prompt_of(record), temperature))
+        prompt_ids = tuple(record["prompt"].tolist())
+        return paused_episode(record, self._prompts.request(rollout_id, prompt_ids, temperature))
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.

@@ -35,7 +35,7 @@ class Selection:
     left: RewardedRollouts
     # How many of P groups are missing: not complete, or replaceable.
     num_missing: int
-    # The prompts whose groups are no longer in use: selected, or dropped.
+    # The prompts whose groups were selected or dropped.
     ended: frozenset[int]
 
     @property

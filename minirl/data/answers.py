@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.tokenizer import MAX_TOOL_LISTS, Tokenizer
 from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
@@ -45,15 +45,8 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
 
 def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids of text, and those of the tags, which are special tokens in some vocabularies."""
-    hidden = _hidden_ids(tokenizer)
-    return [i for i in ids if i not in hidden]
-
-
-@functools.lru_cache(1)  # transformers makes the lists of special tokens each time
-def _hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    backend = tokenizer.backend
-    special = zip(backend.all_special_tokens, backend.all_special_ids, strict=True)
-    return frozenset(special_id for token, special_id in special if token not in _HERMES_TAGS)
+    special = tokenizer.special_tokens
+    return [i for i in ids if i not in special or special[i] in _HERMES_TAGS]
 
 
 def check_readable(tokenizer: Tokenizer) -> None:
@@ -63,7 +56,8 @@ def check_readable(tokenizer: Tokenizer) -> None:
         refuse(why is not None, f"{tokenizer.folder}: {why}")
 
 
-@functools.lru_cache(1)  # it takes longer than to read an answer
+# It takes longer than reading an answer. The branches of an episode may each show other tools.
+@functools.lru_cache(MAX_TOOL_LISTS)
 def _why_unreadable(tokenizer: Tokenizer) -> str | None:
     backend = tokenizer.backend
     # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.

@@ -1,25 +1,20 @@
 """The tokens that the chat template writes for messages after a sampled answer.
 
 The template might write the answer itself differently than it was sampled, so the answer is never rendered. Instead a
-conversation of a user's message, a one-word answer and the new messages is rendered, and what follows the word is
+conversation of a user's message, a one-word answer and the new messages is rendered, and the text after the word is
 appended.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.data.task import Messages
+from minirl.data.task import Messages, is_message
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
 # Words that no template mistakes for something else.
 _ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
-
-
-def is_message(value: Any) -> bool:
-    """Return whether `value` is a message with role and content."""
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def following_ids(
@@ -33,7 +28,7 @@ def following_ids(
     """
     checked = _checked(messages, place)
     marks = [_CONTENT.format(i) for i in range(len(checked))]
-    outline = _behind_answer(
+    outline = _after_answer(
         tokenizer, [{**message, "content": mark} for message, mark in zip(checked, marks, strict=True)], place
     )
     for message, mark in zip(checked, marks, strict=True):
@@ -42,7 +37,7 @@ def following_ids(
             f"{_template(tokenizer, place)} does not show a message of role {message['role']!r} after an answer; "
             "give it another role, or append text",
         )
-    ids = tokenizer.encode_text(_behind_answer(tokenizer, checked, place), place)
+    ids = tokenizer.encode_text(_after_answer(tokenizer, checked, place), place)
     # The template's own text before the first message's content.
     head = tokenizer.encode_text(outline.partition(marks[0])[0], place)
     if end_id is None or end_id not in head:
@@ -52,15 +47,15 @@ def following_ids(
     return ids[head.index(end_id) + 1 :] if closes else ids
 
 
-def _behind_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
+def _after_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}, *messages]
     text = tokenizer.apply_template(conversation, place, is_prompt=True)
-    _, answer, behind = text.partition(_ANSWER)
+    _, answer, after = text.partition(_ANSWER)
     refuse(
         not answer,
         f"{_template(tokenizer, place)} does not show the text of an answer; append text or token ids",
     )
-    return behind
+    return after
 
 
 def _checked(messages: Sequence[Any], place: str) -> Messages:

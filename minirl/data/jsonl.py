@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from minirl.data.task import STANDARD_ARGUMENTS, Row, Task
+from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_message
 from minirl.errors import InputError
 from minirl.files.json_files import parse_json
 
@@ -138,11 +138,5 @@ def _parse_object(line: str, place: str) -> dict[str, Any]:
 
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, list):
-        return bool(prompt) and all(_is_message(message) for message in prompt)
+        return bool(prompt) and all(map(is_message, prompt))
     return isinstance(prompt, str) and bool(prompt.strip())
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

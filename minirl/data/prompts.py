@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import following_ids, is_message
-from minirl.data.task import After, Messages, Row, as_messages, conversation, is_messages
+from minirl.data.chat_turns import following_ids
+from minirl.data.task import After, Messages, Row, as_messages, conversation, is_message, is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
@@ -160,9 +160,9 @@ class PromptStream:
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
     def answers(self, rollout: Rollout) -> Messages:
-        """Return `messages` behind the row's prompt, as far as they begin with it.
+        """Return those of `messages` that follow the row's prompt, as far as they begin with it.
 
-        A prompt's last message may go on: with what an environment's `reset` returned, or with the answer.
+        A prompt's last message may go on: with the text that an environment's `reset` returned, or with the answer.
         """
         row = self.row(rollout.rollout_id.prompt_ordinal)
         messages = self.messages(rollout)
@@ -202,9 +202,9 @@ class PromptStream:
         end_id: int | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the ids of what is appended between two turns: text is tokenized by itself.
+        """Return the ids that are appended between two turns: text is tokenized alone.
 
-        end_id: for messages, as in `chat_turns.following_ids`. tools: that the prompt tells of. Raises InputError
+        end_id: for messages, as in `chat_turns.following_ids`. tools: those that the prompt shows. Raises InputError
         naming `place` for messages that cannot be rendered, and for ids that the model does not have.
         """
         if isinstance(after, str):
@@ -227,7 +227,7 @@ class PromptStream:
     ) -> tuple[int, ...]:
         """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
 
-        tools: that it tells of, if it is messages; None: the tokenizer's. Raises InputError naming `place` for what
+        tools: those that it shows, if it is messages; None: the tokenizer's. Raises InputError naming `place` for what
         cannot be used: the prompt, other tools than the tokenizer's that the chat template does not show, or whose
         calls cannot be read. The prompt may be too long.
         """

@@ -20,6 +20,11 @@ Messages = list[dict[str, Any]]
 After = str | Sequence[int] | Messages
 
 
+def is_message(value: Any) -> bool:
+    """Return whether `value` is a message: role and content, both text."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def is_messages(after: After) -> TypeGuard[Messages]:
     """Return whether it is a list of messages, good or bad ones, rather than of token ids."""
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)

@@ -26,7 +26,7 @@ _TEMPLATE_CHARACTERS = 1_000_000
 # A value that no template has as a default.
 _PROBE = "minirlprobe"
 # Lists of tools that were checked and are remembered.
-_MAX_TOOL_LISTS = 64
+MAX_TOOL_LISTS = 64
 
 
 class Tokenizer:
@@ -83,10 +83,16 @@ class Tokenizer:
             other.tools = tool_schemas(tools)
             if other.tools:
                 other._check_tools()
-            if len(self._with_tools) == _MAX_TOOL_LISTS:
+            if len(self._with_tools) == MAX_TOOL_LISTS:
                 self._with_tools.clear()
             self._with_tools[key] = other
         return self._with_tools[key]
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The special tokens by their ids. Kept: transformers makes the lists each time."""
+        backend = self.backend
+        return dict(zip(backend.all_special_ids, backend.all_special_tokens, strict=True))
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.

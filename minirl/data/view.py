@@ -101,7 +101,7 @@ def _answer(
 
 
 def _segments(rollout: Rollout, branch: Rollout, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return a branch's tokens turn by turn, with what was appended before each, and its prompt if not the row's."""
+    """Return a branch's tokens turn by turn, with the tokens appended before each, and its prompt if not the row's."""
     number = branch.rollout_id.branch
 
     def segment(kind: str, first: int, last: int) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""An episode: the function that writes a rollout, what it may ask for, and how it is run on the engine."""
+"""An episode: the function that writes a rollout, its requests, and how they run on the engine."""

@@ -1,4 +1,4 @@
-"""What a rollout function may ask for and give. Anything else is refused, naming function, row and field.
+"""Requests and rewards that a rollout function may make. Others are refused, naming function, row and field.
 
 Standard library only: a process that runs such a function starts quickly.
 """
@@ -14,7 +14,7 @@ from minirl.errors import InputError, refuse
 from minirl.rewards.values import MAX_REWARD, validate_number
 from minirl.workers.user_code import shown
 
-# What `Episode.end` takes.
+# Finish reasons for `Episode.end`.
 END_REASONS = (
     "stop",
     "length",
@@ -29,7 +29,7 @@ END_REASONS = (
 REWARD = "reward"
 # Characters of a reward's name.
 MAX_NAME = 80
-# Characters of what a function in another process asks for, as JSON.
+# Characters of the request of a function in another process, as JSON.
 MAX_ASKED = 1 << 22
 # Made once: `json.dumps` with an option makes one each time.
 _ENCODER = json.JSONEncoder(default=repr)
@@ -42,9 +42,9 @@ class Generate:
     after: text, token ids or, between turns of a chat, messages.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as there is room for.
-    branch: to which of the episode's branches, and `prompt`: what that one begins with; for 0, what the row does.
-    contents: what reward functions get as the contents of the messages of `after`, None for their texts.
-    tools: JSON schemas of those that this prompt tells of; None: the run's.
+    branch: the number of the episode's branch. prompt: the start of that branch; not read for 0, the row's prompt.
+    contents: reward functions get these as the contents of the messages of `after`, None for their texts.
+    tools: JSON schemas of the tools that this prompt shows; None: the run's.
     """
 
     after: After = ""
@@ -79,7 +79,7 @@ class Generate:
         return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for another process. Raises InputError if JSON cannot hold them, or not so much."""
+        """Return the fields for another process. Raises InputError if JSON cannot hold them, or they are too long."""
         after = self.after if isinstance(self.after, str) else list(self.after)
         fields = {**vars(self), "after": after}
         try:
@@ -97,13 +97,13 @@ class Generate:
 
 @dataclass(frozen=True)
 class End:
-    """Ends the episode, in place of asking for a turn. See `Episode.end`."""
+    """Ends the episode instead of asking for a turn. See `Episode.end`."""
 
     reason: str
 
 
 def checked_turn(yielded: Any) -> Generate:
-    """Return what a function yielded to ask for a turn. Raises InputError naming the field that is wrong."""
+    """Return the request for a turn that a function yielded. Raises InputError naming the field that is wrong."""
     if not isinstance(yielded, Generate):
         raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
     limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
@@ -127,24 +127,10 @@ def checked_turn(yielded: Any) -> Generate:
     return yielded
 
 
-def place_of(function: str, row_place: str) -> str:
-    """Return how messages name a function's episode."""
-    return f"{function}(episode), for the row at {row_place}"
-
-
-def check_messages_fit(place: str, *, is_first: bool, is_chat: bool) -> None:
-    """Raise InputError for messages in `after` where none can be appended. is_first: before a branch's first turn."""
-    refuse(
-        is_first,
-        f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
-    )
-    refuse(not is_chat, f"{place}: messages behind a text prompt; see --chat, or append text")
-
-
 def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:
     """Raise InputError for rewards that the run has no use for, and for one that it wants and nobody gave.
 
-    given: the names of those that an episode gave or returned. wanted: of those that the run has.
+    given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
     """
     if not given and not wanted:
         return
@@ -157,15 +143,15 @@ def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -
     for name in wanted:
         refuse(
             name not in given,
-            f"{place}: has ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+            f"{place}: ended without the reward {name!r} (given: {listed}); give it in every episode, at "
             f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
         )
 
 
 def returned_rewards(returned: Any) -> dict[str, float | None]:
-    """Return the rewards, by name, that a function returned: a number is the one named "reward", None is none.
+    """Return the rewards, by name, that a function returned: a number is the one named "reward", None means none.
 
-    Raises InputError saying what is wrong.
+    Raises InputError with the reason if it cannot be one.
     """
     if returned is None:
         return {}

@@ -1,12 +1,12 @@
 """An episode, as the function sees it that writes a rollout.
 
-Such a function is a generator. What it yields is sampled, together with the turns of all other episodes:
+Such a function is a generator. The turns that it yields are sampled together with those of all other episodes:
 
     def rollout(episode):
         turn = yield episode.generate(stop=["</query>"])
         yield episode.generate(after=look_up(turn.text))
 
-Tokens are never tokenized again: what was sampled stays as it was, and appended text is tokenized by itself. So are
+Tokens are never tokenized again: sampled tokens stay as they are, and appended text is tokenized alone. So are
 messages, which the chat template writes.
 
 Standard library only: a process that runs such a function starts quickly.
@@ -27,21 +27,27 @@ from minirl.turns import TurnFacts
 class TurnReader(Protocol):
     """Makes the parts of a turn that somebody asks for, see `Turn`."""
 
+    @property
     def ids(self) -> list[int]:
         """Its token ids, including the stop token."""
 
+    @property
     def logprobs(self) -> list[float]:
         """Of these tokens."""
 
+    @property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
 
+    @property
     def text(self) -> str:
         """The text of its ids."""
 
+    @property
     def message(self) -> dict[str, Any]:
-        """What it says."""
+        """The message that its text stands for."""
 
+    @property
     def answer(self) -> str:
         """The text of the message that it belongs to, up to its end."""
 
@@ -86,30 +92,30 @@ class Turn(TurnFacts):
     @functools.cached_property
     def ids(self) -> list[int]:
         """The token ids, including the stop token."""
-        return self.reader.ids()
+        return self.reader.ids
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
         """Of these tokens, when they were sampled."""
-        return self.reader.logprobs()
+        return self.reader.logprobs
 
     @functools.cached_property
     def versions(self) -> list[int]:
         """Of the weights that sampled them."""
-        return self.reader.versions()
+        return self.reader.versions
 
     @functools.cached_property
     def text(self) -> str:
         """The text of its ids, without special tokens."""
-        return self.reader.text()
+        return self.reader.text
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """What it says: content, and where there are any, reasoning and calls of tools; see `data.answers`.
+        """The message of its text: content, and reasoning and calls of tools, if any; see `data.answers`.
 
         Raises InputError if it is not known how the model writes calls.
         """
-        message = self.reader.message()
+        message = self.reader.message
         self.parse_error = message.get("parse_error")
         return message
 
@@ -119,18 +125,18 @@ class Turn(TurnFacts):
 
         All that was sampled, and appended as text or ids, since the last messages.
         """
-        return self.text if self.is_answer else self.reader.answer()
+        return self.text if self.is_answer else self.reader.answer
 
 
 @dataclass
 class Branch:
-    """A prompt with the turns behind it.
+    """A prompt with the turns that follow it.
 
     number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
     where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
-    which a branch that the episode began knows from then on. turns: those that have ended.
+    which a branch that the episode began knows from then on. turns: those that ended.
     end_reason: that the episode's `end` was called with. tools: as in `Generate`.
-    drops_last: whether nobody saw its last turn, which is then no part of the rollout. There is no further one.
+    drops_last: whether nobody saw its last turn, which then does not belong to the rollout. No turn follows it.
     """
 
     prompt: str | Messages | list[int]
@@ -176,15 +182,15 @@ class Branch:
 
     @property
     def has_messages(self) -> bool:
-        """Whether it is a conversation: the prompt is no list of token ids."""
+        """Return whether it is a conversation: its prompt is not a list of token ids."""
         return isinstance(self.prompt, str) or not isinstance(next(iter(self.prompt), None), int)
 
     @property
     def messages(self) -> Messages:
-        """The conversation so far: the prompt (text is the user's), the answers, and what was appended as messages.
+        """The conversation so far: the prompt (text is the user's), the answers, and the appended messages.
 
-        An answer is all text between messages, without special tokens: what was sampled and what was appended as text
-        or ids. One that continues the prompt's last message is one with it. Raises InputError behind token ids.
+        An answer is all text between messages, without special tokens: sampled, or appended as text or ids. One that
+        continues the prompt's last message joins it. Raises InputError if the prompt is token ids.
         """
         refuse(
             not self.has_messages, f"branch {self.number}: it begins with token ids, so it has no messages"
@@ -215,20 +221,20 @@ class Branch:
         return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what it begins with, as JSON values."""
+        """Return its prompt, number and limit, as JSON values."""
         return {
             name: getattr(self, name) for name in ("number", "prompt", "prompt_ids", "max_tokens", "tools")
         }
 
 
 class Episode(Branch):
-    """One rollout while it is made. It is a branch itself, the one behind the row's prompt.
+    """One rollout while it is made. It is itself a branch, the one that follows the row's prompt.
 
-    row: of the data. seed: of this episode alone, for whatever in it is random; the same whenever it is run again.
-    tools: JSON schemas of those that the prompt tells of. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. all_turns: of all branches, in their order. given: rewards by name, which belong to
+    row: the prompt's row of the data. seed: this episode's, for all that is random in it; the same in every run of it.
+    tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
+    temperature: that of all turns. all_turns: those of all branches, in order. given: rewards by name, which belong to
     all branches. rewarded: to which of `rewards` the function gave something since `take_given`.
-    is_closed: whether the function has ended, or is being ended.
+    is_closed: whether the function ended, or is being ended.
     environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
     function asks for them.
     """
@@ -273,7 +279,7 @@ class Episode(Branch):
 
     @property
     def rewards(self) -> list[dict[str, float]]:
-        """What was given, by name: to all branches, and to each turn."""
+        """The rewards that were given, by name: to all branches, then to each turn."""
         return [self.given, *(turn.rewards for turn in self.all_turns)]
 
     @property
@@ -298,26 +304,16 @@ class Episode(Branch):
         """Add a turn that ended to its branch. For who runs the episode."""
         known = self._known.pop(turn.branch, None)
         if known is not None:
-            self._learn(**known)
+            # Where the function runs, it begins the branch itself.
+            begun = Generate(branch=turn.branch, prompt=known["prompt"], tools=known["tools"])
+            branch = self.branch_of(begun)
+            branch.prompt_ids, branch.max_tokens = known["prompt_ids"], known["max_tokens"]
         branch = self if turn.branch == 0 else self._further[turn.branch]
         branch.turns.append(turn)
         self.all_turns.append(turn)
 
-    def _learn(
-        self,
-        number: int,
-        prompt: Any,
-        prompt_ids: list[int],
-        max_tokens: int,
-        tools: list[dict[str, Any]] | None,
-    ) -> None:
-        """Set what a branch begins with; the function begins it itself where it runs."""
-        begun = Generate(branch=number, prompt=prompt, tools=tools)
-        branch = self.branch_of(begun)
-        branch.prompt_ids, branch.max_tokens = prompt_ids, max_tokens
-
     def drop_unseen(self) -> None:
-        """Take off the turns that nobody saw; the turn before each has the rewards that were given behind it."""
+        """Take off the turns that nobody saw; the turn before each gets its rewards."""
         for branch in self.branches.values():
             if not branch.drops_last:
                 continue
@@ -348,11 +344,11 @@ class Episode(Branch):
     def branch(
         self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
     ) -> Branch:
-        """A further branch, behind another prompt: a conversation that is written anew, another one, or token ids.
+        """Begin a further branch, with another prompt: a rewritten or a second conversation, or token ids.
 
-        It is a sample of its own in training, with the rewards of its own turns; what is given to no turn, and the
-        weight in the loss, it shares with the others. tools: JSON schemas of those that the prompt tells of, if it is
-        messages; None: the run's.
+        It is a separate training sample with the rewards of its turns. It shares with the other branches the rewards
+        that belong to no turn, and the weight in the loss. tools: JSON schemas of the tools that the prompt shows, if
+        it is messages; None: the run's.
         """
         # The caller may go on with its list of messages, the branch's are those of now.
         own = copy.deepcopy(prompt)
@@ -366,12 +362,12 @@ class Episode(Branch):
     ) -> None:
         """Add to a reward of the episode. It belongs to the last token of the last turn, and so to that turn's branch.
 
-        branch: to the last turn of this one instead (the episode is the first of them); "all": to no turn, but to each
-        branch, as what the function returns. Before the first turn that is so without it.
-        Raises InputError for what is no finite number, a branch without a turn, and once the episode has ended.
+        branch: to the last turn of this one instead (the episode is the first of them); "all": to each branch and no
+        turn, like rewards that the function returns; so are all rewards before the first turn.
+        Raises InputError unless it is a finite number, for a branch without a turn, and after the episode's end.
         """
         place = f"episode.reward, for the row at {self.row.place}:"
-        refuse(self.is_closed, f"{place} the episode has ended; give rewards before a `yield`")
+        refuse(self.is_closed, f"{place} the episode ended; give rewards before a `yield`")
         check_name(name, place)
         index = len(self.all_turns)
         if branch == "all":

@@ -2,29 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages
 from minirl.data.view import as_plain
-from minirl.episodes.episode import Branch
 from minirl.episodes.running import PausedEpisode, RunningEpisode
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
 from minirl.turns import TurnFacts
-
-
-@dataclass(frozen=True)
-class FinishedRollout:
-    """A rollout that has ended; with its rewards if all those of its prompt on its rank have. None: does not apply."""
-
-    rollout: Rollout
-    rewards: list[float | None] | None = None
-    failed: bool = False
 
 
 def paused_record(running: RunningEpisode) -> dict[str, Any]:
@@ -33,63 +22,67 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
     _, present = running.present
     branches = []
     for branch in running.branches.values():
-        rollout = rollout_of(branch.request, "", branch.completion(present))
+        prompt = token_tensor(branch.request.prompt_ids)
+        rollout = rollout_of(branch.request.rollout_id, prompt, branch.completion(present), "")
         branches.append(_tokens_record(rollout))
     return {
         "id": list(request.rollout_id),
         "prompt": token_tensor(request.prompt_ids),
         "branches": branches,
-        "begun": [_begun_record(branch) for branch in running.episode.further if branch.turns],
+        "begun": [
+            {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
+            for branch in running.episode.further
+            if branch.turns
+        ],
         "turns": [_turn_record(turn) for turn in running.episode.all_turns],
         "asked": present.asked,
         "finish_reason": None,
     }
 
 
-def prompt_of(record: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of a record's prompt."""
-    ids: list[int] = record["prompt"].tolist()
-    return tuple(ids)
-
-
 def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
-    """Return the paused episode of `paused_record`. request: of its id and prompt."""
-    branches = {id_of(branch).branch: _rollout_of(branch) for branch in record["branches"]}
+    """Return the paused episode of `paused_record`. request: the one with its id and prompt."""
+    branches = {id_of(branch).branch: _branch_of(branch) for branch in record["branches"]}
     return PausedEpisode(request, branches, record["begun"], record["turns"], record["asked"])
 
 
-def finished_record(finished: FinishedRollout) -> dict[str, Any]:
-    """The record of a rollout that has ended."""
+def finished_record(
+    rollout: Rollout, rewards: Sequence[float | None] | None = None, *, failed: bool = False
+) -> dict[str, Any]:
+    """Return the record of a finished rollout.
+
+    rewards: None as long as others of its prompt are missing on its rank; of these, None where one does not apply.
+    """
     return {
-        **_tokens_record(finished.rollout),
-        "earlier": [_tokens_record(branch) for branch in finished.rollout.earlier],
-        "episode": _ended_record(finished.rollout.episode),
-        "rewards": finished.rewards,
-        "failed": finished.failed,
+        **_tokens_record(rollout),
+        "earlier": [_tokens_record(branch) for branch in rollout.earlier],
+        "episode": _ended_record(rollout.episode),
+        "rewards": rewards,
+        "failed": failed,
     }
 
 
-def finished_rollouts(rewarded: RewardedRollouts) -> list[FinishedRollout]:
-    """Rollouts with their rewards as `finished_record` takes them."""
-    finished = []
+def rewarded_records(rewarded: RewardedRollouts) -> list[dict[str, Any]]:
+    """Return the records of rollouts with their rewards."""
+    records = []
     for rollout, rewards, failed in zip(
         rewarded.rollouts, rewarded.rewards.tolist(), rewarded.failed.tolist(), strict=True
     ):
         applicable = [None if math.isnan(reward) else reward for reward in rewards]
-        finished.append(FinishedRollout(rollout, applicable, failed))
-    return finished
+        records.append(finished_record(rollout, applicable, failed=failed))
+    return records
 
 
-def rewarded_of(finished: Sequence[FinishedRollout], prompts: PromptStream) -> RewardedRollouts:
-    """Rollouts with their rewards, of at least one function. prompts: the stream that their prompts come from."""
-    rollouts = [one.rollout for one in finished]
-    rewards = [[math.nan if x is None else x for x in one.rewards or []] for one in finished]
+def rewarded_of(records: Sequence[Mapping[str, Any]], prompts: PromptStream) -> RewardedRollouts:
+    """Return the rollouts of `rewarded_records`, one or more. prompts: the stream that their prompts come from."""
+    rollouts = [finished_rollout(record) for record in records]
+    rewards = [[math.nan if x is None else x for x in record["rewards"]] for record in records]
     return RewardedRollouts(
         rollouts=rollouts,
         rows=[prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
         texts=[prompts.completion_text(rollout) for rollout in rollouts],
         rewards=torch.tensor(rewards, dtype=torch.float64),
-        failed=torch.tensor([one.failed for one in finished], dtype=torch.bool),
+        failed=torch.tensor([record["failed"] for record in records], dtype=torch.bool),
     )
 
 
@@ -103,20 +96,10 @@ def _turn_record(turn: TurnFacts) -> dict[str, Any]:
     return {**turn.to_json(), "inserted": as_plain(turn.inserted)}
 
 
-def _begun_record(branch: Branch) -> dict[str, Any]:
-    """Return what a further branch begins with."""
-    return {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
-
-
 def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
     """Return a branch's prompt: text, token ids, or what JSON holds of messages."""
     has_messages = isinstance(prompt, list) and isinstance(next(iter(prompt), None), dict)
     return as_plain(cast(Messages, prompt)) if has_messages else prompt
-
-
-def _episode_of(values: Mapping[str, Any]) -> EpisodeRecord:
-    """Return the episode of `_ended_record`."""
-    return EpisodeRecord(**{**values, "turns": [TurnFacts(**turn) for turn in values["turns"]]})
 
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
@@ -138,30 +121,16 @@ def id_of(record: Mapping[str, Any]) -> RolloutId:
     return RolloutId(*record["id"])
 
 
-def finished_of(record: Mapping[str, Any]) -> FinishedRollout:
-    """The rollout of `finished_record`."""
-    earlier = tuple(_rollout_of(branch) for branch in record["earlier"])
-    rollout = replace(_rollout_of(record), earlier=earlier)
-    return FinishedRollout(rollout, record["rewards"], record["failed"])
+def finished_rollout(record: Mapping[str, Any]) -> Rollout:
+    """Return the rollout of `finished_record`."""
+    earlier = tuple(_branch_of(branch) for branch in record["earlier"])
+    turns = [TurnFacts(**turn) for turn in record["episode"]["turns"]]
+    episode = EpisodeRecord(**{**record["episode"], "turns": turns})
+    return replace(_branch_of(record), earlier=earlier, episode=episode)
 
 
-def _rollout_of(record: Mapping[str, Any]) -> Rollout:
-    """The branch of `_tokens_record`."""
-    prompt = record["prompt"]
-    episode = record.get("episode")  # of a rollout that ended, in its last branch
-
-    def stream(name: str) -> Tensor:
-        tokens: Tensor = record[name]
-        return torch.cat([tokens.new_zeros(len(prompt)), tokens])
-
-    return Rollout(
-        tokens=torch.cat([prompt, record["tokens"]]),
-        loss_mask=stream("is_sampled"),
-        sample_logprobs=stream("logprobs"),
-        weight_version=stream("versions"),
-        num_prompt_tokens=len(prompt),
-        rollout_id=id_of(record),
-        finish_reason=record["finish_reason"],
-        branch_end=record["branch_end"],
-        episode=EpisodeRecord() if episode is None else _episode_of(episode),
-    )
+def _branch_of(record: Mapping[str, Any]) -> Rollout:
+    """Return the branch of `_tokens_record`."""
+    streams = Completion(*(record[name] for name in ("tokens", "is_sampled", "logprobs", "versions")))
+    branch = rollout_of(id_of(record), record["prompt"], streams, record["finish_reason"])
+    return replace(branch, branch_end=record["branch_end"])

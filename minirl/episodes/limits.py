@@ -11,10 +11,11 @@ MAX_TURNS = 1000
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends that asks for a further turn; 0: no limit; of turns, MAX_TURNS.
+    """Limits at which an episode ends that asks for a further turn; 0: no limit; for turns, MAX_TURNS.
 
-    max_turns: it has had. max_sampled_tokens: of all its turns; they cut a turn off too. max_seconds: that its function
-    has worked and waited by itself, in another process; those of a function in this process are not counted.
+    max_turns: turns so far. max_sampled_tokens: tokens that all its turns sampled; this limit also cuts a turn off.
+    max_seconds: the time that its function worked and waited in another process, without the time of its turns; in this
+    process it is not counted.
     """
 
     max_turns: int = 0

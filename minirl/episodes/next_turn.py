@@ -3,7 +3,7 @@
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
-from minirl.episodes.asked import Generate, check_messages_fit, place_of
+from minirl.episodes.asked import Generate
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.running import RunningBranch, RunningEpisode
@@ -22,10 +22,10 @@ class NextTurns:
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
-        return place_of(self._function, episode.row.place)
+        return f"{self._function}(episode), for the row at {episode.row.place}"
 
     def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
-        """Set the turn of an episode and its branch; return None if there is no room for the turn.
+        """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
         """
@@ -81,7 +81,7 @@ class NextTurns:
         return running.branches[number]
 
     def _request(self, request: Request, number: int, prompt_ids: tuple[int, ...]) -> Request:
-        """Return the request of an episode's branch. request: of its row's prompt."""
+        """Return the request of an episode's branch. request: the one of the row's prompt."""
         if number == 0:
             return request
         return self._prompts.request(
@@ -89,12 +89,16 @@ class NextTurns:
         )
 
     def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
-        """Return the token ids of what a function appends to a branch. Raises InputError naming function and row."""
+        """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""
         place = self.place(episode)
         if not is_messages(asked.after):
             return self._prompts.appended_ids(asked.after, place)
+        refuse(
+            not branch.turns,
+            f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+        )
         is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
-        check_messages_fit(place, is_first=not branch.turns, is_chat=is_chat)
+        refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)

@@ -19,7 +19,7 @@ CHANGED = "given the same turns again, it asks for something else; make it a fun
 
 @dataclass(frozen=True)
 class Ended:
-    """A function has ended.
+    """A function ended.
 
     returned: the rewards that it returned, by name; None for one that does not apply. reason: the finish reason that it
     gave (`Episode.end`).
@@ -51,7 +51,7 @@ class Host(Protocol):
 
     A host adds turns to their episode. With a reply the episode has the rewards that were given before it.
 
-    name: of the function. on_error: what is done about failures, "stop" or "end".
+    name: the function's. on_error: whether a failure stops the run ("stop") or ends its episode ("end").
     """
 
     name: str
@@ -70,16 +70,16 @@ class Host(Protocol):
         """End a function that asked for a turn and does not get it. It does not reply."""
 
     def seconds(self, number: int) -> float:
-        """How long a function that asks for a turn has worked and waited by itself so far."""
+        """How long a function that asks for a turn has worked and waited so far, without the time of its turns."""
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """Return the replies so far, in any order. If there are none, wait up to `timeout_s` seconds for some."""
+        """Return the replies so far, in any order. Without any, wait up to `timeout_s` seconds for some."""
 
 
 class Program:
     """A function that writes one episode, from its call to its end: the same here and in another process.
 
-    What the function raises passes through.
+    Exceptions of the function pass through.
     """
 
     def __init__(self, function: Callable[[Episode], Any], episode: Episode):
@@ -93,7 +93,7 @@ class Program:
         turns: of an earlier run of the same episode. Each is given to the function that asks for it as it did then.
         """
         if not self.is_async and not inspect.isgenerator(self._turns):
-            return Failed("is no generator; write `turn = yield episode.generate()`")
+            return Failed("is not a generator; write `turn = yield episode.generate()`")
         reply = await self._advance(None)
         for turn in turns:
             if isinstance(reply, Failed):
@@ -103,7 +103,7 @@ class Program:
             if reply.digest != turn.asked:
                 await self.close()
                 return Differs()
-            # As the function has them: what an earlier run saved of them is what JSON holds.
+            # As the function has them: an earlier run saved only the parts that JSON holds.
             turn.inserted = reply.inserted
             reply = await self.reply(turn)
         return reply
@@ -143,7 +143,7 @@ class Program:
             return Failed(str(error))
 
     def _ended(self, returned: Any) -> Ended:
-        """Raises InputError for what a function cannot return."""
+        """Raises InputError if a function cannot return this."""
         episode = self.episode
         if episode.end_reason is not None:
             episode.end(episode.end_reason)  # it may be an attribute that was set

@@ -1,10 +1,10 @@
-"""An episode whose function runs in another process: what the two processes tell each other, as JSON values.
+"""An episode whose function runs in another process: the messages of the two processes, as JSON values.
 
 The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
 
 - The first message is {"begin": `Episode.header`, "turns", "branches"}; it brings back the turns of an episode that ran
   before, in a process that ended. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its
-  tokens and what they say; branches are those of which these turns are the first.
+  tokens, text and message; branches are those of which these turns are the first.
 - A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, {"failed": why} or {"differs": true}.
 - With each reply go the facts {"given", "unseen", "environment"}: what `Episode.take_given` returns, the branches whose
   last turn nobody saw, and the attributes of the environment.
@@ -13,6 +13,7 @@ Standard library only: a process that runs such a function starts quickly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,24 +38,23 @@ def _whole(turn: Turn) -> dict[str, Any]:
     """Return a turn for a process without a tokenizer."""
     # From the reader: the turn would keep what only the message needs.
     reader = turn.reader
-    text = reader.text()
-    whole = turn.to_json() | {
-        "appended": turn.appended,
-        "ids": reader.ids(),
-        "logprobs": reader.logprobs(),
-        "versions": reader.versions(),
+    text = reader.text
+    told: dict[str, Any] = {
+        "ids": reader.ids,
+        "logprobs": reader.logprobs,
+        "versions": reader.versions,
         "text": text,
-        "answer": text if turn.is_answer else reader.answer(),
+        "answer": text if turn.is_answer else reader.answer,
     }
     try:
-        whole["message"] = turn.message
+        told["said"] = turn.message
     except InputError as error:  # raised there if the function asks for the message
-        whole["message_error"] = str(error)
-    return whole
+        told["error"] = str(error)
+    return turn.to_json() | {"appended": turn.appended, "told": told}
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:
-    """Return what the function replied. Raises InputError for what no function of an episode replies."""
+    """Return the function's reply. Raises InputError if no function of an episode replies so."""
     if "asked" in content:
         return Generate.read(content["asked"])
     if "differs" in content:
@@ -92,7 +92,7 @@ class RemoteEpisode:
         self._program: Program | None = None
 
     async def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the function the turns of a message; return its reply. Raises what the function raises."""
+        """Give the function the turns of a message; return its reply. Exceptions of the function pass through."""
         if "begin" in message:
             row: Any = SimpleNamespace(**message["begin"]["row"])
             self._episode = Episode(**{**message["begin"], "row": row})
@@ -100,7 +100,9 @@ class RemoteEpisode:
         assert self._episode is not None
         assert self._program is not None
         self._episode.know(message["branches"])
-        turns = [Turn.read(values, values["appended"], _Told(values)) for values in message["turns"]]
+        turns = [
+            Turn.read(values, values["appended"], _Told(**values["told"])) for values in message["turns"]
+        ]
         if "begin" in message:
             reply = await self._program.replay(turns)
         else:
@@ -137,33 +139,22 @@ def _reply_content(reply: Reply) -> dict[str, Any]:
         return {"failed": str(error)}
 
 
+@dataclass
 class _Told:
-    """Reads a turn of which the trainer has told everything: an `episode.TurnReader`."""
+    """Reads a turn of which the trainer has told everything: an `episode.TurnReader`.
 
-    def __init__(self, values: dict[str, Any]):
-        self._values = values
+    said: the message, or `error`: why it is not known.
+    """
 
-    def ids(self) -> list[int]:
-        ids: list[int] = self._values["ids"]
-        return ids
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    text: str
+    answer: str
+    said: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
 
-    def logprobs(self) -> list[float]:
-        logprobs: list[float] = self._values["logprobs"]
-        return logprobs
-
-    def versions(self) -> list[int]:
-        versions: list[int] = self._values["versions"]
-        return versions
-
-    def text(self) -> str:
-        text: str = self._values["text"]
-        return text
-
+    @property
     def message(self) -> dict[str, Any]:
-        refuse("message_error" in self._values, self._values.get("message_error", ""))
-        message: dict[str, Any] = self._values["message"]
-        return message
-
-    def answer(self) -> str:
-        answer: str = self._values["answer"]
-        return answer
+        refuse(bool(self.error), self.error)
+        return self.said

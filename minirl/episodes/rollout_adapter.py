@@ -16,7 +16,7 @@ class RolloutCode:
     """A rollout function, and the tools that it calls.
 
     is_async: whether it ever waits. If not, an `async def` runs in a process without an event loop. gives_reward:
-    whether it is of an environment with `get_reward`.
+    whether an environment has `get_reward`.
     """
 
     function: Callable[[Episode], Any]
@@ -26,7 +26,7 @@ class RolloutCode:
 
 
 def load_rollout(source: str, name: str) -> Loaded | str:
-    """Return what --rollout names, or why it cannot be used. Raises what the user's code raises."""
+    """Return the function of --rollout, or why it cannot be used. Exceptions of the user's code pass through."""
     found = find_function(source, name)
     if isinstance(found, str):
         return found
@@ -34,7 +34,7 @@ def load_rollout(source: str, name: str) -> Loaded | str:
 
 
 def loaded(code: RolloutCode | str) -> Loaded | str:
-    """Return the code for the workers' program, or why there is none."""
+    """Return the code for the workers' program, or why it cannot be used."""
     if isinstance(code, str):
         return code
     function = code.function

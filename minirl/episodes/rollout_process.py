@@ -1,7 +1,7 @@
 """Run a user's rollout function in worker processes (`minirl.workers`), during decoding.
 
-When a process dies, its episodes run again in another one with the turns that they had got, and must ask for the same
-again.
+When a process dies, its episodes run again in another process with the turns that they had got, and must ask for the
+same again.
 """
 
 import functools
@@ -15,7 +15,7 @@ from minirl.episodes.remote import opening, read_reply, take_facts, turns_messag
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
-from minirl.workers import pool
+from minirl.workers import pool as workers
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
 
 TOO_LONG = "for a reply; see --reply-timeout"
@@ -49,39 +49,30 @@ def load_rollout(
     on_error: str = "stop",
     num_workers: int = 1,
 ) -> "RolloutWorkers":
-    """Start workers for what the flag --KIND names, "file.py:name" or "module:name". Raises InputError if it cannot be.
+    """Start workers for the value of the flag --KIND, "file.py:name" or "module:name".
 
     kind: "rollout", a rollout function; "tools" (several names, with commas between them) or "environment", of which
-    `minirl.agents.tool_loop` makes one.
+    `minirl.agents.tool_loop` makes one. timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where
+    they are, "stop" none. Raises InputError if the function cannot be loaded.
     """
-    return RolloutWorkers(spec, kind=kind, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+    pool = Pool(KINDS[kind], spec, timeout_s=timeout_s, num_workers=num_workers)
+    return RolloutWorkers(pool, kind, on_error)
 
 
 class RolloutWorkers:
     """A rollout function that runs in worker processes: a `program.Host`.
 
-    kind: as for `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward: whether it is
-    of an environment with `get_reward`.
+    kind, on_error: as for `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward:
+    whether an environment has `get_reward`.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        *,
-        kind: str = "rollout",
-        timeout_s: float,
-        on_error: str = "stop",
-        num_workers: int = 1,
-    ):
-        """Start the workers. timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where they
-        are, "stop" none. Raises InputError if the function cannot be loaded.
-        """
-        self.pool = Pool(KINDS[kind], spec, timeout_s=timeout_s, num_workers=num_workers)
-        self.name = self.pool.name
+    def __init__(self, pool: Pool, kind: str, on_error: str):
+        self.pool = pool
+        self.name = pool.name
         self.kind = kind
         self.on_error = on_error
-        self.tools: list[dict[str, Any]] = self.pool.description.get("tools", [])
-        self.gives_reward: bool = self.pool.description.get("gives_reward", False)
+        self.tools: list[dict[str, Any]] = pool.description.get("tools", [])
+        self.gives_reward: bool = pool.description.get("gives_reward", False)
         self._episodes: dict[int, Episode] = {}
 
     def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
@@ -114,7 +105,7 @@ class RolloutWorkers:
         return self.pool.seconds(number)
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """See `Host`. Raises RolloutError if no process can be started in place of another."""
+        """See `Host`. Raises RolloutError if a dead process cannot be replaced."""
         try:
             if timeout_s > 0:
                 self._wait(timeout_s)
@@ -123,9 +114,7 @@ class RolloutWorkers:
             started_for = ""
             if error.number is not None:
                 place = self._episodes[error.number].row.place
-                started_for = (
-                    f"\nThe process was started in place of one that had ended, for the row at {place}"
-                )
+                started_for = f"\nThe process was to replace one that had died, for the row at {place}"
             raise RolloutError(f"{self.pool.what}: {error}{started_for}") from None
         replies = []
         for number, received in found:
@@ -143,15 +132,15 @@ class RolloutWorkers:
 
     @spent_on("wait_replies")
     def _wait(self, timeout_s: float) -> None:
-        """Wait until something is to be read from a worker that has to reply, or one is over its time."""
+        """Wait until a worker that has to reply has sent something, or is over its time."""
         # This wait is limited by the deadlines, not by --hang-timeout.
         watchdog.heartbeat(self.pool.what)
         wait_for_any([self.pool], timeout_s)
         watchdog.heartbeat("")
 
 
-def _taken(received: pool.Reply, episode: Episode) -> Reply:
-    """Return what a function replied; what goes with the reply is then in its episode."""
+def _taken(received: workers.Reply, episode: Episode) -> Reply:
+    """Return a function's reply, and put the facts that go with it into the episode."""
     try:
         if received.facts is not None:
             take_facts(episode, received.facts)

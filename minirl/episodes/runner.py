@@ -28,7 +28,7 @@ from minirl.workers.failures import Failures
 WAIT_S = 0.05
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
-# What a runner counts: tokens that all episodes sampled; episodes that ended because their function failed; paused ones
+# A runner counts: tokens that all episodes sampled; episodes that ended because their function failed; paused ones
 # that began again from the start; results of tools that were appended, and how many of them are errors, as TRL's.
 Counted = Literal["sampled_tokens", "rollout_errors", "restarted", "tool_results", "tool_errors"]
 
@@ -79,7 +79,7 @@ class EpisodeRunner:
         self._failures = Failures(0, are_forgiven=False)
 
     def begin(self, request: Request, paused: PausedEpisode | None = None) -> RunningEpisode:
-        """Call the function for a new episode. Raises InputError if it is no such function.
+        """Call the function for a new episode. Raises InputError if it is not such a function.
 
         paused: an episode of an earlier process, whose turns the function gets again.
         """
@@ -114,14 +114,14 @@ class EpisodeRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are episodes that neither have ended nor are paused."""
+        """Return whether episodes are running: neither at their end nor paused."""
         return bool(self._running)
 
     def step(self) -> list[Rollout]:
         """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
 
-        If none has a turn, wait a moment for replies. Raises RolloutError for what the function may not ask for, and
-        for a failure in its own process, naming function, row and turn.
+        If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
+        function asks for something that it may not ask for, or fails in another process.
         """
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
@@ -131,7 +131,7 @@ class EpisodeRunner:
         return ended
 
     def is_waiting(self) -> bool:
-        """Whether `step` would only wait for replies: no episode has a turn to be decoded, and no reply is there."""
+        """Return whether `step` would only wait for replies: no turn is there to be decoded, and no reply."""
         self._take_replies(0.0)
         return self.is_busy and not self._engine.is_decoding
 
@@ -148,7 +148,7 @@ class EpisodeRunner:
         """Bring back paused episodes of an earlier process: their function runs again, and gets the turns that it got.
 
         One that then does something else than it did begins again from the start, and is counted. Raises RolloutError
-        if it fails or asks for what it may not ask for.
+        if it fails, or asks for something that it may not ask for.
         """
         restored = [self.begin(one.request, one) for one in paused]
         left = {running.number: i for i, running in enumerate(restored)}
@@ -166,7 +166,7 @@ class EpisodeRunner:
         return restored
 
     def _is_as_before(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
-        """Whether the function asks for the turn that was being sampled; the episode then has all its tokens.
+        """Return whether the function asks for the turn that was being sampled; the episode then has all its tokens.
 
         If it does not, it runs no more. Raises RolloutError as `restore`.
         """
@@ -209,27 +209,29 @@ class EpisodeRunner:
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
-        if isinstance(reply, Failed):
+        if isinstance(reply, Generate):
+            self._begin_turn(running, reply)
+        elif isinstance(reply, Failed):
             self._fail(running, reply.why)
-            return
-        turn = None
-        try:
-            if isinstance(reply, Ended):
+        else:
+            try:
                 self._check_end(running.episode, reply)
+            except InputError as error:
+                self._fail(running, str(error))
             else:
-                turn = self._next_turns.make(running, reply)
+                self._end(running, reply.reason, reply.returned)
+
+    def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
+        """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
+        limit = "length"  # the turn has no room
+        try:
+            if self._next_turns.make(running, asked) is not None:
+                self._count_results(asked)
+                limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
         except InputError as error:
-            if not isinstance(reply, Ended):
-                self._host.close(running.number)
+            self._host.close(running.number)
             self._fail(running, str(error))
             return
-        if isinstance(reply, Ended):
-            self._end(running, reply.reason, reply.returned)
-            return
-        limit = "length"  # there was no room for what it asked for
-        if turn is not None:
-            self._count_results(reply)
-            limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
         if limit:
             self._host.close(running.number)
             self._end(running, limit)
@@ -298,7 +300,7 @@ class EpisodeRunner:
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
-        """Take what the engine sampled of an episode's turn: the function gets the turn, or the episode is paused."""
+        """Take an episode's tokens from the engine: the function gets the turn, or the episode is paused."""
         present, turn = running.present
         present.tokens.rollout = rollout
         present.is_held = True
@@ -352,7 +354,7 @@ class EpisodeRunner:
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
-        """Let an episode run no more; the engine gives up its branches at the end of `_take_replies`."""
+        """Let an episode run no more; the engine releases its branches at the end of `_take_replies`."""
         del self._running[running.number]
         for branch in running.branches.values():
             self._number_of.pop(branch.request.rollout_id, None)

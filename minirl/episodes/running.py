@@ -98,7 +98,7 @@ class RunningEpisode:
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
     ) -> Rollout:
-        """Return what was sampled up to the end of the last turn, of which there is one.
+        """Return the rollout up to the end of the last turn; there is one at least.
 
         ends: of the branches, by number. rewards: by name, all of them.
         """
@@ -113,7 +113,7 @@ class RunningEpisode:
         )
 
     def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
-        """Return what is stored of the episode. last: the number of its last branch."""
+        """Return the facts that are stored of the episode. last: the number of its last branch."""
         turns = [TurnFacts(**turn.to_json()) for turn in self.episode.all_turns]
         turns.sort(key=lambda turn: turn.branch)
         branch = self.branches[last].branch
@@ -126,8 +126,9 @@ class RunningEpisode:
 class PausedEpisode:
     """A paused episode of an earlier process.
 
-    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun: of the further
-    ones, `Branch.to_json`. turns: of those that ended, `Turn.to_json`. asked: `Turn.asked` of the one that had not.
+    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun:
+    `Branch.to_json` of the further ones. turns: `Turn.to_json` of those that ended. asked: `Turn.asked` of
+    the one that had not.
     """
 
     request: Request
@@ -177,29 +178,35 @@ class TokenReader:
         assert self.tokens.rollout is not None, "the turn has not ended"
         return self.tokens.rollout
 
+    @property
     def ids(self) -> list[int]:
-        """Return its token ids."""
+        """Its token ids."""
         ids: list[int] = self.rollout.tokens[self.first : self.last].tolist()
         return ids
 
+    @property
     def logprobs(self) -> list[float]:
-        """Return the logprobs of these tokens."""
+        """The logprobs of these tokens."""
         logprobs: list[float] = self.rollout.sample_logprobs[self.first : self.last].tolist()
         return logprobs
 
+    @property
     def versions(self) -> list[int]:
-        """Return the versions of the weights that sampled them."""
+        """The versions of the weights that sampled them."""
         versions: list[int] = self.rollout.weight_version[self.first : self.last].tolist()
         return versions
 
+    @property
     def text(self) -> str:
-        """Return the text of the ids, without special tokens."""
+        """The text of the ids, without special tokens."""
         return self.tokenizer.decode(self.rollout.tokens[self.first : self.last])
 
+    @property
     def message(self) -> dict[str, Any]:
-        """Return the message that the ids say. Raises InputError as `parsed_answer`."""
-        return answers.parsed_answer(self.tokenizer, self.ids(), self.rollout.tokens[: self.first])
+        """The message that the ids say. Raises InputError as `parsed_answer`."""
+        return answers.parsed_answer(self.tokenizer, self.ids, self.rollout.tokens[: self.first])
 
+    @property
     def answer(self) -> str:
-        """Return the text of the message that the turn belongs to, up to its end."""
+        """The text of the message that the turn belongs to, up to its end."""
         return self.tokenizer.decode(self.rollout.tokens[self.answer_first : self.last])

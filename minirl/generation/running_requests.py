@@ -181,7 +181,9 @@ class RunningRequests:
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
-        return rollout_of(self.requests[row], finish_reason, Completion(*self._streams(row)))
+        request = self.requests[row]
+        prompt = token_tensor(request.prompt_ids)
+        return rollout_of(request.rollout_id, prompt, Completion(*self._streams(row)), finish_reason)
 
     def _stopped(self, rows: Tensor) -> set[int]:
         """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""

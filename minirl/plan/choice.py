@@ -1,9 +1,9 @@
 """The sizes that fit into a rank's memory, and why a run does not fit. Nothing here communicates."""
 
+import bisect
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from minirl.model.attention import FLASH_BLOCK
@@ -35,11 +35,11 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
         open_switches = {"recompute_layers": recompute, "shard_gradients": shard}
         switches = {name: value for name, value in open_switches.items() if given[name] == "auto"}
         sizes = dataclasses.replace(sizes, **switches)
-        if largest_microbatch(work, sizes, room, most=tokens) == tokens:
+        if largest("max_tokens_per_microbatch", work, sizes, room, most=tokens) == tokens:
             break
     is_open = given["max_tokens_per_microbatch"] == "auto"
     if is_open:
-        tokens = largest_microbatch(work, sizes, room, most=tokens)
+        tokens = largest("max_tokens_per_microbatch", work, sizes, room, most=tokens)
         sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
     if given["max_running_requests"] == "auto":
         requests = MOST_REQUESTS[work.device_type]
@@ -52,7 +52,9 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     if is_open and tokens == work.enough_tokens:
         # More than enough only where it does not take the cache from step to step.
         keeps_cache = can_keep_cache(work, sizes, free)
-        tokens = largest_microbatch(work, sizes, room, most=most_tokens, keeps_cache=keeps_cache)
+        tokens = largest(
+            "max_tokens_per_microbatch", work, sizes, room, most=most_tokens, keeps_cache=keeps_cache
+        )
         sizes = dataclasses.replace(sizes, max_tokens_per_microbatch=max(tokens, work.longest))
     return sizes
 
@@ -60,11 +62,11 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
 def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
     """Tokens of the cache: on CUDA such as can be kept from step to step, if that is half of what fits or more."""
     if not work.is_cuda:
-        return largest_cache(work, sizes, room, most=MOST_CACHE_TOKENS)
+        return largest("cache_tokens", work, sizes, room, most=MOST_CACHE_TOKENS)
     # There it is memory from the first token on: no more than all requests can fill.
     requests = min(sizes.max_running_requests, work.requests)
-    tokens = largest_cache(work, sizes, room, most=requests * (work.longest + FLASH_BLOCK))
-    kept = largest_cache(work, sizes, room, most=tokens, keeps_cache=True)
+    tokens = largest("cache_tokens", work, sizes, room, most=requests * (work.longest + FLASH_BLOCK))
+    kept = largest("cache_tokens", work, sizes, room, most=tokens, keeps_cache=True)
     return kept if 2 * kept >= tokens else tokens
 
 
@@ -99,49 +101,27 @@ def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
     return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
 
 
-def largest_microbatch(
-    work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
+def largest(
+    size: str, work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
 ) -> int:
-    """The most tokens of a microbatch, up to `most`, with which scoring and updates fit into `room` bytes."""
+    """The most tokens of one of `Sizes`, up to `most` or else a multiple of 256, that fit into `room` bytes.
 
-    def fits(tokens: int) -> bool:
-        tried = dataclasses.replace(sizes, max_tokens_per_microbatch=tokens)
-        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
-        return all(sum(parts.values()) <= room for phase, parts in phases.items() if phase != "generate")
-
-    return _largest(most, fits)
-
-
-def largest_cache(work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False) -> int:
-    """The most tokens of the cache, up to `most`, with which generating fits into `room` bytes.
-
-    keeps_cache: and all other phases beside it.
+    cache_tokens: generating fits. max_tokens_per_microbatch: scoring and updates fit. With keeps_cache all phases do.
     """
 
-    def fits(tokens: int) -> bool:
-        tried = dataclasses.replace(sizes, cache_tokens=tokens)
-        phases = phase_bytes(work, tried, keeps_cache=keeps_cache)
-        return all(
-            sum(parts.values()) <= room
+    def is_too_large(tokens: int) -> bool:
+        changed: dict[str, Any] = {size: tokens}
+        phases = phase_bytes(work, dataclasses.replace(sizes, **changed), keeps_cache=keeps_cache)
+        return any(
+            sum(parts.values()) > room
             for phase, parts in phases.items()
-            if keeps_cache or phase == "generate"
+            if keeps_cache or (phase == "generate") == (size == "cache_tokens")
         )
 
-    return _largest(most, fits)
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits: `most`, or else a multiple of 256, which may be 0."""
-    if fits(most):
+    if not is_too_large(most):
         return most
-    low, high = 0, math.ceil(most / 256)  # times 256; high does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(256 * middle):
-            low = middle
-        else:
-            high = middle
-    return 256 * low
+    multiples = range(256, most, 256)
+    return 256 * bisect.bisect_left(multiples, True, key=is_too_large)
 
 
 def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:

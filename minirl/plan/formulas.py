@@ -20,28 +20,30 @@ from minirl.training.scoring import TOKEN_CHUNK
 
 
 @functools.cache
+def _on_meta(config: ModelConfig) -> Transformer:
+    """A model of this shape, whose parameters take no memory."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+@functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of a model of this shape; tied ones count once."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    return sum(parameter.numel() for parameter in named_parameters(model).values())
+    return sum(parameter.numel() for parameter in named_parameters(_on_meta(config)).values())
 
 
 @functools.cache
 def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1) -> int:
     """A rank's shards of a model's parameters in pinned memory: torch rounds each up to a power of two."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    shards = [math.ceil(len(p) / num_shards) * p[0].numel() for p in named_parameters(model).values()]
+    parameters = named_parameters(_on_meta(config)).values()
+    shards = [math.ceil(len(p) / num_shards) * p[0].numel() for p in parameters]
     return sum(next_power_of_two(itemsize * num_values) for num_values in shards)
 
 
 @functools.cache
 def layer_parameters(config: ModelConfig) -> int:
     """Parameters of one layer of a model of this shape."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    return sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    return sum(parameter.numel() for parameter in _on_meta(config).model.layers[0].parameters())
 
 
 def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, requests: int) -> float:

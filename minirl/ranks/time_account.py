@@ -7,7 +7,7 @@ module's only state is `this_process`.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,23 +17,22 @@ WHOLE = ("eval", "save", "refresh")
 
 
 class TimeAccount:
-    """Seconds by cause, of the thread that began the account. clock: seconds, monotonic."""
+    """Seconds by cause, of the thread that began the account."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
         """Start over, under "host". Call it before the first step, so that set-up counts in no step."""
         self._thread = threading.get_ident()
         self._cause = "host"
-        self._since = self._clock()
+        self._since = time.perf_counter()
         self._began = self._since
         self._seconds: dict[str, float] = {}
 
     def switch(self, cause: str) -> None:
         """Count the time from now on under another cause."""
-        now = self._clock()
+        now = time.perf_counter()
         self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
         self._since = now
         self._cause = cause

@@ -365,8 +365,7 @@ class _Watchdog(threading.Thread):
         silent_s = self._measure_silence(now)
         self._publish_status(silent_s)
         if self._store.check(["claim"]):
-            _claiming_rank, exit_code = json.loads(self._store.get("claim"))
-            self._follow_claim(exit_code)
+            self._follow_claim(self._store.get("claim"))
         if self._failure is not None:
             if now >= self._failure.claim_at:
                 self._claim_failure(self._failure)
@@ -461,17 +460,17 @@ class _Watchdog(threading.Thread):
         """End all ranks with this exit code and print the message, unless another rank has claimed first."""
         own_claim = json.dumps([self._rank, exit_code])
         # Writes own_claim if the key does not exist yet, and returns the value that the key has then.
-        first_claim = self._store.compare_set("claim", "", own_claim).decode()
-        if first_claim == own_claim and message:
+        first_claim = self._store.compare_set("claim", "", own_claim)
+        if first_claim.decode() == own_claim and message:
             _print_error(message)
-        _claiming_rank, claimed_exit_code = json.loads(first_claim)
-        self._follow_claim(claimed_exit_code)
+        self._follow_claim(first_claim)
 
-    def _follow_claim(self, exit_code: int) -> NoReturn:
+    def _follow_claim(self, claim: bytes) -> NoReturn:
         """End the process with a claim's exit code, once every live rank has seen the claim.
 
         The ranks wait for each other because torchrun kills the others as soon as one ends.
         """
+        _claiming_rank, exit_code = json.loads(claim)
         with contextlib.suppress(dist.DistError):
             gone = self._find_gone_ranks()
             num_live = self._world_size - len(gone)

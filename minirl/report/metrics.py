@@ -17,8 +17,6 @@ from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
-# Of these phases the causes are told apart by what happens within them, and the rest is the host's.
-PARTED_PHASES = ("generate", "reward")
 IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 
 
@@ -81,11 +79,12 @@ class StepMetrics:
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
 
-        The account of time counts what follows under this name, except blocks of `time_account.spent_on`.
+        The account of time counts what follows under this name, or for "generate" as the host's, except blocks of
+        `time_account.spent_on`.
         The watchdog reports the phase if the rank hangs.
         """
         time_account.wait_for_device()
-        time_account.this_process.switch("host" if phase in PARTED_PHASES else phase)
+        time_account.this_process.switch("host" if phase == "generate" else phase)
         watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
@@ -164,12 +163,11 @@ def add_rollouts(
     rollouts: Sequence[Rollout],
     *,
     grouped_rewards: Tensor,
-    branch_rewards: Tensor | None = None,
+    branch_rewards: Tensor,
 ) -> None:
     """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
 
-    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal; None: each rollout has
-    one.
+    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal.
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
@@ -195,9 +193,7 @@ def add_rollouts(
         metrics.add("reward/std", scored.std())
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
-        has_no_signal = are_equal(grouped_rewards if branch_rewards is None else branch_rewards)
-        frac_equal = has_no_signal.double().mean()
-        metrics.add("reward/frac_equal_groups", frac_equal)
+        metrics.add("reward/frac_equal_groups", are_equal(branch_rewards).double().mean())
 
 
 def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:

@@ -1,4 +1,4 @@
-"""Call reward functions on rollouts and check what they return.
+"""Call reward functions on rollouts and check their results.
 
 The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
@@ -29,7 +29,7 @@ from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
-from minirl.rewards.reward_process import RewardProcess
+from minirl.rewards.reward_process import RewardProcess, named_completion
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
@@ -203,7 +203,7 @@ def accepted_arguments(
 def episode_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments for rollouts of one prompt, by name: completions, and what functions ask for."""
+    """Return the arguments for rollouts of one prompt, by name: completions, and those that functions ask for."""
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
     arguments: dict[str, list[Any]] = {"completions": []}
     for rollout, text in zip(rollouts, texts, strict=True):
@@ -289,7 +289,6 @@ def compute_rewards(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None = None,
     of_episodes: Mapping[str, list[Any]] | None = None,
 ) -> list[float | None]:
     """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
@@ -306,15 +305,14 @@ def compute_rewards(
     arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
     places = [row.place for row in rows]
     if isinstance(function, RewardProcess):
-        return function.compute(arguments, places=places, texts=completions, seeds=seeds or [0] * len(rows))
+        return function.compute(arguments, places=places, texts=completions)
     checked = validate_rewards(call_reward(function, arguments), len(completions))
     if isinstance(checked, str):
         raise RewardError(f"reward {_name_of(function)} {checked}")
     rewards: list[float | None] = []
     for value, place, text in zip(checked, places, completions, strict=True):
         if isinstance(value, str):
-            name = _name_of(function)
-            raise RewardError(f"reward {name} for the row at {place}, completion {text[:80]!r}: {value}")
+            raise RewardError(f"reward {_name_of(function)}{named_completion(place, text)}: {value}")
         rewards.append(value)
     return rewards
 

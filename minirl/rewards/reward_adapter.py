@@ -17,9 +17,10 @@ ADAPTER = "minirl.rewards.reward_adapter:load"
 
 
 def load(source: str, name: str) -> Loaded | str:
-    """Return the function `name` of a file or module, or why it cannot be used. Raises what the user's code raises.
+    """Return the function `name` of a file or module, or why it cannot be used.
 
-    The description has the arguments that it takes: {"required", "optional", "takes_all"}.
+    Exceptions of the user's code pass through. The description has the arguments that it takes:
+    {"required", "optional", "takes_all"}.
     """
     function = find_function(source, name)
     if isinstance(function, str):
@@ -27,10 +28,10 @@ def load(source: str, name: str) -> Loaded | str:
     description = _described(function, name)
     if isinstance(description, str):
         return description
-    return Loaded(lambda: _Call(function), description=description)
+    return Loaded(lambda: _CallConversation(function), description=description)
 
 
-class _Call:
+class _CallConversation:
     """A call of the function: a conversation of one message."""
 
     has_ended = True

@@ -34,21 +34,23 @@ Answers = list[float | str | None] | str
 def load_reward(
     spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
 ) -> "RewardProcess":
-    """Start workers for a function, "file.py:name" or "module:name". Raises InputError if it cannot be used."""
-    return RewardProcess(spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers)
+    """Start workers for a function, "file.py:name" or "module:name".
+
+    timeout_s: limit of one call. on_error: "zero" forgives a few failed completions, "stop" none. Raises InputError if
+    the function is missing or cannot run.
+    """
+    return RewardProcess(Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers), on_error)
 
 
 class RewardProcess:
     """A reward function whose calls run in worker processes, one at a time in each.
 
-    pool: the workers. phase: of `FunctionCalls`, of which only the newest may use the workers.
+    pool: the workers. on_error: as for `load_reward`. phase: the number of the newest `FunctionCalls`, which alone may
+    use the workers.
     """
 
-    def __init__(self, spec: str, *, timeout_s: float, on_error: str, num_workers: int = 1):
-        """Start the workers. timeout_s: limit of one call. on_error: "zero" forgives a few failed completions,
-        "stop" none. Raises InputError if the function is missing or cannot run.
-        """
-        self.pool = Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers)
+    def __init__(self, pool: Pool, on_error: str):
+        self.pool = pool
         self.__name__ = self.pool.name
         self.__signature__ = _signature(self.pool.description)
         self.on_error = on_error
@@ -58,22 +60,18 @@ class RewardProcess:
         """Compute rewards; error messages do not name the rows. Raises as `compute`."""
         count = max(map(len, arguments.values()))
         texts = [str(completion) for completion in arguments.get("completions", [""] * count)]
-        return self.compute(arguments, places=["?"] * count, texts=texts, seeds=[0] * count)
+        return self.compute(arguments, places=["?"] * count, texts=texts)
 
     def compute(
-        self,
-        arguments: dict[str, list[Any]],
-        *,
-        places: Sequence[str],
-        texts: Sequence[str],
-        seeds: Sequence[int],
+        self, arguments: dict[str, list[Any]], *, places: Sequence[str], texts: Sequence[str]
     ) -> list[float | None]:
         """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`.
+        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`. The seed is 0.
         """
         calls = FunctionCalls(self, num_completions=len(texts))
-        call = calls.add(arguments, places=places, texts=texts, seeds=seeds)
+        call = Call(arguments, places, texts, seeds=[0] * len(texts))
+        calls.add(call)
         complete([calls])
         return call.rewards
 
@@ -119,7 +117,7 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardProcess, *, num_completions: int):
-        """num_completions: of all calls together; the limit of forgiven failures is a share of them.
+        """num_completions: those of all calls together; the limit of forgiven failures is a share of them.
 
         Drops the calls of an earlier phase of this function.
         """
@@ -136,22 +134,12 @@ class FunctionCalls:
         """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
-    def add(
-        self,
-        arguments: dict[str, list[Any]],
-        *,
-        places: Sequence[str],
-        texts: Sequence[str],
-        seeds: Sequence[int],
-        is_group: bool = False,
-    ) -> Call:
-        """Add a call; it begins at once if a worker is free. The arguments are those of `Call`."""
+    def add(self, call: Call) -> None:
+        """Add a call; it begins at once if a worker is free."""
         self._check_is_newest()
-        call = Call(arguments, places, texts, seeds, is_group)
         self._waiting.append(self._requests(call))
         with self._place_named():
             self._start_waiting()
-        return call
 
     def advance(self) -> None:
         """Send, receive, kill calls that are over their time, and begin the next ones.
@@ -206,7 +194,8 @@ class FunctionCalls:
         except WorkerError as error:
             of_call = ""
             if error.number is not None:
-                of_call = _named_completion(self._under_way[error.number][0], 0)
+                call, _ = self._under_way[error.number]
+                of_call = named_completion(call.places[0], call.texts[0])
             raise RewardError(escaped(f"reward {self.function.__name__}{of_call}: {error}")) from None
 
     def _requests(self, call: Call) -> Generator[Call, Reply, None]:
@@ -232,7 +221,9 @@ class FunctionCalls:
         if not isinstance(answer, str):
             return answer
         failures = self._failures
-        message = f"reward {self.function.__name__}{_named_completion(call, i)}: {answer}"
+        message = (
+            f"reward {self.function.__name__}{named_completion(call.places[i], call.texts[i])}: {answer}"
+        )
         if failures.add(escaped(message)):
             return math.nan
         summary = ""
@@ -242,9 +233,9 @@ class FunctionCalls:
         raise RewardError(summary + failures.messages[0])
 
 
-def _named_completion(call: Call, i: int) -> str:
-    """Return an error's words for a completion, after the function's name."""
-    return f" for the row at {call.places[i]}, completion {call.texts[i][:80]!r}"
+def named_completion(place: str, text: str) -> str:
+    """Return an error's words for a completion, after the function's name. place: its row's."""
+    return f" for the row at {place}, completion {text[:80]!r}"
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class _Added:
     text: str
     calls: Mapping[str, Call]  # by function, for those with workers
     index: int
-    of_episode: Mapping[str, Any]  # the arguments for this rollout alone, by name
+    of_episodes: Mapping[str, list[Any]]  # its group's arguments by name, one element for each completion
 
 
 class RewardQueue:
@@ -80,16 +80,16 @@ class RewardQueue:
             arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
         calls = {}
         for name, function_calls in self._calls.items():
-            calls[name] = function_calls.add(
+            calls[name] = Call(
                 accepted_arguments(self._functions[name], arguments, of_episodes),
                 places=[row.place] * len(group),
                 texts=texts,
                 seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
                 is_group=judges_groups(self._functions[name]),
             )
+            function_calls.add(calls[name])
         for i, rollout in enumerate(group):
-            of_episode = {argument: values[i] for argument, values in of_episodes.items()}
-            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i, of_episode)
+            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i, of_episodes)
 
     @property
     def is_busy(self) -> bool:
@@ -153,13 +153,13 @@ class RewardQueue:
         rewards: list[float | None] = [None] * len(rollouts)
         for part in parts:
             added = [self._added[rollouts[i].rollout_id] for i in part]
-            names = added[0].of_episode if added else ()
+            names = added[0].of_episodes if added else ()
             computed = compute_rewards(
                 function,
                 [one.row for one in added],
                 completions=[one.text for one in added],
                 completion_ids=[rollouts[i].completion for i in part],
-                of_episodes={name: [one.of_episode[name] for one in added] for name in names},
+                of_episodes={name: [one.of_episodes[name][one.index] for one in added] for name in names},
             )
             for i, reward in zip(part, computed, strict=True):
                 rewards[i] = reward

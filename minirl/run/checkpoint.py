@@ -29,6 +29,7 @@ checkpoint is deleted only after the newer ones have their names, and gets a nam
 Nothing is pickled.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -95,7 +96,13 @@ class Checkpoints:
     ):
         self._run = run
         self._models = models
-        self._origins = {name: _Origin.read(sources[name]) for name in models} if rank() == 0 else {}
+        self._sources: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {}  # config, tokenizer files
+        if rank() == 0:
+            for name, (model, _) in models.items():
+                config = read_json_object(sources[name] / "config.json")
+                if model.module.config.scalar_head:
+                    config = scalar_config(config)
+                self._sources[name] = config, read_tokenizer_files(sources[name])
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
@@ -143,13 +150,19 @@ class Checkpoints:
         evaluated this step. Raises InputError naming a value that cannot be saved.
         """
         self._wait()
-        writers = Remembered.copied(extra or {}, records or {}).writers()
+        extra_copy, records_copy = copy_remembered(extra or {}, records or {})
+        copies = {_record_files(world_size())[rank()]: records_copy}
+        if rank() == 0:
+            copies[EXTRA_FILE] = extra_copy
+        writers: list[_FileWriter] = [
+            functools.partial(copy.write, stem=stem) for stem, copy in copies.items() if copy.plain
+        ]
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
             writers.append(_shards_writer(path, model.state_tensors(optimizer)))
             if rank() == 0:
                 prefix = "" if i == 0 else f"{name}/"
-                writers.append(_model_writer(prefix, model, self._origins[name]))
+                writers.append(_model_writer(prefix, model, *self._sources[name]))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
 
@@ -173,10 +186,9 @@ class Checkpoints:
             return None
         self._current_save = None
         write_errors = gather_objects(save.wait_for_own_files())
-        error: str | None = next((found for found in write_errors if found is not None), None)
-        commit_error = broadcast_object(save.end(is_abandoned=error is not None))
-        if error is None:
-            error = commit_error
+        write_error: str | None = next(filter(None, write_errors), None)
+        commit_error: str | None = broadcast_object(save.end(is_abandoned=write_error is not None))
+        error = write_error or commit_error
         if error is None:
             self._newest = save.folder
         else:
@@ -210,76 +222,45 @@ def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]
     return dealt
 
 
-@dataclass(frozen=True)
-class Remembered:
-    """A copy of the script's `extra`, the same on every rank, and of this rank's `records`."""
+def copy_remembered(
+    extra: Mapping[str, Any], records: Mapping[str, list[Any]]
+) -> tuple[ValueCopy, ValueCopy]:
+    """Copies of the script's `extra`, the same on every rank, and of this rank's `records` (collective).
 
-    extra: ValueCopy
-    records: ValueCopy
-
-    @staticmethod
-    def copied(extra: Mapping[str, Any], records: Mapping[str, list[Any]]) -> "Remembered":
-        """Copy them (collective). Raises InputError naming a value that cannot be saved or differs between ranks."""
-        for name, own in records.items():
-            refuse(
-                type(own) is not list,
-                f"records[{json.dumps(name)}]: must be a list; see `extra` for the rest",
-            )
-        copy = Remembered(ValueCopy.of(extra, "extra"), ValueCopy.of(records, "records"))
-        fingerprints = gather_objects(copy.extra.fingerprints())
-        for name in dict.fromkeys(itertools.chain(*fingerprints)):
-            refuse(
-                len({found.get(name) for found in fingerprints}) > 1,
-                f"extra[{json.dumps(name)}]: differs between the ranks, and one value is saved for all; make it of "
-                "what all ranks have (`gather_objects`), or put it into `records`",
-            )
-        names = gather_objects(sorted(records))
-        refuse(names.count(names[0]) < len(names), f"records: other names on other ranks: {names}")
-        return copy
-
-    def writers(self) -> list[_FileWriter]:
-        """The writers of this rank's files: its records, and on rank 0 `extra`."""
-        writers = [_values_writer(_record_files(world_size())[rank()], self.records)]
-        if rank() == 0:
-            writers.append(_values_writer(EXTRA_FILE, self.extra))
-        return writers
-
-
-def _values_writer(stem: str, values: ValueCopy) -> _FileWriter:
-    if not values.plain:
-        return lambda _: {}
-    return lambda folder: values.write(folder, stem)
+    Raises InputError naming a value that cannot be saved or differs between ranks.
+    """
+    for name, own in records.items():
+        refuse(
+            type(own) is not list,
+            f"records[{json.dumps(name)}]: must be a list; see `extra` for the rest",
+        )
+    extra_copy, records_copy = ValueCopy.of(extra, "extra"), ValueCopy.of(records, "records")
+    fingerprints = gather_objects(extra_copy.fingerprints())
+    for name in dict.fromkeys(itertools.chain(*fingerprints)):
+        refuse(
+            len({found.get(name) for found in fingerprints}) > 1,
+            f"extra[{json.dumps(name)}]: differs between the ranks, and one value is saved for all; make it of "
+            "what all ranks have (`gather_objects`), or put it into `records`",
+        )
+    names = gather_objects(sorted(records))
+    refuse(names.count(names[0]) < len(names), f"records: other names on other ranks: {names}")
+    return extra_copy, records_copy
 
 
 def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
     return lambda folder: {path: write_tensors(folder / path, tensors)}
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """A model folder's files besides the weights."""
-
-    config: dict[str, Any]
-    tokenizer_files: dict[str, bytes]
-
-    @staticmethod
-    def read(folder: Path) -> "_Origin":
-        return _Origin(read_json_object(folder / "config.json"), read_tokenizer_files(folder))
-
-
-def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWriter:
+def _model_writer(
+    prefix: str, model: ShardedModel, config: dict[str, Any], tokenizer_files: dict[str, bytes]
+) -> _FileWriter:
     """Copies the compute weights to host memory now; the writer makes a Hugging Face folder of them."""
-    config = origin.config
-    if model.module.config.scalar_head:
-        config = scalar_config(config)
     weights = {}
     for name, weight in model.compute_weights.items():
         weights[name] = torch.empty_like(weight, device="cpu").copy_(weight.detach())
 
     def write(folder: Path) -> dict[str, Digest]:
-        digests = write_folder(
-            folder / prefix, weights, config=config, tokenizer_files=origin.tokenizer_files
-        )
+        digests = write_folder(folder / prefix, weights, config=config, tokenizer_files=tokenizer_files)
         return {prefix + name: digest for name, digest in digests.items()}
 
     return write

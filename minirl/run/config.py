@@ -44,7 +44,7 @@ class ModelAndData:
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generation:
     """Generate"""
 
     num_steps: int = 300  # steps, each with fresh rollouts
@@ -204,7 +204,7 @@ MOST_ROLLOUTS = 2**20  # in a step
 
 
 @dataclass(frozen=True)
-class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generate, ModelAndData):
+class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAndData):
     """All shared flags. (Python collects fields from the last class first.)"""
 
     @property

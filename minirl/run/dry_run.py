@@ -20,8 +20,7 @@ from minirl.plan.choice import (
     can_score_beside_cache,
     choose_sizes,
     host_too_small,
-    largest_cache,
-    largest_microbatch,
+    largest,
     room_bytes,
     too_large,
 )
@@ -34,7 +33,7 @@ from minirl.rewards.functions import asked_of_episodes, compute_rewards
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import rollout_workers, task_with_rewards
+from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, workload
 from minirl.run.setup import compute_dtype
 
@@ -45,7 +44,7 @@ MOST_TOKENS = 2**24  # in the largest microbatch and cache that it looks for
 
 
 @dataclasses.dataclass(frozen=True)
-class _Machine:
+class _Capacity:
     """The ranks that a run would have, and the free bytes of each.
 
     host_ranks, host_free: ranks on this host, and its free bytes; unknown for another machine.
@@ -66,8 +65,8 @@ def dry_run(
     rewards, tools: those of `Setup`. It reads data, config.json and tokenizer, and calls the reward functions on two
     prompts. Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
     """
-    machine = _machine(config)
-    task = task_with_rewards(config, rewards)
+    capacity = _capacity(config)
+    task = load_task(config, rewards)
     workers = rollout_workers(config)
     if workers is not None:
         workers.stop()  # they could load the function
@@ -85,33 +84,33 @@ def dry_run(
             policy_folder=folder,
             value_folder=None,
             streams=streams,
-            dtype=compute_dtype(config.dtype, machine.device_type),
-            device_type=machine.device_type,
-            num_ranks=machine.num_ranks,
-            num_shards=machine.host_ranks if config.shard_over == "node" else machine.num_ranks,
+            dtype=compute_dtype(config.dtype, capacity.device_type),
+            device_type=capacity.device_type,
+            num_ranks=capacity.num_ranks,
+            num_shards=capacity.host_ranks if config.shard_over == "node" else capacity.num_ranks,
         )
-    sizes = choose_sizes(work, machine.free, given_sizes(config))
+    sizes = choose_sizes(work, capacity.free, given_sizes(config, recorded={}))
     _print_work(config, work, streams)
-    _print_memory(work, sizes, machine)
+    _print_memory(work, sizes, capacity)
     _print_prompts(task, streams[0])
-    reason = too_large(work, sizes, machine.free)
-    if machine.host_free is not None:
-        reason = reason or host_too_small(work, num_ranks=machine.host_ranks, free=machine.host_free)
+    reason = too_large(work, sizes, capacity.free)
+    if capacity.host_free is not None:
+        reason = reason or host_too_small(work, num_ranks=capacity.host_ranks, free=capacity.host_free)
     if reason:
         raise InputError(f"--dry-run: does not fit: {reason}")
     print0("fits; nothing was loaded or written")
     return 0
 
 
-def _machine(config: RunConfig) -> _Machine:
+def _capacity(config: RunConfig) -> _Capacity:
     """The machine of --gpus, or this one with torchrun's ranks."""
     if config.gpus is not None:
         num_ranks, free = ranks_and_bytes(config.gpus)
-        return _Machine("cuda", num_ranks, free)
+        return _Capacity("cuda", num_ranks, free)
     kind = device_type(config.device)
     index = local_rank() if kind == "cuda" else 0
     free = free_bytes(torch.device(kind, index))
-    return _Machine(kind, world_size(), free, local_world_size(), free_host_bytes())
+    return _Capacity(kind, world_size(), free, local_world_size(), free_host_bytes())
 
 
 def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStream]) -> None:
@@ -143,9 +142,9 @@ def _ranks(work: Workload) -> str:
     return kind if work.num_ranks == 1 else f"{kind}s"
 
 
-def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
+def _print_memory(work: Workload, sizes: Sizes, capacity: _Capacity) -> None:
     """The bytes of each phase on a rank, and the largest sizes that would fit."""
-    free = machine.free
+    free = capacity.free
     always = always_bytes(work)
     print0(f"sizes    {sizes.flags()}")
     print0(f"memory   {gb(free)} on each rank, of which {gb(USABLE * free)} can be used")
@@ -159,19 +158,23 @@ def _print_memory(work: Workload, sizes: Sizes, machine: _Machine) -> None:
     if not can_score_beside_cache(work, sizes, free):
         print0("  frozen models do not fit beside the cache: they score after generation")
     if work.is_cuda:
-        needed = host_bytes(work, num_ranks=machine.host_ranks)
-        there = "" if machine.host_free is None else f" of {gb(machine.host_free)}"
-        ranks = "a rank" if machine.host_ranks == 1 else f"{machine.host_ranks} ranks"
+        needed = host_bytes(work, num_ranks=capacity.host_ranks)
+        there = "" if capacity.host_free is None else f" of {gb(capacity.host_free)}"
+        ranks = "a rank" if capacity.host_ranks == 1 else f"{capacity.host_ranks} ranks"
         print0(f"  and of the host {gb(sum(needed.values()))}{there} for {ranks}: {listed(needed)}")
     room = room_bytes(work, free)
     endless = dataclasses.replace(work, update_tokens=MOST_TOKENS)
     without, recomputed = (
-        largest_microbatch(
-            endless, dataclasses.replace(sizes, recompute_layers=recompute), room, most=MOST_TOKENS
+        largest(
+            "max_tokens_per_microbatch",
+            endless,
+            dataclasses.replace(sizes, recompute_layers=recompute),
+            room,
+            most=MOST_TOKENS,
         )
         for recompute in (False, True)
     )
-    cache = largest_cache(work, sizes, room, most=MOST_TOKENS)
+    cache = largest("cache_tokens", work, sizes, room, most=MOST_TOKENS)
     print0(
         f"largest  microbatch {without:,} tokens, {recomputed:,} with --recompute-layers on; cache {cache:,} tokens"
     )

@@ -9,7 +9,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,12 @@ def _make_folder(folder: Path, task: Task) -> None:
                 raise
 
 
-def save_tokenizer(folder: Path, vocabulary: Mapping[str, int] = VOCABULARY) -> None:
+def save_tokenizer(folder: Path) -> None:
     """Write a Hugging Face tokenizer with one token per character, and one for each of `CALL_TOKENS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")

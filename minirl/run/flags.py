@@ -47,33 +47,23 @@ def run_script(
 
     presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
     """
-    preset = chosen_preset("--algorithm", presets) if presets else {}
-    watchdog.run(lambda: main(parse(config_class, description=description, preset=preset)))
-
-
-def chosen_preset(
-    flag: str, presets: Mapping[str, dict[str, Any]], arguments: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """The preset that the command line (or `arguments`) names with `flag`; without it, the first."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument(flag, dest="name", default=next(iter(presets)))
-    name = early.parse_known_args(arguments)[0].name
-    return presets.get(name, {})
+    watchdog.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
 
 def parse(
     config_class: type[C],
     *,
     description: str,
-    preset: Mapping[str, Any],
+    presets: Mapping[str, dict[str, Any]] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> C:
-    """The config of the command line (or of `arguments`), with the preset's values as defaults.
+    """The config of the command line (or of `arguments`), with the values of its preset as defaults.
 
     tyro reads types and comments from the classes of `config_class`. It exits with 2 on a wrong flag. Raises InputError
     for a flag that has another name here.
     """
     _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
+    preset = _chosen_preset(presets, arguments) if presets else {}
     try:
         parsed = tyro.cli(
             dict,
@@ -87,6 +77,13 @@ def parse(
     except BrokenPipeError:  # the reader of --help, `head` for example, has enough
         sys.exit(0)
     return config_class(**{name: value for box in parsed.values() for name, value in box.items()})
+
+
+def _chosen_preset(presets: Mapping[str, dict[str, Any]], arguments: Sequence[str] | None) -> dict[str, Any]:
+    """The preset that the command line (or `arguments`) names; without --algorithm, the first."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--algorithm", default=next(iter(presets)))
+    return presets.get(early.parse_known_args(arguments)[0].algorithm, {})
 
 
 class _Box(dict[str, type]):

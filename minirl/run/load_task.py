@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from minirl.data.gsm8k import load_gsm8k
@@ -15,26 +15,8 @@ from minirl.rewards.reward_process import load_reward
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
-TASKS = ("auto", *EMBEDDED_TASKS, "gsm8k", "jsonl")
 # Names of metrics under reward/ that a reward function must not have.
 RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
-
-
-def task_with_rewards(config: RunConfig, rewards: Mapping[str, RewardFunction] | None) -> Task:
-    """The task that the flags name, with its own rewards or these. Raises InputError."""
-    task = load_task(
-        config.task,
-        data=config.data,
-        eval_data=config.eval_data,
-        prompt_field=config.prompt_field,
-        reward=config.reward,
-        reward_timeout=config.reward_timeout,
-        on_reward_error=config.on_reward_error,
-        reward_workers=config.reward_workers,
-        reward_model=config.reward_model,
-        has_environment=bool(config.environment),
-    )
-    return task if rewards is None else dataclasses.replace(task, rewards=rewards)
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
@@ -63,39 +45,21 @@ def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
     return workers
 
 
-def load_task(
-    name: str,
-    *,
-    data: str | None,
-    eval_data: Sequence[str],
-    prompt_field: str = "prompt",
-    reward: Sequence[str] = (),
-    reward_timeout: float = 60.0,
-    on_reward_error: str = "stop",
-    reward_workers: int = 1,
-    reward_model: str | None = None,
-    has_environment: bool = False,
-) -> Task:
-    """Load a task, with its reward functions. Not collective.
+def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = None) -> Task:
+    """Load the task that the flags name, with its reward functions. Not collective.
 
-    name: one of `TASKS`; "auto" is "jsonl" if `data` is given, else "sorting". data, eval_data: JSONL files.
-    reward: "file.py:function" each, or "episode", "episode:NAME" (`EpisodeReward`); a file's function runs in
-    `reward_workers` processes (`minirl.rewards.reward_process`).
-    reward_model: only says that there is one; the caller adds it. has_environment: the run has --environment.
-
-    With `reward` or `reward_model` the task's own rewards are only logged, not trained on. It checks all rows of the
-    files, also for the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
+    rewards: the script's, which replace the task's own and those of --reward. With --reward or --reward-model (which
+    the caller adds) the task's own rewards are only logged, not trained on. It checks all rows of the files, also for
+    the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
     """
-    if name not in TASKS:
-        raise InputError(f"--task {name}: choose one of {', '.join(TASKS)}")
+    data, eval_data = config.data, config.eval_data
     stems = {Path(path).stem for path in eval_data}
     if len(stems) < len(eval_data):
         raise InputError(f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name")
+    name: str = config.task
     if name == "auto":
         name = "jsonl" if data else "sorting"
-    functions = _load_functions(
-        reward, timeout_s=reward_timeout, on_error=on_reward_error, num_workers=reward_workers
-    )
+    functions = _load_functions(config)
     if name in EMBEDDED_TASKS:
         if data or eval_data:
             raise InputError(f"--task {name} makes its own prompts; leave out --data and --eval-data")
@@ -104,30 +68,29 @@ def load_task(
         raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
-    elif not functions and not reward_model:
+    elif not functions and not config.reward_model:
         raise InputError(
             "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
             "--reward-model DIR or --task gsm8k"
         )
     else:
-        task = load_jsonl_task(data, eval_data, prompt_field=prompt_field)
-    if functions or reward_model:
+        task = load_jsonl_task(data, eval_data, prompt_field=config.prompt_field)
+    if functions or config.reward_model:
         only_logged = {**task.rewards, **task.extra_scores}
         taken = sorted(functions.keys() & only_logged)
         if taken:
             raise InputError(
-                f"--reward {' '.join(reward)}: task {name} has a score {taken[0]}; rename the function"
+                f"--reward {' '.join(config.reward)}: task {name} has a score {taken[0]}; rename the function"
             )
         task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
-    check_columns({**task.rewards, **task.extra_scores}, rows, has_environment=has_environment)
-    return task
+    check_columns({**task.rewards, **task.extra_scores}, rows, has_environment=bool(config.environment))
+    return task if rewards is None else dataclasses.replace(task, rewards=rewards)
 
 
-def _load_functions(
-    specs: Sequence[str], *, timeout_s: float, on_error: str, num_workers: int
-) -> dict[str, RewardFunction]:
+def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
     """The functions of --reward by name. Raises InputError if two have one name or a name is a metric's."""
+    specs = config.reward
     flag = f"--reward {' '.join(specs)}"
     names = {spec.rpartition(":")[2] for spec in specs}
     if len(names) < len(specs):
@@ -146,6 +109,9 @@ def _load_functions(
             functions[name] = EpisodeReward(name)
         else:
             functions[name] = load_reward(
-                spec, timeout_s=timeout_s, on_error=on_error, num_workers=num_workers
+                spec,
+                timeout_s=config.reward_timeout,
+                on_error=config.on_reward_error,
+                num_workers=config.reward_workers,
             )
     return functions

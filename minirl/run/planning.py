@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,10 +76,10 @@ def workload(
     )
 
 
-def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """`Sizes` by name as the flags give them, "auto" where they leave one open.
 
-    recorded: what the run that is resumed has chosen. Of it those are taken with which sums round as they did.
+    recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay.
     """
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
     for name in _SWITCHES:

@@ -37,7 +37,7 @@ from minirl.report.progress import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout, all_branches
-from minirl.run.checkpoint import Checkpoints, Remembered
+from minirl.run.checkpoint import Checkpoints, copy_remembered
 from minirl.run.inputs import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
@@ -141,7 +141,7 @@ class Run:
         )
         if config.decode_budget:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
-        Remembered.copied(extra, records)  # before anything is made
+        copy_remembered(extra, records)  # before anything is made
         folder = setup.folder.create()
         self._folder = folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
@@ -302,7 +302,7 @@ class Run:
             self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
-            Remembered.copied(self.progress.extra, self.progress.records)
+            copy_remembered(self.progress.extra, self.progress.records)
         self._has_finished_step = True
 
     def close(self) -> int:

@@ -78,20 +78,20 @@ class RunFolder:
         cannot make the folder, or if another run has taken the user's name.
         """
 
-        def make() -> tuple[Path, IO[str]]:
+        def made() -> RunFolder:
             path = claim_folder(self.path) if self.is_name_generated else self.path
             _make_folder(path)
             lock = _take_lock(path)
             is_taken = (path / "args.json").is_file()
             refuse(is_taken, f"{path}: another run has just taken this name; choose another --run-name")
-            return path, lock
+            return dataclasses.replace(self, path=path, lock=lock)
 
         is_made = broadcast_object(self.lock is not None)
         if is_made:
             return self
-        path, lock = _on_rank_0(make, unshared=1)
-        print0(f"run {path}; the same command with --run-name {path.name} resumes it")
-        return dataclasses.replace(self, path=path, lock=lock)
+        folder = _on_rank_0(made)
+        print0(f"run {folder.path}; the same command with --run-name {folder.path.name} resumes it")
+        return folder
 
 
 def runs_root() -> Path:
@@ -143,42 +143,36 @@ def open_run_folder(
     or if all checkpoints are damaged.
     """
 
-    def find() -> tuple[Path, Path | None, str, IO[str] | None]:
+    def found() -> RunFolder:
         path = _checked_path(name)
         token = secrets.token_hex(4)
         if is_name_generated or not path.is_dir():
-            return path, None, token, None
+            return RunFolder(path, None, token, None, is_name_generated)
         _make_folder(path)
         lock = _take_lock(path)
         _refuse_changes(path, flags, resume)
-        return path, _newest_checkpoint(path), token, lock
+        return RunFolder(path, _newest_checkpoint(path), token, lock)
 
-    path, checkpoint, token, lock = _on_rank_0(find, unshared=3)
-    if not is_name_generated and path.is_dir():
-        print0(f"run {path}; the same command with --run-name {name} resumes it")
-    return RunFolder(path, checkpoint, token, lock, is_name_generated)
+    folder = _on_rank_0(found)
+    if not is_name_generated and folder.path.is_dir():
+        print0(f"run {folder.path}; the same command with --run-name {name} resumes it")
+    return folder
 
 
-def _on_rank_0(function: Callable[[], tuple[Any, ...]], *, unshared: int) -> tuple[Any, ...]:
-    """Rank 0's result on every rank, or its InputError (collective).
-
-    Element `unshared` of the result is an open file, which stays on rank 0; other ranks get None.
-    """
-    outcome: Any = None
-    own = None
+def _on_rank_0(opened: Callable[[], RunFolder]) -> RunFolder:
+    """Rank 0's folder on every rank, or its InputError (collective). The lock stays on rank 0; other ranks get None."""
+    own: RunFolder | None = None
+    outcome: RunFolder | str | None = None
     if rank() == 0:
         try:
-            result = list(function())
-            own = result[unshared]
-            result[unshared] = None
-            outcome = result
+            own = opened()
+            outcome = dataclasses.replace(own, lock=None)
         except InputError as error:
             outcome = str(error)
     outcome = broadcast_object(outcome)
     if isinstance(outcome, str):
         raise InputError(outcome)
-    outcome[unshared] = own
-    return tuple(outcome)
+    return own or outcome
 
 
 def _checked_path(name: str) -> Path:
@@ -221,7 +215,7 @@ def claim_folder(folder: Path) -> Path:
     return folder
 
 
-def _make_folder(folder: Path) -> Path:
+def _make_folder(folder: Path) -> None:
     """Make the folder unless it exists. Raises InputError if that fails."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +223,6 @@ def _make_folder(folder: Path) -> Path:
         (folder / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
-    return folder
 
 
 def _take_lock(folder: Path) -> IO[str]:

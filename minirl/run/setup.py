@@ -44,7 +44,7 @@ from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.inputs import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import rollout_workers, task_with_rewards
+from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
@@ -76,7 +76,7 @@ class Setup:
         """
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
-        task = task_with_rewards(config, rewards)
+        task = load_task(config, rewards)
         self._rollout_workers = rollout_workers(config)
         self.device = process_group.start(
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout

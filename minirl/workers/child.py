@@ -12,8 +12,8 @@ Protocol: one JSON object per line, requests on stdin, answers on stdout.
   this number. The first one of a conversation has "seed" too, for the random generators.
 - The answer is {"number", "seconds", "facts"}, with the seconds that it took, and {"reply", "is_last"}, {"error"} or
   {"is_late"}. An error or a late answer ends the conversation.
-- Every answer also has the "id" of the first request, a random text, and "printed": the beginning of what the user's
-  code printed.
+- Every answer also has the "id" of the first request, a random text, and "printed": the beginning of the output of
+  the user's code.
 
 Standard library only, so that the process starts quickly; an adapter imports no more than it needs.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     if trainer is None:
         return
     folder = working_directory()
-    # What the file draws when it is loaded is the same in every process.
+    # While it loads, the file draws the same random numbers in every process.
     loading = isolated(_answer_within(None, _load(load_code, source, name)), OwnRandom(0), folder)
     answer = run_at_once(loading)
     loaded = answer.pop("loaded", None)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 async def _load(load_code: Callable[[str, str], Loaded | str], source: str, name: str) -> dict[str, Any]:
-    """Return the first answer, with the loaded code beside it. Raises what user code raises."""
+    """Return the first answer, with the loaded code beside it. Exceptions of user code pass through."""
     loaded = load_code(source, name)
     if isinstance(loaded, str):
         return {"error": loaded}
@@ -149,7 +149,7 @@ async def _answer_within(limit: Any, answering: Coroutine[Any, Any, dict[str, An
 
 
 async def _answer(conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises what user code raises."""
+    """Return the answer to a request. Exceptions of user code pass through."""
     if "closes" in request:
         await conversation.close()
         return {"reply": None, "is_last": True}

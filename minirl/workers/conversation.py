@@ -21,7 +21,7 @@ class Conversation(Protocol):
     has_ended: bool
 
     async def reply(self, message: Any) -> Any:
-        """Reply to a message. The first one, the opening, may repeat what an earlier process was told."""
+        """Reply to a message. The first one, the opening, may repeat all that an earlier process was told."""
 
     async def close(self) -> None:
         """End a conversation early, without a reply."""

@@ -7,7 +7,7 @@ MAX_FORGIVEN_FRAC = 0.05
 class Failures:
     """The failures in one phase on one rank.
 
-    num_total: of all that could fail. max_forgiven: of these. messages: of those that did, the first one first.
+    num_total: how many could fail. max_forgiven: how many may. messages: one for each that did, in order.
     """
 
     def __init__(self, num_total: int, *, are_forgiven: bool):

@@ -3,7 +3,7 @@
 A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
 worker runs). If a process dies, takes too long or sends nonsense, another one takes over and gets its conversations
 again, each with all that it had been told. Those still without a reply are suspects: they are opened one at a time, and
-the one with which a process dies has failed.
+if a process dies with one, that one failed.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ LOAD_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 # Bytes of an answer.
 MAX_ANSWER = 1 << 26
-NO_ANSWER = "its process sent something that is no answer; does its code write to files that it did not open?"
+NO_ANSWER = (
+    "its process sent something other than an answer; does its code write to files that it did not open?"
+)
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from minirl.workers.child import main; main()"
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
@@ -64,9 +66,9 @@ class Reply:
 class Kind:
     """The kind of code in a pool, for its workers and for messages.
 
-    flag: the flag that names the code. expected: what the flag expects. called: goes before the name of the code.
-    adapter: loads the code (`child`). describer: an adapter that loads it in another process only to describe it, and
-    may import more. too_long: ends the message about a late reply.
+    flag: the flag that names the code. expected: the flag's value, in messages. called: goes before the name of the
+    code. adapter: loads the code (`child`). describer: an adapter that loads it in another process only to
+    describe it, and may import more. too_long: ends the message about a late reply.
     """
 
     flag: str
@@ -151,7 +153,7 @@ class Pool:
             worker = self._start_worker(self._kind.adapter)
             self.workers.append(worker)
         number = next(self._numbers)
-        worker.open(number, _Conversation(seed, opening, num_replies, json.dumps(opening())))
+        worker.open(number, _OpenConversation(seed, opening, num_replies, json.dumps(opening())))
         self._worker_of[number] = worker
         return number
 
@@ -223,7 +225,7 @@ def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
 
 
 @dataclass
-class _Conversation:
+class _OpenConversation:
     """A conversation as its worker has it; the first fields as in `Pool.open`.
 
     message: the next one for the process, as JSON; None: still to be made, since the process must be told all.
@@ -250,7 +252,7 @@ class _Worker:
         self._kind = kind
         self._arguments = [adapter, source, name]
         self._timeout_s = timeout_s
-        self.held: dict[int, _Conversation] = {}
+        self.held: dict[int, _OpenConversation] = {}
         # Conversations to be sent to; those to be opened before them, one at a time.
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
@@ -273,7 +275,7 @@ class _Worker:
         """Return whether the process owes an answer."""
         return self._is_running and (not self.is_ready or bool(self._awaited))
 
-    def open(self, number: int, conversation: _Conversation) -> None:
+    def open(self, number: int, conversation: _OpenConversation) -> None:
         """Add a new conversation, which awaits a reply."""
         self.held[number] = conversation
         self._waiting.append(number)
@@ -363,7 +365,7 @@ class _Worker:
         return replies
 
     def _start(self) -> None:
-        """Start a process, which first answers with what it loaded."""
+        """Start a process, which first answers that it loaded the code."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
         # When the process could start its current work.

@@ -16,13 +16,13 @@ MAX_REPR = 80
 
 
 def find_function(source: str, name: str) -> Callable[..., Any] | str:
-    """Return the function `name` of a file or module, or why it is missing. Raises what the user's code raises."""
+    """Return the function `name` of a file or module, or why it is missing. Exceptions of that code pass through."""
     found = find_functions(source, [name])
     return found if isinstance(found, str) else found[0]
 
 
 def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
-    """Return functions of one file or module, or why one is missing. Raises what the user's code raises."""
+    """Return functions of one file or module, or why one is missing. Exceptions of that code pass through."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:

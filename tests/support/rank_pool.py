@@ -1,5 +1,6 @@
 """Processes in one gloo group that run the functions of many tests."""
 
+import gc
 import importlib
 import tempfile
 import traceback
@@ -53,6 +54,10 @@ def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool
     while True:
         function, args = pipe.recv()
         try:
-            pipe.send((None, function(rank, *args)))
+            answer = (None, function(rank, *args))
         except (Exception, SystemExit):  # wrong flags exit
-            pipe.send((f"rank {rank}: {traceback.format_exc()}", None))
+            answer = (f"rank {rank}: {traceback.format_exc()}", None)
+        if answer[0] is not None:
+            # A cycle of the traceback may hold what failed, the lock of its run's folder too.
+            gc.collect()
+        pipe.send(answer)

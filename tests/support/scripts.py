@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from minirl.ranks.time_account import TimeAccount
-from minirl.run.flags import chosen_preset, parse
+from minirl.run.flags import parse
 from support.cuda_rules import pad_as_on_cuda
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
@@ -150,9 +150,8 @@ def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)
-    presets = getattr(module, "ALGORITHMS", {"default": {}})
-    preset = chosen_preset("--algorithm", presets, words(flags))
-    config = parse(module.Config, description="", preset=preset, arguments=words(flags))
+    presets = getattr(module, "ALGORITHMS", None)
+    config = parse(module.Config, description="", presets=presets, arguments=words(flags))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"
