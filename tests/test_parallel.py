@@ -206,10 +206,13 @@ def full_gradients(model: ShardedModel) -> dict[str, Tensor]:
     return {name: master.grad.full_tensor() for name, master in model.masters.items()}
 
 
-def assert_close_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, gradient in expected.items():
-        error = (got[name] - gradient).norm() / gradient.norm()
-        assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
+def assert_close_gradients(
+    of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    for got in of_ranks:
+        for name, gradient in expected.items():
+            error = (got[name] - gradient).norm() / gradient.norm()
+            assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
 def assert_split_invariant(
@@ -218,8 +221,7 @@ def assert_split_invariant(
     """`gradients(rank, max_tokens, *args)` are those of one rank and one microbatch, however the rollouts are split."""
     (expected,) = one_rank.run(gradients, 10_000, *args)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        for got in pool.run(gradients, max_tokens, *args):
-            assert_close_gradients(got, expected, tolerance)
+        assert_close_gradients(pool.run(gradients, max_tokens, *args), expected, tolerance)
 
 
 @objectives
@@ -245,8 +247,9 @@ def test_gradient_is_the_same_without_the_rollouts_that_have_none(
     """Four of seven groups have equal rewards, and truncated rollouts no weight: only the others are computed."""
     (expected,) = one_rank.run(grpo_gradients, 10_000, folder, dtype, config, 4)
     for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        for got in pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True):
-            assert_close_gradients(got, expected, tolerance)
+        assert_close_gradients(
+            pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True), expected, tolerance
+        )
 
 
 def trained_tokens(config: train_grpo.Config, has_branches: bool) -> list[tuple[Rollout, Tensor]]:
@@ -293,8 +296,7 @@ def plain_gradients(
 def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, config):
     """Sharding, packing and the chunked head change no gradient: float64 against plain autograd."""
     (expected,) = one_rank.run(plain_gradients, folder, config)
-    for gradients in two_ranks.run(grpo_gradients, 300, folder, torch.float64, config):
-        assert_close_gradients(gradients, expected, 1e-12)
+    assert_close_gradients(two_ranks.run(grpo_gradients, 300, folder, torch.float64, config), expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant", "drop_truncated"])
@@ -306,8 +308,7 @@ def test_gradient_of_rollouts_in_two_branches_is_that_of_the_whole_ones(one_rank
     (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name], True)
     options = (folder, torch.float64, OBJECTIVES[name], 0, False, False, None, True)
     for pool, max_tokens in ((one_rank, 10_000), (two_ranks, 300)):
-        for gradients in pool.run(grpo_gradients, max_tokens, *options):
-            assert_close_gradients(gradients, expected, 1e-12)
+        assert_close_gradients(pool.run(grpo_gradients, max_tokens, *options), expected, 1e-12)
 
 
 def numbers_of_rollouts(batch: Batch) -> Tensor:
@@ -404,8 +405,7 @@ def test_gradients_that_are_sharded_in_each_microbatch_are_the_same(
     ):
         (expected,) = one_rank.run(gradients, 10_000, *args)
         for max_tokens in (10_000, 200):
-            for got in ranks.run(gradients, max_tokens, *args, True):
-                assert_close_gradients(got, expected, tolerance)
+            assert_close_gradients(ranks.run(gradients, max_tokens, *args, True), expected, tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -432,8 +432,9 @@ def test_gradients_of_models_that_are_sharded_over_nodes_are_the_same(
     args = (folder, torch.float64, OBJECTIVES["token_mean"], 0, False)
     (expected,) = one_rank.run(grpo_gradients, 10_000, *args)
     for max_tokens in (10_000, 200):
-        for got in ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards):
-            assert_close_gradients(got, expected, 1e-12)
+        assert_close_gradients(
+            ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards), expected, 1e-12
+        )
 
 
 def five_steps(
@@ -596,8 +597,7 @@ def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder, padding
     On CUDA rows are not padded: no tokens reach the model of that rank.
     """
     (expected,) = one_rank.run(single_rollout_gradients, folder, nullcontext)
-    for gradients in two_ranks.run(single_rollout_gradients, folder, padding_rule):
-        assert_close_gradients(gradients, expected, 1e-12)
+    assert_close_gradients(two_ranks.run(single_rollout_gradients, folder, padding_rule), expected, 1e-12)
 
 
 def single_rollout_gradients(

@@ -31,15 +31,10 @@ from minirl.generation.decode_step import DecodeStep, decode, pack_sampled
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.packed_upload import upload_together
-from minirl.generation.running_requests import (
-    NextTurn,
-    PendingTokens,
-    RunningRequests,
-    concatenated_ranges,
-)
+from minirl.generation.running_requests import NextTurn, PendingTokens, RunningRequests
 from minirl.generation.sampling import sample
 from minirl.model import padding
-from minirl.model.attention import FLASH_BLOCK, upload
+from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on

@@ -62,9 +62,13 @@ class BlockTables:
         )
 
     def _keep(self, blocks: Tensor, firsts: Tensor, counts: Tensor) -> None:
-        self.blocks, self.firsts, self.counts = blocks, firsts, counts
+        self.blocks = blocks
+        self.firsts = firsts
+        self.counts = counts
         # The same memory, of which numpy reads and writes single numbers much faster.
-        self._blocks, self._firsts, self._counts = blocks.numpy(), firsts.numpy(), counts.numpy()
+        self._blocks = blocks.numpy()
+        self._firsts = firsts.numpy()
+        self._counts = counts.numpy()
 
     def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
         """Make these the blocks of a row."""
@@ -227,6 +231,7 @@ class KVCache:
             self.pools.append(CachePool(keys, values, window, self.kernel))
             self.free_lists.append(_FreeList(num_blocks))
             self.tables.append(BlockTables())
+        self._parts = list(zip(self.pools, self.free_lists, self.tables, strict=True))
         # For each pool the portable kernel's index of the last decode step.
         self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
 
@@ -253,7 +258,7 @@ class KVCache:
         """
         end = ceil_div(num_tokens, self.block_size)
         spare = []
-        for pool, free_list in zip(self.pools, self.free_lists, strict=True):
+        for pool, free_list, _ in self._parts:
             num_needed = end - self._first_block(pool, num_tokens)
             spare.append(len(free_list.free) - num_needed)
         return min(spare)
@@ -276,7 +281,7 @@ class KVCache:
             return None
         end = ceil_div(num_tokens, self.block_size)
         row = self._take_row(num_tokens)
-        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+        for pool, free_list, tables in self._parts:
             first = self._first_block(pool, num_tokens)
             blocks = [free_list.take() for _ in range(first, end)]
             # Prefill fills all blocks but the last one.
@@ -302,7 +307,7 @@ class KVCache:
     def _plan_change(self, row: int) -> None:
         """Find out at which length the sequence's next token needs a block or makes one leave a window."""
         lengths = [ceil_div(int(self._lengths[row]), self.block_size) * self.block_size]
-        for pool, tables in zip(self.pools, self.tables, strict=True):
+        for pool, _, tables in self._parts:
             if pool.window is not None:
                 first, _ = tables.of_row(row)
                 lengths.append((first + 1) * self.block_size + pool.window - 1)
@@ -326,7 +331,7 @@ class KVCache:
             return None
         fork = self._take_row(length)
         self._next_changes[fork] = self._next_changes[parent]
-        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+        for pool, free_list, tables in self._parts:
             first, blocks = tables.of_row(parent)
             # Full blocks are never written again, so both sequences can read the same ones. Into the partial
             # block each will write its own next tokens, so the fork gets a copy. With no partial block a fork
@@ -363,14 +368,14 @@ class KVCache:
         if position < self._next_changes[row]:
             self._lengths[row] += 1
             return True
-        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+        for pool, free_list, tables in self._parts:
             for block in tables.pop_before(row, self._first_block(pool, position)):
                 free_list.release(block)
         needs_block = position % self.block_size == 0
         if needs_block:
             if self.num_free_blocks == 0:
                 return False
-            for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+            for pool, free_list, tables in self._parts:
                 block = free_list.take()
                 tables.append(row, position // self.block_size, block)
                 self._clear(pool, [block])
@@ -391,7 +396,7 @@ class KVCache:
 
     def free(self, row: int) -> None:
         """Give back all blocks of a sequence, and its row."""
-        for free_list, tables in zip(self.free_lists, self.tables, strict=True):
+        for _, free_list, tables in self._parts:
             _, blocks = tables.of_row(row)
             for block in blocks:
                 free_list.release(block)
@@ -406,7 +411,7 @@ class KVCache:
         """
         if self.kernel != "portable":
             return
-        for pool, free_list, tables in zip(self.pools, self.free_lists, self.tables, strict=True):
+        for pool, free_list, tables in self._parts:
             moves = free_list.compact()
             # A block that several sequences share moves once. Blocks are large: one copy each takes a third of the
             # time of one copy by index for all.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.model.attention import concatenated_ranges
 from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of, token_tensor
 
 
@@ -228,12 +229,6 @@ class RunningRequests:
             if isinstance(array, Tensor) and name != "rows":
                 shape = (num_rows, num_columns)[: array.ndim]
                 setattr(self, name, _grown(array, shape, num_used))
-
-
-def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths]."""
-    ends = lengths.cumsum(0)
-    return torch.arange(int(ends[-1])) + (starts + lengths - ends).repeat_interleave(lengths)
 
 
 def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:

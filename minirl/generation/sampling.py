@@ -18,7 +18,7 @@ from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
 
-PURPOSES = {"train": 1, "eval": 2, "toy": 3}
+PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
 # Tokens per block of the two-level search in `inverse_cdf`.
 CDF_BLOCK = 512

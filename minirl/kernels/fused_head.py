@@ -46,17 +46,24 @@ class FusedLogprobs(torch.autograd.Function):
         chunk_entropies = torch.empty_like(totals)
         target_logits = divisor.new_empty(len(hidden), 1)
         for i, head_chunk in enumerate(head_chunks):
-            _fill_statistics(
-                hidden,
-                head_chunk,
+            logits = head_logits(hidden, head_chunk)
+            # Fills in column i of totals (logsumexps) and entropies, and the logits of the targets in the chunk.
+            launching.launch(
+                statistics_kernel,
+                (len(logits),),
+                logits,
                 targets,
                 divisor,
                 totals,
                 chunk_entropies,
                 target_logits,
+                i * width,
+                len(head_chunk),
                 i,
-                first=i * width,
+                len(head_chunks),
+                TILE=TILE,
             )
+            del logits  # before the next ones are made
         entropies = chunked_entropies(totals, chunk_entropies)
         logprobs = log_softmax(target_logits, totals)[:, 0]
         ctx.set_materialize_grads(False)
@@ -85,40 +92,6 @@ class FusedLogprobs(torch.autograd.Function):
             grad_head[first : first + ctx.width] = wide_mm(grad.t(), hidden, head.dtype)
             del grad  # before the next one is made
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None
-
-
-def _fill_statistics(
-    hidden: Tensor,
-    head_chunk: Tensor,
-    targets: Tensor,
-    divisor: Tensor,
-    totals: Tensor,
-    entropies: Tensor,
-    target_logits: Tensor,
-    chunk: int,
-    *,
-    first: int,
-) -> None:
-    """Fill in column `chunk` of totals (logsumexps) and entropies [M, chunks], and the logits [M, 1] of its targets.
-
-    first: the chunk's first token of the vocabulary.
-    """
-    logits = head_logits(hidden, head_chunk)
-    launching.launch(
-        statistics_kernel,
-        (len(logits),),
-        logits,
-        targets,
-        divisor,
-        totals,
-        entropies,
-        target_logits,
-        first,
-        logits.shape[1],
-        chunk,
-        totals.shape[1],
-        TILE=TILE,
-    )
 
 
 def _logit_gradient(

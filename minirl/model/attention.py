@@ -18,6 +18,7 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,14 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
+def concatenated_ranges(starts: Tensor | Sequence[int], lengths: Tensor | Sequence[int]) -> Tensor:
+    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths], on the host."""
+    starts = torch.as_tensor(starts, dtype=torch.int64)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + (starts + lengths - ends).repeat_interleave(lengths)
+
+
 @dataclass(frozen=True)
 class CachePool:
     """The cached keys and values, in S blocks, of the layers that share one window.
@@ -86,18 +95,6 @@ class CachePool:
     values: Tensor
     window: int | None
     kernel: str
-
-    def write(self, layer_in_pool: int, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> None:
-        """Store k and v [n, K, C] of n tokens at (block, offset), both int64 [n]."""
-        keys = self.keys[layer_in_pool]
-        values = self.values[layer_in_pool]
-        if self.kernel == "flash":
-            keys[block, offset] = k
-            values[block, offset] = v
-        else:
-            # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
-            keys[block, :, :, offset] = k
-            values[block, :, offset] = v
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,17 @@ class Cached:
     def store(self, layer_in_pool: int, k: Tensor, v: Tensor) -> None:
         """Write the selected tokens' k and v, of [T', K, C], into the pool."""
         block = self.write.block
+        offset = self.write.offset
         selected = slice(0, len(block)) if self.write.token is None else self.write.token
-        self.pool.write(layer_in_pool, k[selected], v[selected], block, self.write.offset)
+        keys = self.pool.keys[layer_in_pool]
+        values = self.pool.values[layer_in_pool]
+        if self.pool.kernel == "flash":
+            keys[block, offset] = k[selected]
+            values[block, offset] = v[selected]
+        else:
+            # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
+            keys[block, :, :, offset] = k[selected]
+            values[block, :, offset] = v[selected]
 
 
 @dataclass(frozen=True)
@@ -185,25 +191,19 @@ class PackedLayout:
                 index = torch.cat([indices[parent][:num_shared], index])
             indices.append(index)
             num_hidden += num_own
-        return upload(_concatenate(indices), self.device)
+        return upload(torch.cat([torch.arange(0), *indices]), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
-        spans = []
-        start = 0
-        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
-            spans.append(torch.arange(start + num_shared, start + length))
-            start += length
-        return upload(_concatenate(spans), self.device)
+        ends = itertools.accumulate(self.lengths)
+        starts = [end - num_own for end, num_own in zip(ends, self.num_own, strict=True)]
+        return upload(concatenated_ranges(starts, self.num_own), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        spans = []
-        for length, num_shared in zip(self.lengths, self.num_shared, strict=True):
-            spans.append(torch.arange(num_shared, length))
-        return upload(_concatenate(spans), self.device)
+        return upload(concatenated_ranges(self.num_shared, self.num_own), self.device)
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
@@ -237,13 +237,6 @@ class PackedLayout:
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     return F.pad(ends, (1, 0)).to(torch.int32)
-
-
-def _concatenate(parts: list[Tensor]) -> Tensor:
-    """Concatenate int64 tensors; none give an empty one."""
-    if not parts:
-        return torch.arange(0)
-    return torch.cat(parts)
 
 
 @dataclass(frozen=True)

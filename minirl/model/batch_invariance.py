@@ -94,8 +94,10 @@ class _Bf16Product(torch.autograd.Function):
         """See the class."""
         x, weight = ctx.saved_tensors
         wide = product_dtype(grad.dtype)
-        x, weight, wide_grad = x.to(wide), weight.to(wide), grad.to(wide)
-        return (wide_grad @ weight).to(grad.dtype), (wide_grad.t() @ x).to(grad.dtype)
+        wide_grad = grad.to(wide)
+        grad_x = wide_grad @ weight.to(wide)
+        grad_weight = wide_grad.t() @ x.to(wide)
+        return grad_x.to(grad.dtype), grad_weight.to(grad.dtype)
 
 
 def silu(x: Tensor) -> Tensor:

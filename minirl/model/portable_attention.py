@@ -15,6 +15,7 @@ T' tokens that the model computes (see `attention.PackedLayout`).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -304,16 +305,6 @@ class DecodeIndex:
         return replace(self, **moved)
 
 
-def block_table(tables: Sequence[Sequence[int]]) -> Tensor:
-    """Return the blocks of each request as int32 [B, n], 0 where a request has fewer than n."""
-    n = max(map(len, tables))
-    padded = []
-    for blocks in tables:
-        missing = n - len(blocks)
-        padded.append([*blocks, *[0] * missing])
-    return torch.tensor(padded, dtype=torch.int32)
-
-
 def index_decode(
     tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int, num_padded: int
 ) -> DecodeIndex:
@@ -326,7 +317,8 @@ def index_decode(
     """
     num_requests = len(tables)
     num_missing = num_padded - num_requests
-    blocks = block_table(tables)
+    columns = itertools.zip_longest(*tables, fillvalue=0)
+    blocks = torch.tensor(list(columns), dtype=torch.int32).T.contiguous()
     n = blocks.shape[1]
     num_blocks = torch.tensor([len(table) for table in tables])
     is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.model.attention import PackedLayout, upload
+from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
@@ -138,13 +138,6 @@ class Batch:
         return self.loss_mask.nonzero()[:, 0]
 
     @property
-    def first_index(self) -> Tensor:
-        """Where the first token of each sequence is in the streams, int64 [N]."""
-        return upload(
-            torch.tensor([0, *self.lengths[:-1]]).cumsum(0)[: len(self.lengths)], self.tokens.device
-        )
-
-    @property
     def last_index(self) -> Tensor:
         """Where the last token of each sequence is in the streams, int64 [N]."""
         return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
@@ -174,10 +167,8 @@ class Batch:
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        spans = [torch.arange(0)]  # empty: it makes the result int64 where there are no sequences
-        for i in indices:
-            spans.append(torch.arange(starts[i], starts[i + 1]))
-        return upload(torch.cat(spans), self.tokens.device)
+        ranges = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        return upload(ranges, self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""

@@ -136,8 +136,8 @@ class FrozenModel:
                 torch.full_like(batch.sample_logprobs, torch.nan) if stream is None else stream.clone()
             )
         # A stream has all tokens of a sequence, or none.
-        first_index = batch.first_index
-        is_left = torch.stack([stream[first_index].isnan() for stream in streams.values()]).any(0).tolist()
+        last_tokens = torch.stack([stream[batch.last_index] for stream in streams.values()])
+        is_left = last_tokens.isnan().any(0).tolist()
         with unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 left = [i for i in indices if is_left[i]]
