@@ -198,6 +198,7 @@ class _PieceQueue:
     """A priority queue of pieces, largest first; at first one piece for each prompt."""
 
     def __init__(self, members: Sequence[int], lengths: Sequence[int], prefixes: Sequence[PromptPrefix]):
+        self.num_members = len(members)
         self._lengths = lengths
         self._prefixes = prefixes
         self._heap: list[tuple[int, int, _Piece]] = []
@@ -258,16 +259,46 @@ def _first_fit(queue: _PieceQueue, limit: int) -> list[list[int]]:
     Each piece goes into the first bin that it fits into, but a bin that already holds its prompt is
     preferred. A piece that is larger than a whole bin is halved.
     """
-    bins: list[_Bin] = []
+    bins = [_Bin() for _ in range(queue.num_members)]  # more than are needed
+    space = _Space(len(bins), limit)
+    bins_with: dict[PromptPrefix, list[int]] = {}
     while queue:
         piece = queue.pop()
         if piece.size > limit:
             queue.push_halves(piece)
             continue
-        fitting = [b for b in bins if b.load_with(piece) <= limit]
+        with_prompt = bins_with.setdefault(piece.prefix, [])
+        fitting = [i for i in with_prompt if bins[i].load_with(piece) <= limit]
+        # A bin with the prompt that does not fit has no space for the piece and another copy of the prompt.
+        chosen = min(fitting) if fitting else space.first_bin_with(piece.size)
+        bins[chosen].add(piece)
+        space.set(chosen, limit - bins[chosen].load)
         if not fitting:
-            fitting = [_Bin()]
-            bins += fitting
-        chosen = next((b for b in fitting if piece.prefix in b.prefixes), fitting[0])
-        chosen.add(piece)
-    return [b.members for b in bins]
+            with_prompt.append(chosen)
+    return [b.members for b in bins if b.members]
+
+
+class _Space:
+    """The space of n bins as a binary tree: `first_bin_with` takes log(n) steps."""
+
+    def __init__(self, num_bins: int, limit: int):
+        self._num_leaves = 1 << max(0, num_bins - 1).bit_length()
+        # Node 1 is the root, 2 i and 2 i + 1 are the children of i. Each holds the greatest space below it.
+        self._greatest = [limit] * (2 * self._num_leaves)
+
+    def first_bin_with(self, size: int) -> int:
+        """Return the first bin with this much space; one must exist."""
+        node = 1
+        while node < self._num_leaves:
+            node *= 2
+            if self._greatest[node] < size:
+                node += 1
+        return node - self._num_leaves
+
+    def set(self, index: int, size: int) -> None:
+        """Set the space of this bin."""
+        node = index + self._num_leaves
+        self._greatest[node] = size
+        while node > 1:
+            node //= 2
+            self._greatest[node] = max(self._greatest[2 * node], self._greatest[2 * node + 1])
