@@ -483,7 +483,11 @@ def train_reward_model(folder: Path) -> None:
     for param in named_parameters(model).values():
         if param.ndim == 2:
             torch.nn.init.normal_(param, std=0.05)
-    save_tokenizer(folder.parent / "tokenizer", vocabulary)
+    save_tokenizer(folder.parent / "tokenizer")
+    tokenizer_json = folder.parent / "tokenizer" / "tokenizer.json"
+    backend = json.loads(tokenizer_json.read_text())
+    backend["model"]["vocab"] = vocabulary
+    tokenizer_json.write_text(json.dumps(backend))
     tokenizer = Tokenizer(folder.parent / "tokenizer")
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(100):
