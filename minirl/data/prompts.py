@@ -92,8 +92,8 @@ class PromptStream:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
         if 0 < per_step < world_size():
             notes.append(
-                f"a step takes {per_step} prompts, and one rank samples all completions of a prompt: "
-                f"{world_size() - per_step} of {world_size()} ranks sample none; see --prompts-per-step"
+                f"--prompts-per-step {per_step}: one rank samples all completions of a prompt, so "
+                f"{world_size() - per_step} of {world_size()} ranks sample none"
             )
         if per_step and not self._can_stop():
             notes.append(
