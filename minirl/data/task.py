@@ -30,6 +30,11 @@ def is_messages(after: After) -> TypeGuard[Messages]:
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
+def is_token_ids(prompt: str | Sequence[Any]) -> bool:
+    """Return whether a prompt is token ids rather than text or messages."""
+    return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), int)
+
+
 def as_messages(prompt: str | Messages) -> Messages:
     """Return messages as they are, and text as one user message."""
     if isinstance(prompt, str):

@@ -7,7 +7,7 @@ import functools
 from typing import Any, cast
 
 from minirl.data import answers
-from minirl.data.task import Messages, as_messages, conversation
+from minirl.data.task import Messages, as_messages, conversation, is_token_ids
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rollouts import Rollout
@@ -47,7 +47,7 @@ def has_turns_to_tell(rollout: Rollout, tokenizer: Tokenizer) -> bool:
 def has_messages(rollout: Rollout) -> bool:
     """Return whether a rollout's last branch is a conversation: it does not begin with token ids."""
     prompt = rollout.episode.prompt
-    return prompt is None or isinstance(prompt, str) or not isinstance(next(iter(prompt), None), int)
+    return prompt is None or not is_token_ids(prompt)
 
 
 def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> Messages:

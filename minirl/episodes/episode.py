@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
-from minirl.data.task import After, Messages, Row, as_messages, conversation
+from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
 from minirl.episodes.asked import END_REASONS, REWARD, End, Generate, check_name, checked_reward
 from minirl.errors import refuse
 from minirl.turns import TurnFacts
@@ -183,7 +183,7 @@ class Branch:
     @property
     def has_messages(self) -> bool:
         """Return whether it is a conversation: its prompt is not a list of token ids."""
-        return isinstance(self.prompt, str) or not isinstance(next(iter(self.prompt), None), int)
+        return not is_token_ids(self.prompt)
 
     @property
     def messages(self) -> Messages:

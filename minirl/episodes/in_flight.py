@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import Messages
+from minirl.data.task import is_messages
 from minirl.data.view import as_plain
 from minirl.episodes.running import PausedEpisode, RunningEpisode
 from minirl.rewards.rewarded import RewardedRollouts
@@ -98,8 +98,7 @@ def _turn_record(turn: TurnFacts) -> dict[str, Any]:
 
 def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
     """Return a branch's prompt: text, token ids, or what JSON holds of messages."""
-    has_messages = isinstance(prompt, list) and isinstance(next(iter(prompt), None), dict)
-    return as_plain(cast(Messages, prompt)) if has_messages else prompt
+    return as_plain(prompt) if prompt is not None and is_messages(prompt) else prompt
 
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:

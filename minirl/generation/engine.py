@@ -685,8 +685,8 @@ class Engine:
     def _count_discarded(self, rows: Tensor) -> None:
         """Count the tokens of these requests that were launched and will not be read as discarded."""
         # The newest token of each is not in the cache yet.
-        num_launched = self._live_cache.lengths[rows] - self._running.prompt_lengths[rows] + 1
-        num_discarded = int((num_launched - self._running.counts[rows]).sum())
+        num_launched = self._live_cache.lengths[rows] + 1
+        num_discarded = int((num_launched - self._running.lengths(rows)).sum())
         self.stats.decode_tokens -= num_discarded
         self.stats.discarded_tokens += num_discarded
 

@@ -72,7 +72,7 @@ async def _load(load_code: Callable[[str, str], Loaded | str], source: str, name
     return {
         "is_async": loaded.is_async,
         "max_conversations": loaded.max_conversations,
-        "description": dict(loaded.description),
+        "description": loaded.description,
         "loaded": loaded,
     }
 
