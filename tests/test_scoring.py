@@ -16,7 +16,8 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, frozen_logprobs, unparked, values_of
+from minirl.training.frozen_models import FrozenModel, unparked, values_of
+from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 
@@ -343,7 +344,7 @@ def test_frozen_scores_do_not_depend_on_the_microbatches(dtype, cut):
     """Any cut of the batch, empty parts and any order included, puts its logprobs back in place. Pitfall 38."""
     model, batch = make_model(dtype), make_batch()
     expected, _ = score_batch(model, batch, 0.7)
-    got = frozen_logprobs(model, batch, cut, 0.7)
+    got = score_old_logprobs(model, batch, cut, 0.7)
     assert not got.requires_grad
     assert got.dtype == torch.float32
     exact = model.config.is_batch_invariant(dtype, CPU)
@@ -357,7 +358,7 @@ def test_frozen_scores_of_a_part_leave_the_rest_at_zero():
     """Sequences in no microbatch are not scored; those in one are."""
     model, batch = make_model(torch.float32), make_batch()
     expected, _ = score_batch(model, batch, 1.0)
-    got = frozen_logprobs(model, batch, [[3], [1]], 1.0)
+    got = score_old_logprobs(model, batch, [[3], [1]], 1.0)
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
     torch.testing.assert_close(got, torch.where(chosen, expected, 0.0), atol=1e-5, rtol=0)
@@ -427,7 +428,7 @@ def test_frozen_results_of_groups_do_not_depend_on_the_microbatches(dtype):
         *predict_batch(scalar, without_prompts(batch)),
     ]
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = [frozen_logprobs(language, batch, cut, 1.0), *frozen_values(scalar, batch, cut)]
+        got = [score_old_logprobs(language, batch, cut, 1.0), *frozen_values(scalar, batch, cut)]
         for x, y, model in zip(got, expected, (language, scalar, scalar), strict=True):
             assert (x - y).abs().max().item() <= scalar_tolerance(model, dtype)
 
