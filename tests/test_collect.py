@@ -393,7 +393,7 @@ def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothin
 ):
     """Pitfall 40."""
     options = {"rollout": rollout, "engine_options": engine_options}
-    partial = make_collector(decode_budget=budget, max_staleness=3, **options)
+    partial = make_collector(round_tokens=budget, max_staleness=3, **options)
     taken = {row[0]: row for step in collected(partial, 4, 2) for row in step}
     num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in taken)
     whole = {row[0]: row for row in collected(make_collector(**options), 1, num_groups)[0]}
@@ -415,7 +415,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 
     budget = 5
     collector = make_collector(
-        Prompts(length), group_size=2, decode_budget=budget, max_staleness=max_staleness
+        Prompts(length), group_size=2, round_tokens=budget, max_staleness=max_staleness
     )
     ages = []
     for step in range(25):
@@ -456,7 +456,7 @@ def decode_steps(num_steps: int, **options) -> list[int]:
 def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload():
     """Without a budget a step is decoded until its longest completion ends. With one the first steps fill the stock."""
     assert decode_steps(2) == [99, 99]
-    counts = decode_steps(14, decode_budget=16, max_staleness=8)
+    counts = decode_steps(14, round_tokens=16, max_staleness=8)
     assert counts[11:] == [15, 15, 15]
 
 
@@ -466,7 +466,7 @@ def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload(
 )
 def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout, make_prompts):
     def make():
-        return make_collector(make_prompts(), rollout=rollout, decode_budget=6, max_staleness=3)
+        return make_collector(make_prompts(), rollout=rollout, round_tokens=6, max_staleness=3)
 
     expected = collected(make(), 4, 2)
     for last_step in (1, 3):
@@ -483,7 +483,7 @@ def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
     def sometimes(completions):
         return [None if i % 2 else 1.0 for i in range(len(completions))]
 
-    options = {"group_size": 2, "decode_budget": 6, "max_staleness": 4}
+    options = {"group_size": 2, "round_tokens": 6, "max_staleness": 4}
     first, second = (make_collector(functions={"sometimes": sometimes}, **options) for _ in range(2))
     for step in range(3):
         first.collect(4, weight_version=step)
@@ -502,9 +502,9 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
         yield episode.generate(max_tokens=3)
         yield episode.generate(after=replies[-1])
 
-    first = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
+    first = make_collector(rollout=moody, round_tokens=5, max_staleness=3)
     first.collect(1)
-    second = make_collector(rollout=moody, decode_budget=5, max_staleness=3)
+    second = make_collector(rollout=moody, round_tokens=5, max_staleness=3)
     paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
     replies.append("b")
     resumed(first, second)

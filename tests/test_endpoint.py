@@ -310,7 +310,7 @@ def test_what_continues_nothing_is_a_branch_as_a_function_begins_one(load):
 @pytest.mark.parametrize("name", ["in_loop", "in_thread"])
 def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
     """The program is run again, and gets the answers that it got."""
-    options = {"decode_budget": 6, "max_staleness": 3}
+    options = {"round_tokens": 6, "max_staleness": 3}
     expected = rollouts_of(in_turns, 4, 2, **options)
     first = make_collector(chat_prompts(120), rollout=load(name), **options)
     before = collected(first, 2, 2)

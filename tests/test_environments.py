@@ -413,7 +413,7 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(tmp_pat
         assert len({tuple(row[2][: row[3].index(True)]) for row in steps[0]}) > 4  # of four rows
         assert any(row[3].count(False) > row[3].index(True) for row in steps[0])  # tools were called
 
-        options = {"decode_budget": 7, "max_staleness": 3}
+        options = {"round_tokens": 7, "max_staleness": 3}
         whole = letters_collector(one, **options)
         expected = collected(whole, 4)
         begun = letters_collector(one, **options)

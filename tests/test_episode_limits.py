@@ -220,7 +220,7 @@ def test_a_branch_is_cut_off_where_a_limit_ended_it_and_not_where_its_episode_wa
 
 def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
     """With a budget that ends within turns, between them and at the limit itself."""
-    options = {"limits": EpisodeLimits(max_sampled_tokens=13), "decode_budget": 5, "max_staleness": 4}
+    options = {"limits": EpisodeLimits(max_sampled_tokens=13), "round_tokens": 5, "max_staleness": 4}
     expected = collected(make_collector(rollout=calculator, **options), 4, 2)
     whole = collected(make_collector(rollout=calculator, limits=options["limits"]), 4, 2)
     assert {row[0]: row[1:3] for step in expected for row in step}.items() >= {
@@ -322,7 +322,7 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
-    options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
+    options = {"round_tokens": 6, "max_staleness": 8, "prompts": prompts}
     first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)
     first.collect(2)
     paused = [record for record in rollout_records(first) if record["finish_reason"] is None]
@@ -462,7 +462,7 @@ def test_a_limit_that_has_no_effect_is_refused():
     with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
         check_limits(RunConfig(max_sampled_tokens=9), 9)
     with pytest.raises(InputError, match="--decode-budget 10: has no effect, --max-new-tokens is not gr"):
-        check_limits(RunConfig(decode_budget=10), 9)
-    check_limits(RunConfig(max_sampled_tokens=8, decode_budget=8), 9)
+        check_limits(RunConfig(round_tokens=10), 9)
+    check_limits(RunConfig(max_sampled_tokens=8, round_tokens=8), 9)
     # Its branches may have more together.
     check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

@@ -258,7 +258,7 @@ def dies_once(episode):
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
     """With groups judged whole; the steps are those of an uninterrupted run, which are those without a budget."""
-    options = {"decode_budget": 4, "max_staleness": 3}
+    options = {"round_tokens": 4, "max_staleness": 3}
     functions = {**OF_EPISODE, "last": of_last_turn}
 
     def rollout():
@@ -525,7 +525,7 @@ def test_an_evaluation_judges_each_greedy_rollout_alone():
 def own_groups(rank):
     """The groups of three steps on this rank, of 3 prompts each: one rank has one prompt, the other two."""
     functions = {"last": of_last_turn, **OF_EPISODE}
-    options = {"decode_budget": 6, "max_staleness": 3}
+    options = {"round_tokens": 6, "max_staleness": 3}
     collector = collector_of(functions, giving, **options)
     steps = []
     for step in range(3):

@@ -273,7 +273,7 @@ def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_
 
 @pytest.mark.parametrize("function", [chatting, branching])
 def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
-    options = {"decode_budget": 8, "max_staleness": 3}
+    options = {"round_tokens": 8, "max_staleness": 3}
     prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
     expected = rollouts_of(function, 3, 2, prompts=prompts[0], **options)
     assert rollouts_of(load(function.__name__), 3, 2, prompts=prompts[1], **options) == expected
@@ -306,7 +306,7 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
 @pytest.mark.parametrize("name", ["calculator", "overlapped"])
 def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
     """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
-    options = {"decode_budget": 6, "max_staleness": 3}
+    options = {"round_tokens": 6, "max_staleness": 3}
     expected = rollouts_of(calculator_here, 4, 2, **options)
     assert rollouts_of(load(name), 4, 2, **options) == expected
     first = make_collector(rollout=load(name), **options)

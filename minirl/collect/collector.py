@@ -3,20 +3,24 @@
 The groups of a step depend on the prompts, the rollouts' lengths and their rewards, never on the clock: they are the
 same on another number of ranks, or in a second run.
 
-With a decode budget rollouts are partial: each samples up to that many tokens in a step, and continues in the next one
-under new weights. A step takes the first complete groups in order of their prompts. Rollouts that are unfinished, or
-complete but not taken, are in flight; `state` and `records` put them into a checkpoint.
+With `max_staleness` a rollout may go on in a later step, under new weights. All that are in flight then decode in
+rounds of a few tokens each, and the step ends with the first round after which enough groups are complete: it takes
+the first of them in order of their prompts. Whoever waits for a reply or a reward does not hold a step up, which
+then depends on the clock, too. What is unfinished, or complete but not taken, is in flight; `state` and `records` put
+it into a checkpoint.
 """
 
+import contextlib
 import itertools
-import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from minirl.collect.step_groups import Groups, select_step
+from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
@@ -32,15 +36,22 @@ from minirl.episodes.in_flight import (
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.runner import Counted, EpisodeRunner
-from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
+from minirl.episodes.running import NO_BUDGET, PausedEpisode
 from minirl.generation.engine import Engine
-from minirl.ranks.process_group import Arrival
+from minirl.ranks.process_group import Arrival, all_gather_rows
 from minirl.report.progress import progress_bar
 from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
-from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
+from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 from minirl.training.frozen_models import FrozenModel
+
+# Tokens of a rollout in a round: a share of the longest completion, within limits. Fewer let new prompts begin sooner
+# where others ended, and more cost fewer exchanges between the ranks (`benchmarks/rounds.py`).
+ROUND_FRAC = 1 / 16
+ROUND_LIMITS = (16, 256)
+# How long a step waits for the rewards of groups that have just ended before it decodes another round.
+WAIT_S = 0.05
 
 
 class Collector:
@@ -62,8 +73,8 @@ class Collector:
         num_greedy: int = 0,
         temperature: float = 1.0,
         max_refills: int | None = None,
-        decode_budget: int | None = None,
         max_staleness: int = 0,
+        round_tokens: int | None = None,
         frozen: Sequence[FrozenModel] = (),
         scores_beside_cache: bool = True,
     ):
@@ -73,9 +84,10 @@ class Collector:
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
         max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; then
         such groups fill it up. None: do not replace them.
-        decode_budget: the most tokens that a rollout samples in a step. None: all of it.
-        max_staleness: with a budget, the most steps between a rollout's first token and the step that it is
-        trained in.
+        max_staleness: the most steps between a rollout's first token and the step that it is trained in. 0: all
+        rollouts of a step begin and end in it.
+        round_tokens: with `max_staleness`, the most tokens that a rollout samples in a round. None: a share of the
+        longest completion.
         frozen: models that score the groups' rollouts; they do so early where this rank would wait.
         scores_beside_cache: also where it waits for replies while the engine's cache is in memory.
         """
@@ -89,8 +101,10 @@ class Collector:
         self._num_greedy = num_greedy
         self._temperature = temperature
         self._max_refills = max_refills
-        self._decode_budget = decode_budget
         self._max_staleness = max_staleness
+        least, most = ROUND_LIMITS
+        share = round_tokens or min(max(least, round(ROUND_FRAC * prompts.max_new_tokens)), most)
+        self._round_tokens = share if max_staleness else NO_BUDGET
         self._frozen = frozen
         self._scores_beside_cache = scores_beside_cache
         reward_names = [
@@ -105,11 +119,12 @@ class Collector:
             reward_names=reward_names,
             shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
         )
-        # In flight on this rank: episodes; by prompt, rollouts that ended before others of the same prompt; and whole
-        # groups with their rewards.
-        self._paused: list[RunningEpisode] = []
+        self._queue = RewardQueue(functions, prompts, num_rollouts=0)
+        # In flight on this rank, besides the runner's episodes: by prompt, how many of these there are, and the
+        # rollouts that ended; whole groups with their rewards.
+        self._num_running: Counter[int] = Counter()
         self._ended: dict[int, list[Rollout]] = {}
-        self._rewarded = reward_rollouts(functions, prompts, [])
+        self._rewarded = self._queue.finish([])
         # The same on every rank: how many steps were collected, and in which of them each prompt in flight was begun.
         self._num_steps = 0
         self._begun_in: dict[int, int] = {}
@@ -120,30 +135,15 @@ class Collector:
         weight_version: of the weights that sample now. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
-        due = self._prompts_due(num_groups)
         for model in self._frozen:
             model.begin()
-        # Always begin as many as the step takes, so the number in flight grows until one budget fills each step.
-        # Beginning only the missing ones takes 1.7 times the decode steps if a few rollouts are much longer.
-        num_missing = num_groups
-        for num_rounds in itertools.count(1):
-            new = self._serve(max(0, min(num_missing, self._num_allowed(num_groups))))
-            self._rewarded += self._run([*self._paused, *new], due, weight_version=weight_version)
-            self._wait_for_ranks()
-            rewarded = self._rewarded
-            selection = select_step(
-                rewarded,
-                num_groups,
-                self._group_size,
-                self._num_greedy,
-                branch_rewards=branch_rewards(self._functions, rewarded.rollouts, rewarded.rewards),
-                replaces_equal=self._max_refills is not None,
-            )
-            num_missing = selection.num_missing
-            is_full = selection.num_selected == num_groups
-            if num_missing == 0 or (is_full and num_rounds > (self._max_refills or 0)):
-                break
+        with self._queue_given_up_on_error():
+            selection = self._select_step(num_groups, weight_version)
+        self._runner.leave_engine()
         self._rewarded = selection.left
+        for ordinal in selection.groups.table.prompt_ordinal.tolist():
+            age = self._num_steps - self._begun_in[ordinal]
+            assert age <= self._max_staleness, f"prompt {ordinal} was begun {age} steps ago"
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
@@ -160,16 +160,21 @@ class Collector:
 
         Functions that judge groups get those of each prompt that are among them.
         """
-        episodes = [self._runner.begin(request) for request in requests]
-        return self._run(episodes, (), weight_version=weight_version)
+        with self._queue_given_up_on_error():
+            self._begin(requests)
+            self._run_round(weight_version)
+            rewarded = self._finish(sorted(self._ended))
+        self._runner.leave_engine()
+        return rewarded
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector of greedy rollouts of other prompts, with the same engine, rewards and rollout function."""
+        rollout = self._rollout
         return Collector(
             self.engine,
             prompts,
             self._functions,
-            rollout=self._rollout,
+            rollout=rollout.beside() if isinstance(rollout, RolloutWorkers) else rollout,
             limits=self._limits,
             group_size=0,
             num_greedy=1,
@@ -191,10 +196,9 @@ class Collector:
 
     def records(self) -> list[dict[str, Any]]:
         """The rollouts in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
-        records = [paused_record(running) for running in self._paused]
+        records = [paused_record(running) for running in self._runner.running]
         records += map(finished_record, itertools.chain(*self._ended.values()))
         records += rewarded_records(self._rewarded)
-        # Episodes are paused in the order of their functions' replies.
         records.sort(key=lambda record: record["id"])
         groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
         return [{"rollouts": list(group)} for _, group in groups]
@@ -208,15 +212,17 @@ class Collector:
         self._begun_in = dict(state["begun_in"])
         records = list(itertools.chain.from_iterable(group["rollouts"] for group in groups))
         paused = [record for record in records if record["finish_reason"] is None]
-        self._paused = self._runner.restore([self._paused_episode(record) for record in paused])
+        self._runner.restore([self._paused_episode(record) for record in paused])
+        self._num_running.update(id_of(record).prompt_ordinal for record in paused)
         finished = [record for record in records if record["finish_reason"] is not None]
-        for record in finished:
-            if record["rewards"] is None:
-                ordinal = id_of(record).prompt_ordinal
-                self._ended.setdefault(ordinal, []).append(finished_rollout(record))
         rewarded = [record for record in finished if record["rewards"] is not None]
         if rewarded:
             self._rewarded += rewarded_of(rewarded, self._prompts)
+        for record in finished:
+            if record["rewards"] is None:
+                self._ended.setdefault(id_of(record).prompt_ordinal, []).append(finished_rollout(record))
+        for ordinal in self._ended:
+            self._add_if_whole(ordinal)
 
     def _wait_for_ranks(self) -> None:
         """Let frozen models score until all ranks have come as far (collective)."""
@@ -246,14 +252,62 @@ class Collector:
             num_due = max(num_due, i + 1 - num_groups * num_later_steps)
         return set(ordinals[:num_due])
 
-    def _num_allowed(self, num_groups: int) -> int:
-        """How many prompts may be begun: no more than the steps until they are too old can take."""
-        if self._decode_budget is None:
-            return sys.maxsize
-        return num_groups * (1 + self._max_staleness) - len(self._begun_in)
+    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
+        """Decode round by round until a step's groups are complete, and select them (collective)."""
+        due = self._prompts_due(num_groups)
+        is_first = True
+        num_equal = num_refills = 0
+        while True:
+            ready = self._ready()
+            if len(ready) >= num_groups and due <= ready:
+                selection = self._select(num_groups, ready)
+                num_refills += selection.num_equal > num_equal
+                num_equal = selection.num_equal
+                is_full = selection.num_selected == num_groups
+                if selection.num_missing == 0 or (is_full and num_refills > (self._max_refills or 0)):
+                    return selection
+            # As many are open as two steps take, so that a long rollout decodes beside many others.
+            num_open = len(self._begun_in) - len(ready)
+            # No more than can be taken before they are too old.
+            num_allowed = num_groups * (1 + self._max_staleness) - (len(self._begun_in) - num_equal)
+            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
+            if is_first:
+                self._queue.expect(self._num_running.total() + sum(map(len, self._ended.values())))
+                is_first = False
+            self._run_round(weight_version)
 
-    def _serve(self, num_prompts: int) -> list[RunningEpisode]:
-        """This rank's share of the episodes of this many new prompts."""
+    def _ready(self) -> set[int]:
+        """The prompts in flight whose groups can be selected; in whole steps all that were begun (collective)."""
+        if self._max_staleness == 0:
+            return set(self._begun_in)
+        deadline = time.monotonic() + WAIT_S
+        while self._queue.is_busy and time.monotonic() < deadline:
+            self._queue.poll(WAIT_S)
+        own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
+        own |= {ordinal for ordinal in self._ended if self._is_ready(ordinal)}
+        return set(all_gather_rows(torch.tensor(sorted(own), dtype=torch.int64)).tolist())
+
+    def _is_ready(self, ordinal: int) -> bool:
+        """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
+        is_whole = not self._num_running[ordinal]
+        return is_whole and all(self._queue.is_ready(one.rollout_id) for one in self._ended[ordinal])
+
+    def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
+        """Select a step's groups of those that are ready (collective)."""
+        self._rewarded += self._finish([ordinal for ordinal in self._ended if ordinal in ready])
+        self._wait_for_ranks()
+        rewarded = self._rewarded
+        return select_step(
+            rewarded,
+            num_groups,
+            self._group_size,
+            self._num_greedy,
+            branch_rewards=branch_rewards(self._functions, rewarded.rollouts, rewarded.rewards),
+            replaces_equal=self._max_refills is not None,
+        )
+
+    def _serve(self, num_prompts: int) -> None:
+        """Begin this rank's share of this many new prompts."""
         requests = self._prompts.requests(
             self.num_served,
             num_prompts,
@@ -264,60 +318,56 @@ class Collector:
         for ordinal in range(self.num_served, self.num_served + num_prompts):
             self._begun_in[ordinal] = self._num_steps
         self.num_served += num_prompts
-        return [self._runner.begin(request) for request in requests]
+        self._begin(requests)
 
-    def _run(
-        self, episodes: Sequence[RunningEpisode], due: Collection[int], *, weight_version: int
-    ) -> RewardedRollouts:
-        """Run episodes until they end or are paused; returns those that are rewarded, in order of their ids.
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
+        self._runner.begin(requests)
 
-        A prompt's rollouts are rewarded when the last one ends. due: prompts whose rollouts have no
-        budget.
-        """
-        num_open = Counter(ordinal_of(running) for running in episodes)
-        for running in episodes:
-            is_due = ordinal_of(running) in due
-            running.budget = NO_BUDGET if is_due else self._decode_budget or NO_BUDGET
-        # At most: those that are paused get none in this phase.
-        num_rollouts = len(episodes) + sum(map(len, self._ended.values()))
-        queue = RewardQueue(self._functions, self._prompts, num_rollouts=num_rollouts)
-        whole: list[Rollout] = []
-
-        def reward_if_whole(ordinal: int) -> None:
-            if num_open[ordinal] == 0:
-                rollouts = self._ended.pop(ordinal)
-                whole.extend(rollouts)
-                queue.add(rollouts)
-                for model in self._frozen:
-                    model.add(
-                        [rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size]
-                    )
-
-        self._runner.submit(episodes, weight_version=weight_version)
-        with progress_bar("generate", total=len(episodes), unit="completions") as bar:
-            while self._runner.is_busy:
+    def _run_round(self, weight_version: int) -> None:
+        """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
+        self._runner.begin_round(self._round_tokens, weight_version=weight_version)
+        with progress_bar("generate", total=self._num_running.total(), unit="completions") as bar:
+            while not self._runner.is_round_over:
                 for model in self._frozen if self._scores_beside_cache else ():
                     model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
                     ordinal = rollout.rollout_id.prompt_ordinal
                     self._ended.setdefault(ordinal, []).append(rollout)
-                    num_open[ordinal] -= 1
-                    reward_if_whole(ordinal)
-                queue.poll()
+                    self._num_running[ordinal] -= 1
+                    self._add_if_whole(ordinal)
+                self._queue.poll()
                 bar.update(len(rollouts))
-        self._paused = self._runner.take_paused()
+
+    def _add_if_whole(self, ordinal: int) -> None:
+        """If all rollouts of a prompt ended, let them be rewarded and scored."""
+        if self._num_running[ordinal]:
+            return
+        rollouts = self._ended[ordinal]
+        self._queue.add(rollouts)
+        for model in self._frozen:
+            model.add([rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size])
+
+    def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
+        """Take the rollouts of these prompts with their rewards, in order of their ids."""
+        rollouts = [rollout for ordinal in ordinals for rollout in self._ended.pop(ordinal)]
+        rollouts.sort(key=lambda rollout: rollout.rollout_id)
 
         def is_waiting() -> bool:
-            queue.poll()
-            return queue.is_busy
+            self._queue.poll()
+            return not all(self._queue.is_ready(rollout.rollout_id) for rollout in rollouts)
 
         for model in self._frozen:
             model.score_early(is_waiting)
-        whole.sort(key=lambda rollout: rollout.rollout_id)
-        return queue.finish(whole)
+        return self._queue.finish(rollouts)
 
-
-def ordinal_of(running: RunningEpisode) -> int:
-    """The number of the episode's prompt in the stream."""
-    return running.request.rollout_id.prompt_ordinal
+    @contextlib.contextmanager
+    def _queue_given_up_on_error(self) -> Iterator[None]:
+        """Drop the calls of reward functions if the block raises anything."""
+        try:
+            yield
+        except BaseException:
+            self._queue.give_up()
+            self._queue = RewardQueue(self._functions, self._prompts, num_rollouts=0)
+            raise

@@ -35,6 +35,8 @@ class Selection:
     left: RewardedRollouts
     # How many of P groups are missing: not complete, or replaceable.
     num_missing: int
+    # How many groups there were of equal first rewards, if such are replaced.
+    num_equal: int
     # The prompts whose groups were selected or dropped.
     ended: frozenset[int]
 
@@ -72,10 +74,10 @@ def select_step(
     given_up = torch.arange(0)
     if replaces_equal:
         first_rewards = by_branch[..., 0]
-        selected, num_equal = select_groups(first_rewards, num_groups)
+        selected, num_taken_equal = select_groups(first_rewards, num_groups)
         given_up = are_equal(first_rewards).nonzero()[:, 0]
     else:
-        selected, num_equal = list(range(min(num_groups, len(ordinals)))), 0
+        selected, num_taken_equal = list(range(min(num_groups, len(ordinals)))), 0
     chosen = rows[selected, :group_size].flatten()
     is_chosen = torch.isin(table.episode, chosen)
     ended = {*ordinals[selected].tolist(), *ordinals[given_up].tolist()}
@@ -97,6 +99,7 @@ def select_step(
     return Selection(
         groups=groups,
         left=rewarded.select(left),
-        num_missing=num_groups - len(selected) + num_equal,
+        num_missing=num_groups - len(selected) + num_taken_equal,
+        num_equal=len(given_up),
         ended=frozenset(ended),
     )

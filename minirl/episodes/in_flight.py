@@ -17,9 +17,9 @@ from minirl.turn_facts import TurnFacts
 
 
 def paused_record(running: RunningEpisode) -> dict[str, Any]:
-    """Return the record of a paused episode."""
+    """Return the record of an episode between two steps."""
     request = running.request
-    _, present = running.present
+    present = running.unfinished_turn
     branches = []
     for branch in running.branches.values():
         prompt = token_tensor(branch.request.prompt_ids)
@@ -35,7 +35,7 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
             if branch.turns
         ],
         "turns": [_turn_record(turn) for turn in running.episode.all_turns],
-        "asked": present.asked,
+        "asked": None if present is None else present.asked,
         "finish_reason": None,
     }
 

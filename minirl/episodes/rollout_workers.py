@@ -76,6 +76,10 @@ class RolloutWorkers:
         self.gives_reward: bool = pool.description.get("gives_reward", False)
         self._episodes: dict[int, Episode] = {}
 
+    def beside(self) -> "RolloutWorkers":
+        """The same function in the same processes, for other episodes."""
+        return RolloutWorkers(self.pool, self.kind, self.on_error)
+
     def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
         """See `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
         for turn in turns:
@@ -110,7 +114,7 @@ class RolloutWorkers:
         try:
             if timeout_s > 0:
                 self._wait(timeout_s)
-            found = self.pool.poll()
+            found = self.pool.poll(self._episodes)
         except WorkerError as error:
             started_for = ""
             if error.number is not None:

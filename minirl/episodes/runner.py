@@ -2,8 +2,12 @@
 
 A function may run in this process or in others (`program.Host`). While it works on its reply, its episode waits in the
 engine and the others are decoded.
+
+Episodes run in rounds, in each of which they may sample as many tokens as its budget says. Between two rounds they keep
+their keys and values in the engine, unless `leave_engine` frees these.
 """
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +20,7 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.program import Differs, Ended, Failed, Host, InProcess, Reply
 from minirl.episodes.refusals import check_rewards
-from minirl.episodes.running import PausedEpisode, RunningEpisode, TokenReader
+from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode, TokenReader
 from minirl.episodes.turn import Turn
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, refuse
@@ -26,7 +30,8 @@ from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.workers.failures import Failures
 
-# Of a wait for replies while nothing is decoded; rewards are looked after in between.
+# Of a wait for replies while nothing is decoded; rewards are looked after in between. A round with a budget ends where
+# no reply comes for so long.
 WAIT_S = 0.05
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
@@ -36,10 +41,7 @@ Counted = Literal["sampled_tokens", "rollout_errors", "restarted", "tool_results
 
 
 class EpisodeRunner:
-    """Runs episodes, phase by phase. One that has used up its budget is paused until it is run again.
-
-    Not collective.
-    """
+    """Runs episodes, round by round. Not collective."""
 
     def __init__(
         self,
@@ -65,26 +67,118 @@ class EpisodeRunner:
         self._shows_environment = shows_environment
         self._turn_maker = TurnMaker(self._name, prompts, limits)
         self._counts: Counter[Counted] = Counter()
-        # Of episodes that are not running yet.
+        # Of episodes of an earlier process.
         self._kept_replies: list[tuple[int, Reply]] = []
+        # All that were begun and have not ended; those whose turn waits for the next round's budget.
         self._running: dict[int, RunningEpisode] = {}
-        # Of all branches of the running episodes that the engine has had in this phase.
+        self._spent: list[RunningEpisode] = []
+        # Of all branches that the engine has.
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
-        # Of branches of episodes that ended or were paused, which the engine still has.
+        # Of branches of episodes that ended, which the engine still has.
         self._over: list[RolloutId] = []
-        self._paused: list[RunningEpisode] = []
-        # Of this phase. By prompt: how many of its episodes have not begun their first turn, and those that could.
-        self._weight_version = 0
+        # By prompt: how many of its episodes have not asked for their first turn, and those that have.
         self._num_unbegun: Counter[int] = Counter()
         self._begun: dict[int, list[RunningEpisode]] = {}
+        # Of the present round.
+        self._budget = NO_BUDGET
+        self._weight_version = 0
+        self._active_at = 0.0
+        # Of the present step.
         self._failures = Failures(0, are_forgiven=False)
 
-    def begin(self, request: Request, paused: PausedEpisode | None = None) -> RunningEpisode:
-        """Call the function for a new episode. Raises InputError if it is not such a function.
+    @property
+    def running(self) -> list[RunningEpisode]:
+        """The episodes that have not ended, in the order in which they were begun."""
+        return list(self._running.values())
 
-        paused: an episode of an earlier process, whose turns the function gets again.
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Call the function for new episodes, which the next round runs. Raises InputError if it is not one."""
+        for request in requests:
+            running = self._make(request)
+            self._running[running.number] = running
+            self._num_unbegun[request.rollout_id.prompt_ordinal] += 1
+        self._failures.num_total += len(requests)
+
+    def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
+        """Let each episode sample up to `budget` tokens. Raises InputError as `Engine.submit`."""
+        self._budget = budget
+        self._weight_version = weight_version
+        self._active_at = time.monotonic()
+        for running in self._running.values():
+            running.budget = budget
+        spent, self._spent = self._spent, []
+        for running in spent:
+            self._take_up(running)
+        self._take_replies(0.0)
+
+    @property
+    def is_round_over(self) -> bool:
+        """Return whether all episodes ended. With a budget: ended, used it up, or have waited long for a reply."""
+        if self._engine.is_decoding or self._budget == NO_BUDGET:
+            return not self._running
+        waits = len(self._spent) < len(self._running)
+        return not waits or time.monotonic() - self._active_at > WAIT_S
+
+    def leave_engine(self) -> None:
+        """Take the episodes out of the engine at the end of a step. Its failures are counted no more."""
+        for running in self._running.values():
+            self._leave(running)
+        self._release_over()
+        self._failures = Failures(len(self._running), are_forgiven=self._host.on_error == "end")
+
+    def step(self) -> list[Rollout]:
+        """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
+
+        If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
+        function asks for something that it may not ask for, or fails in another process.
         """
+        for rollout in self._engine.step():
+            running = self._running[self._number_of[rollout.rollout_id]]
+            self._take_tokens(running, rollout)
+        has_replies = self._take_replies(0.0 if self._engine.is_decoding else WAIT_S)
+        if has_replies or self._engine.is_decoding:
+            self._active_at = time.monotonic()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def is_waiting(self) -> bool:
+        """Return whether `step` would only wait for replies: no turn is there to be decoded, and no reply."""
+        self._take_replies(0.0)
+        return not self.is_round_over and not self._engine.is_decoding
+
+    def take_count(self, counted: Counted) -> int:
+        """Return how many of these there were since the last call."""
+        return self._counts.pop(counted, 0)
+
+    def restore(self, paused: Sequence[PausedEpisode]) -> None:
+        """Bring back episodes of an earlier process: their function runs again, and gets the turns that it got.
+
+        One that then does something else than it did begins again from the start, and is counted. Raises RolloutError
+        if it fails, or asks for something that it may not ask for.
+        """
+        restored = [self._make(one.request, one) for one in paused]
+        left = {running.number: i for i, running in enumerate(restored)}
+        restarted: set[int] = set()
+        while left:
+            for number, reply in self._host.replies(WAIT_S):
+                i = left.pop(number)
+                if i not in restarted and not self._is_as_before(restored[i], paused[i], reply):
+                    self._note_restart(restored[i])
+                    restored[i] = self._make(paused[i].request)
+                    left[restored[i].number] = i
+                    restarted.add(i)
+                elif restored[i].turn is None:
+                    self._kept_replies.append((number, reply))
+        for running in restored:
+            self._running[running.number] = running
+            if running.turn is not None:
+                self._spent.append(running)
+            elif not running.episode.all_turns:
+                self._num_unbegun[running.request.rollout_id.prompt_ordinal] += 1
+
+    def _make(self, request: Request, paused: PausedEpisode | None = None) -> RunningEpisode:
+        """Call the function for an episode, with the turns that it had in an earlier process if it is paused."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = self._prompts.tokenizer
         episode = Episode(
@@ -103,92 +197,35 @@ class EpisodeRunner:
             turns = paused.turns_read(tokenizer)
         return RunningEpisode(request, episode, self._host.begin(episode, turns))
 
-    def submit(self, episodes: Sequence[RunningEpisode], *, weight_version: int) -> None:
-        """Run new and paused episodes, each with its `budget`. Raises InputError as `Engine.submit`."""
-        self._weight_version = weight_version
-        self._failures = Failures(len(episodes), are_forgiven=self._host.on_error == "end")
-        for running in episodes:
-            self._running[running.number] = running
-            if running.turn is None:
-                self._num_unbegun[running.request.rollout_id.prompt_ordinal] += 1
-        self._start([running for running in episodes if running.turn is not None])
-        self._take_replies(0.0)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether episodes are running: neither at their end nor paused."""
-        return bool(self._running)
-
-    def step(self) -> list[Rollout]:
-        """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
-
-        If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
-        function asks for something that it may not ask for, or fails in another process.
-        """
-        for rollout in self._engine.step():
-            running = self._running[self._number_of[rollout.rollout_id]]
-            self._take_tokens(running, rollout)
-        self._take_replies(0.0 if self._engine.is_decoding else WAIT_S)
-        ended, self._ended = self._ended, []
-        return ended
-
-    def is_waiting(self) -> bool:
-        """Return whether `step` would only wait for replies: no turn is there to be decoded, and no reply."""
-        self._take_replies(0.0)
-        return self.is_busy and not self._engine.is_decoding
-
-    def take_paused(self) -> list[RunningEpisode]:
-        """Return the episodes that were paused since the last call."""
-        paused, self._paused = self._paused, []
-        return paused
-
-    def take_count(self, counted: Counted) -> int:
-        """Return how many of these there were since the last call."""
-        return self._counts.pop(counted, 0)
-
-    def restore(self, paused: Sequence[PausedEpisode]) -> list[RunningEpisode]:
-        """Bring back paused episodes of an earlier process: their function runs again, and gets the turns that it got.
-
-        One that then does something else than it did begins again from the start, and is counted. Raises RolloutError
-        if it fails, or asks for something that it may not ask for.
-        """
-        restored = [self.begin(one.request, one) for one in paused]
-        left = {running.number: i for i, running in enumerate(restored)}
-        restarted: set[int] = set()
-        while left:
-            for number, reply in self._host.replies(WAIT_S):
-                i = left.pop(number)
-                if i in restarted:
-                    self._kept_replies.append((number, reply))
-                elif not self._is_as_before(restored[i], paused[i], reply):
-                    self._note_restart(restored[i])
-                    restored[i] = self.begin(paused[i].request)
-                    left[restored[i].number] = i
-                    restarted.add(i)
-        return restored
-
     def _is_as_before(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
         """Return whether the function asks for the turn that was being sampled; the episode then has all its tokens.
 
-        If it does not, it runs no more. Raises RolloutError as `restore`.
+        Any reply will do where it was working on it. If it does something else, it runs no more. Raises RolloutError
+        as `restore`.
         """
-        if isinstance(reply, Failed) and not isinstance(reply, Differs):
-            raise RolloutError(self._failure(running, reply.why))
-        if not isinstance(reply, Generate):
+        if isinstance(reply, Differs):
             return False
-        turn = None
-        if reply.digest == paused.asked:
+        if paused.asked is not None:
+            if isinstance(reply, Failed):
+                raise RolloutError(self._failure(running, reply.why))
+            if not isinstance(reply, Generate):
+                return False
+            if reply.digest != paused.asked or not self._brought_back(running, reply):
+                self._host.close(running.number)
+                return False
+        else:
             self._turn_maker.bring_back(running)
-            try:
-                turn = self._turn_maker.make(running, reply)
-            except InputError as error:
-                raise RolloutError(self._failure(running, str(error))) from None
-        if turn is None:
-            self._host.close(running.number)
-            return False
         for number, rollout in paused.branches.items():
             running.branches[number].tokens.rollout = rollout
         return True
+
+    def _brought_back(self, running: RunningEpisode, asked: Generate) -> bool:
+        """Set the branches and the unfinished turn of an episode. Return whether the turn has room."""
+        self._turn_maker.bring_back(running)
+        try:
+            return self._turn_maker.make(running, asked) is not None
+        except InputError as error:
+            raise RolloutError(self._failure(running, str(error))) from None
 
     def _note_restart(self, running: RunningEpisode) -> None:
         """Count an episode that begins again from the start; say so of the first one."""
@@ -200,11 +237,17 @@ class EpisodeRunner:
                 "begins again from the start, see count/restarted; make it a function of its turns and of episode.seed"
             )
 
-    def _take_replies(self, timeout_s: float) -> None:
-        """Let the episodes go on whose functions have replied."""
+    def _take_replies(self, timeout_s: float) -> bool:
+        """Let the episodes go on whose functions have replied. Return whether there are any."""
         kept, self._kept_replies = self._kept_replies, []
-        for number, reply in [*kept, *self._host.replies(0.0 if kept else timeout_s)]:
+        replies = [*kept, *self._host.replies(0.0 if kept else timeout_s)]
+        for number, reply in replies:
             self._go_on(self._running[number], reply)
+        self._release_over()
+        return bool(replies)
+
+    def _release_over(self) -> None:
+        """Let the engine forget the branches that it is not asked for any more."""
         if self._over:
             self._engine.release(*self._over)
             self._over = []
@@ -237,8 +280,10 @@ class EpisodeRunner:
         if limit:
             self._host.close(running.number)
             self._end(running, limit)
-        else:
+        elif running.episode.all_turns:
             self._take_up(running)
+        else:
+            self._take_up_first(running)
 
     def _check_end(self, episode: Episode, ended: Ended) -> None:
         """Refuse the end of a function without a turn, or with other rewards than the run has."""
@@ -254,22 +299,22 @@ class EpisodeRunner:
                 self._counts["tool_errors"] += message["content"].startswith(TOOL_ERROR)
 
     def _take_up(self, running: RunningEpisode) -> None:
-        """Let the engine sample an episode's turn, unless it has to wait for others or for a budget."""
+        """Let the engine go on with an episode's turn, unless it has to wait for the next round's budget."""
         present, turn = running.present
-        if not running.episode.all_turns:
-            self._take_up_first(running)
-        elif running.budget == 0:
-            self._pause(running)
+        if running.budget == 0:
+            self._spent.append(running)
         elif not present.is_held:
             self._start([running])
         else:
             present.is_held = False
-            running.part_start = turn.start
+            is_begun = present.num_tokens >= turn.start
+            running.part_start = max(present.num_tokens, turn.start)
             self._engine.resume(
                 present.request.rollout_id,
-                turn.appended,
-                max_new_tokens=running.part_limit - turn.start,
+                () if is_begun else turn.appended,
+                max_new_tokens=running.part_limit - running.part_start,
                 stop_test=running.stop_test,
+                turn_start=turn.start,
             )
 
     def _take_up_first(self, running: RunningEpisode) -> None:
@@ -302,7 +347,7 @@ class EpisodeRunner:
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
-        """Take an episode's tokens from the engine: the function gets the turn, or the episode is paused."""
+        """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
         present, turn = running.present
         present.tokens.rollout = rollout
         present.is_held = True
@@ -311,7 +356,7 @@ class EpisodeRunner:
         running.budget -= end - running.part_start
         self._counts["sampled_tokens"] += end - running.part_start
         if rollout.finish_reason == "length" and end < running.turn_limit:
-            self._pause(running)
+            self._spent.append(running)
             return
         if turn.inserted:
             present.answer_start = turn.start
@@ -324,11 +369,6 @@ class EpisodeRunner:
         )
         turn.finish(end - turn.start, rollout.finish_reason, reader)
         self._host.send(running.number, turn)
-
-    def _pause(self, running: RunningEpisode) -> None:
-        """Take an episode out of the engine until it is run again."""
-        self._forget(running)
-        self._paused.append(running)
 
     def _end(
         self,
@@ -358,6 +398,10 @@ class EpisodeRunner:
     def _forget(self, running: RunningEpisode) -> None:
         """Let an episode run no more; the engine releases its branches at the end of `_take_replies`."""
         del self._running[running.number]
+        self._leave(running)
+
+    def _leave(self, running: RunningEpisode) -> None:
+        """Note the branches of an episode that the engine has for `_release_over`."""
         for branch in running.branches.values():
             self._number_of.pop(branch.request.rollout_id, None)
             if branch.is_held:

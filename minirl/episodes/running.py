@@ -18,7 +18,7 @@ NO_BUDGET = sys.maxsize
 
 @dataclass(slots=True)
 class BranchTokens:
-    """The tokens of a branch, as the engine returned them last, at the end of a turn or of a phase's part of one.
+    """The tokens of a branch, as the engine returned them last, at the end of a turn or of a round's part of one.
 
     The branch and the readers of its turns share it, so that a branch is in memory once and not once for each turn.
     """
@@ -30,8 +30,8 @@ class BranchTokens:
 class RunningBranch:
     """A branch of a running episode.
 
-    request: of its prompt. is_held: whether the engine has it, between two turns. answer_start: where the answer of the
-    present turn begins among the tokens after the prompt.
+    request: of its prompt. is_held: whether the engine has it, and waits for more of it. answer_start: where the answer
+    of the present turn begins among the tokens after the prompt.
     """
 
     request: Request
@@ -45,13 +45,17 @@ class RunningBranch:
         """The branch up to its newest token; None before its first turn."""
         return self.tokens.rollout
 
-    def completion(self, present: Turn) -> Completion:
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the engine returned after the prompt."""
+        return 0 if self.rollout is None else len(self.rollout.tokens) - self.rollout.num_prompt_tokens
+
+    def completion(self, present: Turn | None) -> Completion:
         """Return all tokens after the prompt, with those that are appended before the present turn, if it is here."""
         tokens = NO_TOKENS if self.rollout is None else self.rollout.after_prompt
-        is_here = present.branch == self.branch.number
-        if is_here and len(tokens) < present.start:
-            tokens += appended(present.appended)
-        return tokens
+        if present is None or present.branch != self.branch.number or len(tokens) >= present.start:
+            return tokens
+        return tokens + appended(present.appended)
 
     @property
     def seen(self) -> Rollout | None:
@@ -69,8 +73,8 @@ class RunningEpisode:
     branches: those that have begun, by number.
     turn: that the function asks for; None before the first one. branch: that of the turn; None where a new branch has
     no room for its prompt. stop_test: ends the turn. turn_limit: how many tokens there are after the branch's prompt
-    when the turn ends, at the latest. part_start: how many there were when the engine took up the turn, in this phase.
-    budget: how many tokens the episode may sample in this phase from the beginning of the turn's part on.
+    when the turn ends, at the latest. part_start: how many there were when the engine took up the turn, in this round.
+    budget: how many tokens the episode may sample in this round from the beginning of the turn's part on.
     """
 
     request: Request
@@ -92,8 +96,13 @@ class RunningEpisode:
         return self.branch, self.turn
 
     @property
+    def unfinished_turn(self) -> Turn | None:
+        """The turn that the function waits for; None while it works on its reply."""
+        return None if self.turn is None or self.turn.finish_reason else self.turn
+
+    @property
     def part_limit(self) -> int:
-        """How many tokens there are when this phase's part of the turn ends, at the latest."""
+        """How many tokens there are when this round's part of the turn ends, at the latest."""
         return min(self.turn_limit, self.part_start + self.budget)
 
     def rollout(
@@ -129,14 +138,14 @@ class PausedEpisode:
 
     request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun:
     `Branch.to_json` of the further ones. turns: `Turn.to_json` of those that ended. asked: `Turn.asked` of
-    the one that had not.
+    the one that had not; None if the function was working on its reply.
     """
 
     request: Request
     branches: Mapping[int, Rollout]
     begun: Sequence[Mapping[str, Any]]
     turns: Sequence[Mapping[str, Any]]
-    asked: str
+    asked: str | None
 
     def turns_read(self, tokenizer: Tokenizer) -> list[Turn]:
         """Return the turns that ended."""

@@ -184,10 +184,12 @@ class Engine:
         *,
         max_new_tokens: int,
         stop_test: StopTest | None = None,
+        turn_start: int | None = None,
     ) -> None:
-        """Begin another turn of a request that holds: append tokens, then sample up to `max_new_tokens`.
+        """Go on with a request that holds: append tokens, then sample up to `max_new_tokens`.
 
-        stop_test: for this turn; the previous turn's is dropped.
+        turn_start: as in `Request`, that of a turn which goes on; None begins another turn.
+        stop_test: for this turn; the previous one is dropped.
         Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
         InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
         """
@@ -203,7 +205,7 @@ class Engine:
                 sampled=sampled,
                 max_new_tokens=len(sampled) + max_new_tokens,
                 stop_test=stop_test,
-                turn_start=len(sampled),
+                turn_start=len(sampled) if turn_start is None else turn_start,
             )
             self._check(request, request.max_new_tokens)
             del self._dropped[rollout_id]
@@ -214,7 +216,8 @@ class Engine:
             num_tokens = int(self._running.counts[row]) + len(tokens)
             self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
-            self._next_turns.append(NextTurn(row, tokens, max_new_tokens, stop_test))
+            turn_start = num_tokens if turn_start is None else turn_start
+            self._next_turns.append(NextTurn(row, tokens, max_new_tokens, stop_test, turn_start))
             self._resumed.append(row)
 
     def release(self, *rollout_ids: RolloutId) -> None:

@@ -14,12 +14,16 @@ from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of, 
 
 
 class NextTurn(NamedTuple):
-    """A further turn of the request in `row`: `tokens` are appended, then up to `max_new_tokens` sampled."""
+    """What comes next of the request in `row`: `tokens` are appended, then up to `max_new_tokens` sampled.
+
+    turn_start: as in `Request`.
+    """
 
     row: int
     tokens: Sequence[int]
     max_new_tokens: int
     stop_test: StopTest | None
+    turn_start: int
 
 
 class RunningRequests:
@@ -109,7 +113,7 @@ class RunningRequests:
         self._weight_versions[places] = 0
         self._is_sampled[places] = False
         self.counts[rows] = ends
-        self.turn_starts[rows] = ends
+        self.turn_starts[rows] = torch.tensor([turn.turn_start for turn in turns])
         self.limits[rows] = limits
         for turn in turns:
             self._set_stop_test(turn.row, turn.stop_test)

@@ -44,18 +44,15 @@ class _Added:
 
 
 class RewardQueue:
-    """Rewards of a phase's rollouts, computed in worker processes while others decode. Not collective.
+    """Rewards of rollouts, computed in worker processes while others decode. Not collective.
 
     A call depends on the prompts alone, never on the clock or the number of ranks: it gets the completions of one
     prompt in order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
-    model, the overlong penalty) run in this process, once, in `finish`.
+    model, the overlong penalty) run in this process, in `finish`.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
-        """Begin a phase. If an earlier one was left before its end, its rewards are dropped.
-
-        num_rollouts: the number that this rank will add in all, over which forgiven failures are counted.
-        """
+        """num_rollouts: as of `expect`."""
         self._functions = functions
         self._prompts = prompts
         self._calls: dict[str, FunctionCalls] = {}
@@ -64,6 +61,11 @@ class RewardQueue:
                 self._calls[name] = FunctionCalls(function, num_completions=num_rollouts)
         self._asked = asked_of_episodes(functions.values())
         self._added: dict[RolloutId, _Added] = {}
+
+    def expect(self, num_rollouts: int) -> None:
+        """Begin a step to which this rank may add so many rollouts: forgiven failures are counted over them."""
+        for calls in self._calls.values():
+            calls.expect(num_rollouts)
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
@@ -96,16 +98,25 @@ class RewardQueue:
         """Are calls under way or waiting for a free worker?"""
         return any(calls.is_busy for calls in self._calls.values())
 
+    def is_ready(self, rollout_id: RolloutId) -> bool:
+        """Return whether `finish` would not wait for the rewards of this rollout."""
+        return all(call.is_complete for call in self._added[rollout_id].calls.values())
+
+    def give_up(self) -> None:
+        """Drop all calls; nothing can be added any more."""
+        for calls in self._calls.values():
+            calls.give_up()
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Send, receive, start the next calls, kill calls that are over their time.
 
         While calls are under way it waits for an event, up to `timeout_s` and never more than half a second. Raises
-        RewardError naming function, row and completion for a failure that is not forgiven, and drops the phase.
+        RewardError naming function, row and completion for a failure that is not forgiven, and drops all calls.
         """
         poll(list(self._calls.values()), timeout_s)
 
     def finish(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
-        """Wait for the remaining calls and return the rewards [N, K] of N rollouts, in the order of `rollouts`.
+        """Take N rollouts out with their rewards [N, K], which it waits for, in the order of `rollouts`.
 
         Raises RewardError as `poll` and `compute_rewards`.
         """
@@ -121,9 +132,11 @@ class RewardQueue:
                     watchdog.heartbeat(f"reward {name}")
                     answers[name] = self._computed_here(function, rollouts)
                     watchdog.heartbeat("")
-            complete(list(self._calls.values()))
+            complete(list(self._calls.values()), [call for one in added for call in one.calls.values()])
         for name in self._calls:
             answers[name] = [one.calls[name].rewards[one.index] for one in added]
+        for rollout in rollouts:
+            del self._added[rollout.rollout_id]
 
         columns = []
         failures = []

@@ -45,8 +45,7 @@ def load_reward(
 class RewardWorkers:
     """A reward function whose calls run in worker processes, one at a time in each.
 
-    pool: the workers. on_error: as for `load_reward`. phase: the number of the newest `FunctionCalls`, which alone may
-    use the workers.
+    pool: the workers. on_error: as for `load_reward`. num_given_up: how often all calls were dropped.
     """
 
     def __init__(self, pool: Pool, on_error: str):
@@ -54,7 +53,7 @@ class RewardWorkers:
         self.__name__ = self.pool.name
         self.__signature__ = _signature(self.pool.description)
         self.on_error = on_error
-        self.phase = 0
+        self.num_given_up = 0
 
     def __call__(self, **arguments: list[Any]) -> list[float | None]:
         """Compute rewards; error messages do not name the rows. Raises as `compute`."""
@@ -67,19 +66,18 @@ class RewardWorkers:
     ) -> list[float | None]:
         """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        Not collective. A phase of one call: arguments and errors as of `FunctionCalls`. The seed is 0.
+        Not collective. Arguments and errors as of `FunctionCalls`. The seed is 0.
         """
         calls = FunctionCalls(self, num_completions=len(texts))
         call = Call(arguments, places, texts, seeds=[0] * len(texts))
         calls.add(call)
-        complete([calls])
+        complete([calls], [call])
         return call.rewards
 
-    def begin_phase(self) -> int:
-        """Return the number of a new phase. Drops the calls that an earlier one left under way."""
+    def give_up(self) -> None:
+        """Drop all calls; kill the workers that are in one."""
         self.pool.give_up()
-        self.phase += 1
-        return self.phase
+        self.num_given_up += 1
 
     def close(self) -> None:
         """Kill the workers and the other processes of their sessions; later calls start new ones."""
@@ -102,6 +100,11 @@ class Call:
     # Once they are known: NaN where a failure is forgiven, None where the reward does not apply.
     rewards: list[float | None] = field(default_factory=list)
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all its rewards are known."""
+        return len(self.rewards) == len(self.texts)
+
     def alone(self, i: int) -> "Call":
         """Return the call for one completion."""
         arguments = {name: values[i : i + 1] for name, values in self.arguments.items()}
@@ -109,7 +112,7 @@ class Call:
 
 
 class FunctionCalls:
-    """The calls of one function in a phase, begun in the order in which they are added. Nothing here waits.
+    """Calls of one function, begun in the order in which they are added. Nothing here waits.
 
     As many are under way as there are workers. A call that fails as a whole is repeated completion by completion,
     one after the other, so that a function which hangs delays no other call while there is another worker. Not
@@ -117,13 +120,10 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardWorkers, *, num_completions: int):
-        """num_completions: those of all calls together; the limit of forgiven failures is a share of them.
-
-        Drops the calls of an earlier phase of this function.
-        """
+        """num_completions: as of `expect`."""
         self.function = function
-        self._phase = function.begin_phase()
-        self._failures = Failures(num_completions, are_forgiven=function.on_error == "zero")
+        self._num_given_up = function.num_given_up
+        self.expect(num_completions)
         # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
         # The same with the request under way, by the conversation's number.
@@ -134,9 +134,13 @@ class FunctionCalls:
         """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
+    def expect(self, num_completions: int) -> None:
+        """Begin a step with this many completions; the limit of forgiven failures is a share of them."""
+        self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
+
     def add(self, call: Call) -> None:
         """Add a call; it begins at once if a worker is free."""
-        self._check_is_newest()
+        self._check_not_given_up()
         self._waiting.append(self._requests(call))
         with self._place_named():
             self._start_waiting()
@@ -146,18 +150,18 @@ class FunctionCalls:
 
         Raises RewardError naming function, row, completion and the error, as soon as a failure is not forgiven.
         """
-        self._check_is_newest()
+        self._check_not_given_up()
         with self._place_named():
-            for number, reply in self.function.pool.poll():
-                # A call that raises stays under way: its phase cannot finish.
+            for number, reply in self.function.pool.poll(self._under_way):
+                # A call that raises stays under way: it is never complete.
                 self._continue(self._under_way[number][1], reply)
                 del self._under_way[number]
             self._start_waiting()
 
     def give_up(self) -> None:
-        """Kill the workers that are in a call. Nothing can be added any more."""
-        if self._phase == self.function.phase:
-            self.function.begin_phase()
+        """Drop the calls; nothing can be added any more."""
+        if self._num_given_up == self.function.num_given_up:
+            self.function.give_up()
 
     def say_forgiven(self) -> None:
         """Print once per run that failures were forgiven."""
@@ -165,10 +169,10 @@ class FunctionCalls:
             text = f"{self._failures.messages[0]}\nThe reward is 0, see reward/errors."
             self.function.pool.print_once("forgiven", text)
 
-    def _check_is_newest(self) -> None:
+    def _check_not_given_up(self) -> None:
         """Raise RuntimeError if the calls were dropped."""
-        if self._phase != self.function.phase:
-            raise RuntimeError(f"reward {self.function.__name__}: this phase was dropped")
+        if self._num_given_up != self.function.num_given_up:
+            raise RuntimeError(f"reward {self.function.__name__}: its calls were dropped")
 
     def _start_waiting(self) -> None:
         """Begin as many calls as there are free workers. Raises WorkerError."""
@@ -213,7 +217,7 @@ class FunctionCalls:
             if not any(reward is not None and math.isnan(reward) for reward in call.rewards):
                 what = f"{count} completions, none of which fails alone"
                 raise RewardError(escaped(f"reward {self.function.__name__} for {what}: {answers}"))
-        # Calls are kept until the phase ends, token ids among their arguments.
+        # Calls are kept until their rollouts are taken, token ids among their arguments.
         call.arguments = {}
 
     def _reward(self, call: Call, i: int, answer: float | str | None) -> float | None:
@@ -228,7 +232,7 @@ class FunctionCalls:
             return math.nan
         summary = ""
         if failures.max_forgiven > 0:
-            counts = f"{len(failures.messages)} of this phase's {failures.num_total} completions"
+            counts = f"{len(failures.messages)} of this step's {failures.num_total} completions"
             summary = f"{counts}, --on-reward-error zero forgives {failures.max_forgiven}; "
         raise RewardError(summary + failures.messages[0])
 
@@ -264,14 +268,15 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
 
 
 @spent_on("wait_rewards")
-def complete(all_calls: Sequence[FunctionCalls]) -> None:
-    """Wait for all calls of several functions. Raises as `poll`."""
-    for calls in all_calls:
+def complete(all_calls: Sequence[FunctionCalls], awaited: Sequence[Call]) -> None:
+    """Wait for these calls of several functions. Raises as `poll`."""
+    while not all(call.is_complete for call in awaited):
         # For this rank's line in a hang report.
-        watchdog.heartbeat(f"reward {calls.function.__name__}")
-        while calls.is_busy:
-            poll(all_calls, POLL_S)
-        watchdog.heartbeat("")
+        busy = [calls.function.__name__ for calls in all_calls if calls.is_busy]
+        watchdog.heartbeat(f"reward {', '.join(busy)}")
+        poll(all_calls, POLL_S)
+    watchdog.heartbeat("")
+    for calls in all_calls:
         calls.say_forgiven()
 
 

@@ -54,10 +54,8 @@ class Generation:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    decode_budget: int | None = None
-    """most tokens that a completion samples in one step, before it continues in the next; none: until it ends"""
-    max_staleness: int = 8
-    """with --decode-budget: most steps between a completion's first token and its update"""
+    max_staleness: int = 0
+    """most steps between a completion's first token and its update; 0: each step's completions end in it"""
     rollout: str | None = None
     """file.py:function that writes a rollout, run in worker processes; none: the script's"""
     tools: str | None = None
@@ -177,8 +175,6 @@ POSITIVE = (
     "group_size",
     "max_new_tokens",
     "temperature",
-    "decode_budget",
-    "max_staleness",
     "max_running_requests",
     "cache_tokens",
     "lr",
@@ -269,8 +265,8 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAn
         """`correction`, or its default: without one, the clip would bound the change over a token's whole age."""
         if self.correction != "auto":
             return self.correction
-        is_partial = self.decode_budget is not None
-        return "token_truncate" if is_partial and self.old_logprobs != "sampled" else "none"
+        is_stale = self.max_staleness > 0
+        return "token_truncate" if is_stale and self.old_logprobs != "sampled" else "none"
 
     @property
     def num_rewards(self) -> int:
@@ -309,16 +305,15 @@ def asks_for_one_turn(rollout: RolloutFunction) -> bool:
 
 
 def check_limits(config: RunConfig, max_new_tokens: int) -> None:
-    """Refuse limits of sampled tokens that no completion of `max_new_tokens` can reach. Raises InputError.
+    """Refuse a limit of sampled tokens that no completion of `max_new_tokens` can reach. Raises InputError.
 
     A function of --rollout may give a completion several branches of that length.
     """
-    for name in ("max_sampled_tokens", "decode_budget"):
-        value = getattr(config, name) or 0
-        refuse(
-            value >= max_new_tokens and not config.rollout,
-            f"{flag_of(name)} {value}: has no effect, --max-new-tokens is not greater ({max_new_tokens})",
-        )
+    value = config.max_sampled_tokens or 0
+    refuse(
+        value >= max_new_tokens and not config.rollout,
+        f"--max-sampled-tokens {value}: has no effect, --max-new-tokens is not greater ({max_new_tokens})",
+    )
 
 
 def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
@@ -342,7 +337,6 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
         config,
         needs={
             "gpus": "dry_run",
-            "max_staleness": "decode_budget",
             "prompt_field": (reads_jsonl, "--data of --task jsonl"),
             "reward_timeout": of_files,
             "reward_workers": of_files,

@@ -53,9 +53,8 @@ def workload(
     longest_prompt = max(stream.longest_prompt for stream in streams)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
     num_rollouts = config.prompts_per_step * config.group_size
-    # With a decode budget, as many prompts as the collector begins before their rollouts are taken.
-    is_partial = config.decode_budget is not None
-    num_prompts = config.prompts_per_step * (1 + config.max_staleness if is_partial else 1)
+    # With --max-staleness the prompts of two steps are open.
+    num_prompts = config.prompts_per_step * (2 if config.max_staleness else 1)
     # A rank samples whole groups, with a greedy completion on top of each perhaps.
     requests_in_training = math.ceil(num_prompts / num_ranks) * (config.group_size + 1)
     rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)

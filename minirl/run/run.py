@@ -139,7 +139,7 @@ class Run:
         refuse(
             IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
         )
-        if config.decode_budget:
+        if config.max_staleness:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
         copy_remembered(extra, records)  # before anything is made
         folder = setup.folder.create()
@@ -149,7 +149,7 @@ class Run:
         self.progress = Progress(**self._checkpoints.restore(config.num_steps))
         self.progress.remember(extra, records, is_forced=config.resume == "force")
         collector.num_served = self.progress.num_served
-        if config.decode_budget:
+        if config.max_staleness:
             collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
         self._logger = Logger(
             self._folder,
@@ -334,7 +334,7 @@ class Run:
         add_rewards(metrics, "reward", self._setup.reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         counts: list[Counted] = []
-        if self._config.decode_budget is not None:
+        if self._config.max_staleness:
             counts.append("restarted")
         if self._config.on_rollout_error == "end":
             counts.append("rollout_errors")
@@ -347,7 +347,7 @@ class Run:
     def _save(self) -> None:
         """Start to save a checkpoint (collective)."""
         progress = self.progress
-        if self._config.decode_budget:
+        if self._config.max_staleness:
             progress.extra[IN_FLIGHT] = self._collector.state()
             progress.records[IN_FLIGHT] = self._collector.records()
         self._checkpoints.save(

@@ -181,7 +181,6 @@ class Setup:
             num_greedy=num_greedy,
             temperature=self.config.temperature,
             max_refills=max_refills,
-            decode_budget=self.config.decode_budget,
             max_staleness=self.config.max_staleness,
             frozen=frozen,
             scores_beside_cache=self._scores_beside_cache,
@@ -338,13 +337,13 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
 
     is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
-    ratio 1. But with a decode budget older weights sampled some tokens: then the ratio is to the weights that sampled
+    ratio 1. But with --max-staleness older weights sampled some tokens: then the ratio is to the weights that sampled
     them, unless importance weights correct for these.
     """
     if config.old_logprobs != "auto":
         return config.old_logprobs
     is_corrected = config.importance_correction != "none"
-    is_partial = config.decode_budget is not None
-    if config.updates_per_step == 1 and (is_corrected or not is_partial):
+    is_stale = config.max_staleness > 0
+    if config.updates_per_step == 1 and (is_corrected or not is_stale):
         return "auto"
-    return "sampled" if (is_exact or is_partial) and not is_corrected else "scored"
+    return "sampled" if (is_exact or is_stale) and not is_corrected else "scored"

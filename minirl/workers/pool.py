@@ -15,7 +15,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,8 @@ class Pool:
         self._start_worker = functools.partial(_Worker, kind, source, self.name, timeout_s=timeout_s)
         self._numbers = itertools.count()
         self._worker_of: dict[int, _Worker] = {}
+        # Replies that nobody has taken, by conversation.
+        self._replies: dict[int, Reply] = {}
         # The kinds of notes that were printed: each is printed once.
         self._printed_notes: set[str] = set()
         self.workers: list[_Worker] = []
@@ -174,22 +176,23 @@ class Pool:
         for worker in self.workers:
             worker.flush()
 
-    def poll(self) -> list[tuple[int, Reply]]:
-        """Return the replies so far, in any order; send, and replace processes as needed.
+    def poll(self, numbers: Collection[int] = ()) -> list[tuple[int, Reply]]:
+        """Return the replies of these conversations so far, in any order; send, and replace processes as needed.
 
-        Raises WorkerError if no replacement can be started.
+        Those of other conversations wait for whoever asks for them. Raises WorkerError if no replacement can be
+        started.
         """
-        replies = []
         for worker in self.workers:
-            replies += worker.poll()
+            self._replies.update(worker.poll())
             for kind, text in worker.take_notes().items():
                 # User code prints much the same on all ranks.
                 if kind != "printed" or rank() == 0:
                     self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
-        for number, reply in replies:
+        taken = [(number, self._replies.pop(number)) for number in list(self._replies) if number in numbers]
+        for number, reply in taken:
             if reply.is_last:
                 del self._worker_of[number]
-        return replies
+        return taken
 
     def print_once(self, kind: str, text: str) -> None:
         """Print a note on this rank unless one of this kind was printed before."""
@@ -200,6 +203,7 @@ class Pool:
     def give_up(self) -> None:
         """Forget all conversations; kill the processes that still owe a reply, so that none is taken later."""
         self._worker_of.clear()
+        self._replies.clear()
         for worker in self.workers:
             worker.give_up()
 
