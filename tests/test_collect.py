@@ -403,29 +403,21 @@ def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothin
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
-    """Each step takes the first complete groups in order; a rollout samples no more than its budget until it is due.
-
-    Pitfall 40.
-    """
+    """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
     lengths = random.Random(max_staleness)
     length_of = {}
 
     def length(rollout_id):
         return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
 
-    budget = 5
-    collector = make_collector(
-        Prompts(length), group_size=2, round_tokens=budget, max_staleness=max_staleness
-    )
+    collector = make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
     ages = []
     for step in range(25):
         groups = collector.collect(3, weight_version=step)
         ordinals = groups.table.prompt_ordinal.tolist()
         assert ordinals == sorted(ordinals)
         assert len(set(ordinals)) == 3
-        left = {running.request.rollout_id.prompt_ordinal for running in collector._paused}
-        left |= set(collector._ended)
-        waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts} - left
+        waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts}
         assert not waiting or min(waiting) > max(ordinals)
         for rollout in groups.rewarded.rollouts:
             versions = rollout.weight_version[rollout.loss_mask]
@@ -453,11 +445,15 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
-def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload():
-    """Without a budget a step is decoded until its longest completion ends. With one the first steps fill the stock."""
+@pytest.mark.parametrize("max_staleness", [2, 8])
+def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
+    """A whole step is decoded until its longest completion ends; in rounds that one decodes beside those of later steps.
+
+    Also where the bound makes each step finish groups of an earlier one: these do not decode alone.
+    """
     assert decode_steps(2) == [99, 99]
-    counts = decode_steps(14, round_tokens=16, max_staleness=8)
-    assert counts[11:] == [15, 15, 15]
+    counts = decode_steps(14, round_tokens=8, max_staleness=max_staleness)
+    assert sum(counts[6:]) / 8 < 99 / 3
 
 
 @pytest.mark.parametrize(
@@ -479,13 +475,18 @@ def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
         assert before + after == expected
 
 
+def long_if_odd(rollout_id: RolloutId) -> int:
+    """Of every second prompt."""
+    return 20 if rollout_id.prompt_ordinal % 2 else 2
+
+
 def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
     def sometimes(completions):
         return [None if i % 2 else 1.0 for i in range(len(completions))]
 
-    options = {"group_size": 2, "round_tokens": 6, "max_staleness": 4}
-    first, second = (make_collector(functions={"sometimes": sometimes}, **options) for _ in range(2))
-    for step in range(3):
+    options = {"group_size": 2, "round_tokens": 6, "max_staleness": 4, "functions": {"sometimes": sometimes}}
+    first, second = (make_collector(Prompts(long_if_odd), **options) for _ in range(2))
+    for step in range(2):
         first.collect(4, weight_version=step)
     rewards = first._rewarded.rewards
     assert rewards.isnan().any(), "all rewards in flight apply"
@@ -499,12 +500,16 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     replies = ["a"]
 
     def moody(episode):
-        yield episode.generate(max_tokens=3)
+        yield episode.generate(max_tokens=1)
         yield episode.generate(after=replies[-1])
 
-    first = make_collector(rollout=moody, round_tokens=5, max_staleness=3)
+    def make():
+        return make_collector(
+            Prompts(lambda one: 1 + long_if_odd(one)), rollout=moody, round_tokens=5, max_staleness=3
+        )
+
+    first, second = make(), make()
     first.collect(1)
-    second = make_collector(rollout=moody, round_tokens=5, max_staleness=3)
     paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
     replies.append("b")
     resumed(first, second)

@@ -461,8 +461,6 @@ def test_a_limit_that_has_no_effect_is_refused():
         check_shared(RunConfig(max_episode_seconds=3.0))
     with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
         check_limits(RunConfig(max_sampled_tokens=9), 9)
-    with pytest.raises(InputError, match="--decode-budget 10: has no effect, --max-new-tokens is not gr"):
-        check_limits(RunConfig(round_tokens=10), 9)
-    check_limits(RunConfig(max_sampled_tokens=8, round_tokens=8), 9)
+    check_limits(RunConfig(max_sampled_tokens=8), 9)
     # Its branches may have more together.
     check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

@@ -714,7 +714,7 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     flags = (
         "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
     )
-    flags += " --save-every 1 --decode-budget 3 --max-staleness 2"
+    flags += " --save-every 1 --max-staleness 2"
     flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
     def train(pool, name, rollout, reward, *more):

@@ -23,7 +23,7 @@ COMMON += " --eval-rows 6 --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
     "grpo": ("train_grpo.py", "--dynamic-sampling --max-refills 1 --kl-coef 0.01"),
     "skips": ("train_grpo.py", ""),
-    "partial": ("train_grpo.py", "--decode-budget 2 --max-staleness 2 --dynamic-sampling --max-refills 1"),
+    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
 # What a fork adds to train_grpo.py: a keyword of `Run`, and lines before the step's report.
@@ -120,7 +120,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
 def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
     """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
     fork = str(branching_fork(tmp_path, "train_grpo.py"))
-    flags = f"{COMMON} --decode-budget 2 --max-staleness 2 --run-name"
+    flags = f"{COMMON} --max-staleness 2 --run-name"
     run_in_pool(two_ranks, fork, f"{flags} branches", runs=runs)
     expected = digests(runs / "branches")
     folder = runs / "branches" / "checkpoints" / "000001" / "resume" / "records"

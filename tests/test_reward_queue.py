@@ -179,7 +179,7 @@ def test_row_23_forgiven_failures_are_counted_over_the_phase(load, make_groups, 
     queue = add_all({"raises": load("raises", on_error="zero", num_workers=2)}, prompts, groups)
     if sum(bad) > 2:
         with pytest.raises(
-            RewardError, match=r"^3 of this phase's 40 .* forgives 2; reward raises for the row at f"
+            RewardError, match=r"^3 of this step's 40 .* forgives 2; reward raises for the row at f"
         ):
             queue.finish(flat(groups))
         return
@@ -227,12 +227,13 @@ def test_row_23_a_phase_that_has_failed_returns_no_rewards(load, make_groups):
         queue.finish(flat(groups))
 
 
-def test_row_25_a_phase_that_is_left_leaves_no_answer_for_the_next(load, make_groups):
-    """An error elsewhere, and another phase after it, with a call under way and others waiting."""
+def test_row_25_calls_that_are_given_up_leave_no_answer_for_later_ones(load, make_groups):
+    """As after an error elsewhere, with a call under way and others waiting."""
     prompts, groups = make_groups([("a", "bad"), ("bb", "cc"), ("dd", "ee")])
     functions = {"hangs": load("hangs")}
     left = add_all(functions, prompts, groups)
     busy = functions["hangs"].pool.workers[0].pid
+    left.give_up()
     assert reward_rollouts(functions, prompts, groups[2]).rewards.tolist() == [[2.0], [2.0]]
     assert not is_alive(busy)
     with pytest.raises(RuntimeError, match="dropped"):

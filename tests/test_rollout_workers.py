@@ -480,7 +480,7 @@ def test_a_run_takes_its_rollouts_from_the_flag(one_rank, two_ranks, runs, tmp_p
     flags = (
         "--num-steps 3 --prompts-per-step 4 --group-size 4 --eval-rows 6 --eval-every 2 --num-minibatches 1"
     )
-    flags += " --save-every 1 --decode-budget 3 --max-staleness 2 --on-rollout-error end"
+    flags += " --save-every 1 --max-staleness 2 --on-rollout-error end"
     flags += f" --rollout {tmp_path}/mine.py:f"
 
     def train(pool, name, *more):

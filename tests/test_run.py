@@ -204,7 +204,7 @@ def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_
     assert few != many
 
 
-PARTIAL = {"decode_budget": 8, "correction": "none"}
+PARTIAL = {"max_staleness": 8, "correction": "none"}
 CORRECTED = {"correction": "token_truncate"}
 
 
@@ -220,9 +220,9 @@ CORRECTED = {"correction": "token_truncate"}
         (PARTIAL | CORRECTED, 1, "auto"),
         (PARTIAL | CORRECTED, 2, "scored"),
         (PARTIAL | {"old_logprobs": "scored"}, 1, "scored"),
-        ({"decode_budget": 8}, 1, "auto"),
-        ({"decode_budget": 8}, 2, "scored"),
-        ({"decode_budget": 8, "old_logprobs": "sampled"}, 1, "sampled"),
+        ({"max_staleness": 8}, 1, "auto"),
+        ({"max_staleness": 8}, 2, "scored"),
+        ({"max_staleness": 8, "old_logprobs": "sampled"}, 1, "sampled"),
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):
@@ -230,7 +230,7 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
     config = RunConfig(num_minibatches=num_updates, **fields)
     assert setup.source_of_old_logprobs(config, is_exact=True) == source
     assert setup.source_of_old_logprobs(config, is_exact=False) == (
-        "scored" if source == "sampled" and not config.decode_budget else source
+        "scored" if source == "sampled" and not config.max_staleness else source
     )
 
 

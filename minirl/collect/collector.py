@@ -49,7 +49,7 @@ from minirl.training.frozen_models import FrozenModel
 # Tokens of a rollout in a round: a share of the longest completion, within limits. Fewer let new prompts begin sooner
 # where others ended, and more cost fewer exchanges between the ranks (`benchmarks/rounds.py`).
 ROUND_FRAC = 1 / 16
-ROUND_LIMITS = (16, 256)
+ROUND_LIMITS = (4, 256)
 # How long a step waits for the rewards of groups that have just ended before it decodes another round.
 WAIT_S = 0.05
 

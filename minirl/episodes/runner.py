@@ -85,7 +85,7 @@ class EpisodeRunner:
         self._weight_version = 0
         self._active_at = 0.0
         # Of the present step.
-        self._failures = Failures(0, are_forgiven=False)
+        self._failures = Failures(0, are_forgiven=self._host.on_error == "end")
 
     @property
     def running(self) -> list[RunningEpisode]:
