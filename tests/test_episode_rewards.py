@@ -1,7 +1,6 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -228,32 +227,28 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
     assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
 
 
-def test_turn_rewards_add_up_to_the_column_times_its_weight():
-    """By hand: at the last token of the first and of the third turn; what is left at the last token."""
+def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
+    """By hand: at the last token of the first and of the third turn; with what is left they add up to the reward."""
     groups = collector_of(OF_EPISODE, giving).collect(2)
     rollouts = groups.rewarded.rollouts
-    weights = {"total": 0.5, "early": 0.25}
-    stream = turn_rewards(rollouts, weights)
-    assert stream.dtype == torch.float32
-    parts = stream.split([len(rollout.tokens) for rollout in rollouts])
-    for rollout, part in zip(rollouts, parts, strict=True):
+    of_turns = turn_rewards(rollouts, {"total": 0.5, "early": 0.25})
+    assert of_turns.dtype == torch.float32
+    expected = []
+    for rollout in rollouts:
         first, second, third = rollout.episode.turns
-        expected = torch.zeros(len(rollout.tokens))
-        expected[rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.end - first.start + 10)
-        expected[rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
-        assert torch.equal(part, expected)
+        expected.append(torch.zeros(len(rollout.tokens)))
+        expected[-1][rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.num_tokens + 10)
+        expected[-1][rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
         assert second.rewards == {}
-    mask = torch.cat([rollout.loss_mask for rollout in rollouts])
-    lengths = torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts])
-    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25], dtype=torch.float64)
-    kl = torch.zeros(int(mask.sum()), dtype=torch.float64)
-    of_turns = stream[mask].double()
-    rewards = token_rewards(scores, kl, lengths, kl_coef=0.1, of_turns=of_turns)
-    sums = torch.stack([part.sum() for part in rewards.split(lengths.tolist())])
-    torch.testing.assert_close(sums, scores, rtol=0, atol=1e-9)
-    is_last = torch.zeros(len(kl), dtype=torch.bool)
-    is_last[lengths.cumsum(0) - 1] = True
-    assert torch.equal(rewards[~is_last], of_turns[~is_last])
+    assert torch.equal(of_turns, torch.cat(expected))
+    sampled = of_turns[torch.cat([rollout.loss_mask for rollout in rollouts])].double()
+    lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
+    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25]).double()
+    rewards = token_rewards(
+        scores, torch.zeros(len(sampled)).double(), lengths, kl_coef=0.1, of_turns=sampled
+    )
+    torch.testing.assert_close(sequence_sums(rewards, lengths.tolist()), scores, rtol=0, atol=1e-9)
+    assert sorted(set((rewards != sampled).nonzero()[:, 0].tolist())) == (lengths.cumsum(0) - 1).tolist()
 
 
 def by_player(rollout):
@@ -294,19 +289,21 @@ def dies_once(episode):
     torch.testing.assert_close(groups.rewards[..., 1].flatten(), expected[:, 0, 1], rtol=0, atol=1e-6)
 
 
-def test_what_is_no_branch_with_a_turn_is_given_no_reward():
-    def mine(episode, branch):
+@pytest.mark.parametrize(
+    ("branch", "message"),
+    [
+        (lambda episode: episode.branch("b"), "branch 1 has had no turn that could be given one"),
+        (lambda episode: 3, "branch=3; expected a branch of the episode, or 'all'"),
+        (copy.copy, "expected a branch of the episode"),
+    ],
+)
+def test_what_is_no_branch_with_a_turn_is_given_no_reward(branch, message):
+    def mine(episode):
         yield episode.generate(max_tokens=3)
         episode.reward(1.0, branch=branch(episode))
 
-    hostile = {
-        "branch 1 has had no turn that could be given one": lambda episode: episode.branch("b"),
-        "branch=3; expected a branch of the episode, or 'all'": lambda episode: 3,
-        "expected a branch of the episode": lambda episode: copy.copy(episode),
-    }
-    for message, branch in hostile.items():
-        with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
-            collector_of({}, functools.partial(mine, branch=branch)).collect(1)
+    with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
+        collector_of({}, mine).collect(1)
 
 
 def advantages_of_players(rank):
@@ -424,9 +421,9 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
     assert sizes == [4] * 5, "the greedy one is judged with the others"
     assert groups.greedy_rewards[:, 0, 0].tolist() == [4.0] * 5
     judged = collector_of({"last": function, **OF_EPISODE}, giving).collect(5)
-    for group in range(5):
-        of_group = [r for r in judged.rewarded.rollouts if r.rollout_id.prompt_ordinal == group]
-        assert judged.rewards[group, :, 0].tolist() == pairwise(of_group)
+    by_ordinal = itertools.groupby(judged.rewarded.rollouts, lambda r: r.rollout_id.prompt_ordinal)
+    expected = [pairwise(list(group)) for _, group in by_ordinal]
+    assert judged.rewards[..., 0].tolist() == expected
 
 
 def test_an_evaluation_judges_each_greedy_rollout_alone():
@@ -501,22 +498,17 @@ def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
 
 
 def test_functions_that_name_them_get_messages_and_what_was_given():
-    seen = {}
+    seen = []
 
     def mine(messages, rewards_given, completions, prompts, **others):
         assert sorted(others) == ["answer", "completion_ids"]
-        seen.update(messages=messages, given=rewards_given, completions=completions)
+        seen.extend(zip(messages, completions, rewards_given, strict=True))
         return [0.0] * len(messages)
 
-    groups = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2)
-    for i, rollout in enumerate(groups.rewarded.rollouts):
-        row, text = groups.rewarded.rows[i], groups.rewarded.texts[i]
-        assert seen["messages"][i] == [
-            {"role": "user", "content": row.prompt},
-            {"role": "assistant", "content": text},
-        ]
-        assert seen["completions"][i] == text
-        assert seen["given"][i] == rollout.episode.rewards
+    rewarded = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2).rewarded
+    for rollout, row, text, found in zip(rewarded.rollouts, rewarded.rows, rewarded.texts, seen, strict=True):
+        messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": text}]
+        assert found == (messages, text, rollout.episode.rewards)
 
 
 def chat_rows():
@@ -540,41 +532,37 @@ def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
         conversations[episode.seed] = episode.messages
 
     def mine(prompts, completions, messages, episodes):
-        for prompt, completion, conversation, episode in zip(
-            prompts, completions, messages, episodes, strict=True
-        ):
-            assert prompt + completion == conversation == episode.messages
-            seen.append(conversation)
-        return [0.0] * len(prompts)
-
-    def alone(prompts, completions):
+        seen.extend(messages)
+        for prompt, completion, conversation in zip(prompts, completions, messages, strict=True):
+            assert prompt + completion == conversation
+        assert [episode.messages for episode in episodes] == messages
         return [float(len(completion)) for completion in completions]
 
     prompts = chat_rows()
-    groups = collector_of({"mine": mine, "alone": alone}, chatting, prompts=prompts).collect(6)
-    expected = [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
-    assert seen == expected
-    assert groups.rewards[:, :, 1].flatten().tolist() == [len(messages) - 1.0 for messages in expected]
-    assert {len(messages) for messages in expected} == {2, 4}
+    groups = collector_of({"mine": mine}, chatting, prompts=prompts).collect(6)
+    assert seen == [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
+    assert {len(messages) for messages in seen} == {2, 4}
+
+
+NOT_GIVEN = "TRL's trainer gives it, minirl does not: give it a default, {0}=None"
+NO_ENVIRONMENT = "these are the objects of --environment FILE.py:CLASS, which the run does not have"
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "function", "advice"),
     [
-        *(
-            (name, f"TRL's trainer gives it, minirl does not: give it a default, {name}=None")
-            for name in ("trainer_state", "log_extra", "log_metric")
-        ),
-        ("environments", "these are the objects of --environment FILE.py:CLASS, which the run does not have"),
+        ("trainer_state", lambda completions, trainer_state: None, NOT_GIVEN),
+        ("log_extra", lambda completions, log_extra: None, NOT_GIVEN),
+        ("log_metric", lambda completions, log_metric: None, NOT_GIVEN),
+        ("environments", lambda completions, environments: None, NO_ENVIRONMENT),
     ],
 )
-def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, advice):
+def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, function, advice):
     rows = [Row("a", {"answer": "1"}, "f.jsonl:1")]
-    functions: dict = {}
-    exec(f"def mine(completions, {name}): pass\ndef fine(completions, {name}=None): return [1.0]", functions)
-    with pytest.raises(InputError, match=f"no field '{name}', which the reward mine asks for; {advice}"):
-        check_columns({"mine": functions["mine"]}, rows)
-    check_columns({"fine": functions["fine"]}, rows)
+    expected = f"no field '{name}', which the reward mine asks for; {advice.format(name)}"
+    with pytest.raises(InputError, match=expected):
+        check_columns({"mine": function}, rows)
+    check_columns({"fine": lambda completions, trainer_state=None, environments=None: None}, rows)
 
 
 def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function_asks_for_it():
