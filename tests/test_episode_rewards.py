@@ -616,7 +616,7 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     flags = (
         "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
     )
-    flags += " --save-every 1 --decode-budget 3 --max-staleness 2"
+    flags += " --save-every 1 --decode-budget 3 --max-staleness 2 --on-rollout-error end"
     flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
     def train(pool, name, rollout, reward, *more):
@@ -627,8 +627,11 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
 
     expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
     assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
+    assert [line["count/rollout_errors"] for line in expected] == [0, 0]
     if script == "train_ppo.py":
         return  # what a checkpoint has of them is the same
     train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
-    resumed = train(two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force")
+    resumed = train(
+        two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force --rollout-workers 2"
+    )
     assert resumed == expected
