@@ -31,8 +31,16 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
 CASES = {
     "llama": ("Llama", {}, (None, None)),
-    "llama_tied_mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, (None, None)),
-    "llama_mqa": ("Llama", {"num_key_value_heads": 1, "intermediate_size": 131}, (None, None)),
+    "llama_tied_mha": (
+        "Llama",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "mlp_bias": True},
+        (None, None),
+    ),
+    "llama_mqa": (
+        "Llama",
+        {"num_key_value_heads": 1, "intermediate_size": 131, "attention_bias": True},
+        (None, None),
+    ),
     "llama_head_dim": ("Llama", {"head_dim": 8, "rms_norm_eps": 0.1}, (None, None)),
     "llama_rope_llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}, (None, None)),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, (None, None)),
