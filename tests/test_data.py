@@ -287,7 +287,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
     tmp_path, monkeypatch, template, message
 ):
-    """It is a program of the model's folder: whatever it does, the row and the folder are named. Fault 36."""
+    """It is a program of the model's folder: whatever it does, the row and the folder are named. Faults 22 and 36."""
     monkeypatch.setattr("minirl.data.tokenizer._TEMPLATE_SECONDS", 1.0)
     save_tokenizer(tmp_path, template)
     began = time.monotonic()
@@ -318,12 +318,18 @@ def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(spoilt_fol
         Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["", "[]", "7", "null", '{"version": 1}', None], ids=str)
-def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(spoilt_folder, name, content):
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "7", "null", '{"version": 1}'])
+def test_a_tokenizer_that_is_cut_off_or_no_object_is_refused(spoilt_folder, content):
+    """By an error that names the folder. Fault 36."""
+    (spoilt_folder / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match=f"{spoilt_folder}: its tokenizer cannot be loaded: "):
+        Tokenizer(spoilt_folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", '{"version": 1}'])
+def test_a_damaged_tokenizer_config_is_refused_or_not_needed(spoilt_folder, content):
     """Never another error than the one that names the folder. Fault 36."""
-    text = (spoilt_folder / name).read_text()
-    (spoilt_folder / name).write_text(text[: len(text) // 2] if content is None else content)
+    (spoilt_folder / "tokenizer_config.json").write_text(content)
     try:
         Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
     except InputError as error:
