@@ -377,10 +377,8 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
     language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
     batch = make()
     places = list(range(len(batch.lengths)))
-    (logprobs, entropies), values = (
-        score_batch(language, without_prompts(batch)),
-        predict_batch(scalar, without_prompts(batch)),
-    )
+    logprobs, entropies = score_batch(language, without_prompts(batch))
+    values = predict_batch(scalar, without_prompts(batch))
     assert (score_batch(language, batch)[1] - entropies).abs().max() <= tolerance(language)
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
         got = frozen_logprobs(language, batch, cut, TEMPERATURE), *frozen_values(scalar, batch, cut)
@@ -424,10 +422,8 @@ def test_equal_rollouts_of_a_group_have_equal_results(own):
     batch = Batch((30, 30), tokens, mask, torch.zeros(60), prefixes=(PromptPrefix(7, 30 - own),) * 2)
     assert len(batch.layout().computed_tokens) == 30 + own
     model = make_model(torch.float32, scalar_head=True)
-    (logprobs, _), (values, after) = (
-        score_batch(make_model(torch.float32), batch),
-        predict_batch(model, batch),
-    )
+    logprobs, _ = score_batch(make_model(torch.float32), batch)
+    values, after = predict_batch(model, batch)
     for stream in (logprobs, values):
         assert torch.equal(stream[:30], stream[30:])
         assert torch.equal(stream != 0, mask)
