@@ -19,7 +19,8 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, frozen_logprobs, unparked, values_of
+from minirl.training.frozen_models import FrozenModel, unparked, values_of
+from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 
@@ -381,7 +382,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
     values = predict_batch(scalar, without_prompts(batch))
     assert (score_batch(language, batch)[1] - entropies).abs().max() <= tolerance(language)
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = frozen_logprobs(language, batch, cut, TEMPERATURE), *frozen_values(scalar, batch, cut)
+        got = score_old_logprobs(language, batch, cut, TEMPERATURE), *frozen_values(scalar, batch, cut)
         for x, y in zip(got, (logprobs, *values), strict=True):
             assert x.dtype == torch.float32
             assert y.std() > 0.1
@@ -393,7 +394,7 @@ def test_frozen_results_of_a_part_leave_the_rest():
     batch, cut = make_batch(), [[3], [1]]
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
-    logprobs = frozen_logprobs(make_model(torch.float32), batch, cut, TEMPERATURE)
+    logprobs = score_old_logprobs(make_model(torch.float32), batch, cut, TEMPERATURE)
     assert not logprobs.requires_grad
     assert torch.equal(logprobs != 0, chosen & batch.loss_mask)
     values, after = frozen_values(make_model(torch.float32, scalar_head=True), batch, cut)
