@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up: a folder (or a file beside the folders) imports only what stands before it.
 ORDER = (
     "errors",
-    "turns",
+    "turn_facts",
     "rollouts",
     "files",
     "ranks",

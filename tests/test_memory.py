@@ -24,7 +24,7 @@ from minirl.plan.workload import Sizes, Workload
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import frozen_logprobs
+from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.memory import allocated_bytes, saved_bytes
@@ -365,7 +365,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
         "always": held,
         "update": allocated_bytes(update)[0],
         "generate": allocated_bytes(lambda: engine.generate(requests))[0],
-        "score (reference)": allocated_bytes(lambda: frozen_logprobs(model.decoder, batch, [[0]], 1.0))[0],
+        "score (reference)": allocated_bytes(lambda: score_old_logprobs(model.decoder, batch, [[0]], 1.0))[0],
     }
 
 
