@@ -409,7 +409,7 @@ def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, 
     cache = decoding.cache
     poison(cache)
     rows = decoding.start({389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10)
-    for cached, _ in decoding.layout_of(rows).caches.values():
+    for cached in decoding.layout_of(rows).caches:
         assert cached.read.index.num_sharing == 9 > cached.read.index.num_users
     for _ in range(4):
         decoding.decode(rows)
