@@ -36,7 +36,8 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table
-from minirl.training.frozen_models import frozen_logprobs, unparked
+from minirl.training.frozen_models import unparked
+from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -109,7 +110,7 @@ class GrpoLoop:
         ).to(self.device)
         if self.reference is not None:
             with unparked(self.reference, self.device, park=True):
-                ref_logprobs = frozen_logprobs(self.reference, batch, microbatches, 1.0)
+                ref_logprobs = score_old_logprobs(self.reference, batch, microbatches, 1.0)
             batch = batch.replace(ref_logprobs=ref_logprobs)
         return batch, microbatches
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from minirl.data.task import Row
 from minirl.objective.advantages import group_advantages, weighted_scores
 from minirl.rewards.functions import compute_rewards
-from minirl.rewards.reward_process import load_reward
+from minirl.rewards.reward_workers import load_reward
 
 OWN_REWARDS = """
 import asyncio

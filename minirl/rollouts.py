@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minirl.turns import TurnFacts
+from minirl.turn_facts import TurnFacts
 
 # The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
@@ -133,7 +133,7 @@ class Rollout:
 
     A completion of several turns has appended tokens between them, which are not in the loss mask.
     finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`episodes.episode.END_REASONS`), or
+    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`episodes.generate.END_REASONS`), or
     "error".
 
     If an episode does not only append to its tokens (a rewritten conversation, a second conversation), it has several

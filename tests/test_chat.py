@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minirl.data.answers import parsed_answer
-from minirl.data.chat_turns import following_ids
+from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError

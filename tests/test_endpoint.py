@@ -19,9 +19,10 @@ from minirl.agents.endpoint import run_program, serve
 from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
 from minirl.data.task import Row, as_messages
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.episode import Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (

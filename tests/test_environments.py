@@ -27,13 +27,14 @@ import torch
 from minirl.agents import tool_loop
 from minirl.collect.collector import Collector
 from minirl.data.answers import parsed_answer
-from minirl.data.chat_turns import following_ids
+from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.episode import Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended, Failed
-from minirl.episodes.rollout_process import load_rollout
+from minirl.episodes.rollout_workers import load_rollout
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minirl.data.view import view_of
-from minirl.episodes.asked import END_REASONS
 from minirl.episodes.episode import Episode, one_turn
+from minirl.episodes.generate import END_REASONS
 from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
@@ -35,7 +35,7 @@ from support.collecting import (
 
 SOURCE = """
 import asyncio, time
-from minirl.episodes.asked import END_REASONS, End, Generate
+from minirl.episodes.generate import END_REASONS, End, Generate
 
 def reason_of(episode):
     return END_REASONS[episode.seed % len(END_REASONS)]

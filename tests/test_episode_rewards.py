@@ -17,7 +17,7 @@ from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
-from minirl.rewards.reward_process import load_reward
+from minirl.rewards.reward_workers import load_reward
 from minirl.rewards.rewarded import turn_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task

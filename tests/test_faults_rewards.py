@@ -16,8 +16,8 @@ from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
 from minirl.rewards.functions import compute_rewards
-from minirl.rewards.reward_process import load_reward
 from minirl.rewards.reward_queue import reward_rollouts
+from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.collecting import in_workers
@@ -336,7 +336,7 @@ def test_modules_beside_the_file_are_found_and_ours_are_not_in_their_way(tmp_pat
 def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
     """The reader of stdout has gone: a run that forgives a failure and shows what user code prints goes on."""
     program = (
-        "from minirl.rewards.reward_process import load_reward\n"
+        "from minirl.rewards.reward_workers import load_reward\n"
         f"raises = load_reward('{folder}/mine.py:raises', on_error='zero')\n"
         f"prints = load_reward('{folder}/mine.py:prints')\n"
         "for _ in range(2):\n"

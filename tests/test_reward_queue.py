@@ -12,8 +12,8 @@ import torch
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.reward_process import load_reward
 from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
+from minirl.rewards.reward_workers import load_reward
 from support.collecting import in_workers
 from support.processes import is_alive
 from support.rollouts import make_prompts, make_rollout

@@ -17,9 +17,9 @@ import pytest
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.program import Failed
-from minirl.episodes.rollout_process import load_rollout
+from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RewardError, RolloutError
-from minirl.rewards.reward_process import load_reward
+from minirl.rewards.reward_workers import load_reward
 from support.processes import is_alive
 
 SOURCE = """

@@ -37,8 +37,9 @@ from minirl.agents.openai_format import (
     template_form,
 )
 from minirl.data.task import as_messages
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import AsyncTurns, Branch, Episode, Turn
+from minirl.episodes.episode import AsyncTurns, Branch, Episode
+from minirl.episodes.generate import Generate
+from minirl.episodes.turn import Turn
 
 # Requests of an episode that wait for their turn.
 MAX_PENDING = 64

@@ -15,7 +15,8 @@ from typing import Any
 
 from minirl.agents.loopback import Answer, HttpError
 from minirl.data.tools import tool_schemas
-from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.episode import Episode
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError
 
 MODEL = "policy"

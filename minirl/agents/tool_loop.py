@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from minirl.data.task import Messages, as_messages
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import Branch, Episode, Turn
+from minirl.episodes.episode import Branch, Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.rollout_adapter import RolloutCode
+from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.

@@ -30,7 +30,7 @@ from minirl.episodes.in_flight import (
     rewarded_records,
 )
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
-from minirl.episodes.rollout_process import RolloutWorkers
+from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
 from minirl.generation.engine import Engine

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import following_ids
+from minirl.data.appended_messages import following_ids
 from minirl.data.task import After, Messages, Row, as_messages, conversation, is_message, is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, has_turns_to_tell, messages_of
@@ -204,8 +204,8 @@ class PromptStream:
     ) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized alone.
 
-        end_id: for messages, as in `chat_turns.following_ids`. tools: those that the prompt shows. Raises InputError
-        naming `place` for messages that cannot be rendered, and for ids that the model does not have.
+        end_id: for messages, as in `appended_messages.following_ids`. tools: those that the prompt shows. Raises
+        InputError naming `place` for messages that cannot be rendered, and for ids that the model does not have.
         """
         if isinstance(after, str):
             ids = self.tokenizer.encode_text(after, place)

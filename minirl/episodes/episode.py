@@ -16,116 +16,13 @@ import copy
 import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
-from minirl.episodes.asked import END_REASONS, REWARD, End, Generate, check_name, checked_reward
+from minirl.episodes.generate import END_REASONS, End, Generate
+from minirl.episodes.refusals import REWARD, check_name, checked_reward
+from minirl.episodes.turn import Turn
 from minirl.errors import refuse
-from minirl.turns import TurnFacts
-
-
-class TurnReader(Protocol):
-    """Makes the parts of a turn that somebody asks for, see `Turn`."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Its token ids, including the stop token."""
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of these tokens."""
-
-    @property
-    def versions(self) -> list[int]:
-        """Of the weights that sampled them."""
-
-    @property
-    def text(self) -> str:
-        """The text of its ids."""
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message that its text stands for."""
-
-    @property
-    def answer(self) -> str:
-        """The text of the message that it belongs to, up to its end."""
-
-
-class Turn(TurnFacts):
-    """A turn that a function asked for: appended tokens, then sampled ones. What of it nobody asks for is not made.
-
-    appended: the token ids that were appended before it.
-    """
-
-    def __init__(
-        self,
-        branch: int,
-        start: int,
-        *,
-        appended: list[int],
-        inserted: Messages | None = None,
-        asked: str = "",
-    ):
-        super().__init__(start, branch=branch, inserted=inserted or [], asked=asked)
-        self.appended = appended
-
-    def finish(self, num_tokens: int, finish_reason: str, reader: TurnReader) -> None:
-        """End the turn. For who runs the episode."""
-        self.num_tokens = num_tokens
-        self.finish_reason = finish_reason
-        self.reader = reader
-
-    @staticmethod
-    def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
-        """Return the turn of `to_json`, before anything was given to it."""
-        turn = Turn(
-            facts["branch"],
-            facts["start"],
-            appended=appended,
-            inserted=facts["inserted"],
-            asked=facts["asked"],
-        )
-        turn.finish(facts["num_tokens"], facts["finish_reason"], reader)
-        return turn
-
-    @functools.cached_property
-    def ids(self) -> list[int]:
-        """The token ids, including the stop token."""
-        return self.reader.ids
-
-    @functools.cached_property
-    def logprobs(self) -> list[float]:
-        """Of these tokens, when they were sampled."""
-        return self.reader.logprobs
-
-    @functools.cached_property
-    def versions(self) -> list[int]:
-        """Of the weights that sampled them."""
-        return self.reader.versions
-
-    @functools.cached_property
-    def text(self) -> str:
-        """The text of its ids, without special tokens."""
-        return self.reader.text
-
-    @functools.cached_property
-    def message(self) -> dict[str, Any]:
-        """The message of its text: content, and reasoning and calls of tools, if any; see `data.answers`.
-
-        Raises InputError if it is not known how the model writes calls.
-        """
-        message = self.reader.message
-        self.parse_error = message.get("parse_error")
-        return message
-
-    @functools.cached_property
-    def answer(self) -> str:
-        """The text of the message that the turn belongs to, up to its end, without special tokens.
-
-        All that was sampled, and appended as text or ids, since the last messages.
-        """
-        return self.text if self.is_answer else self.reader.answer
 
 
 @dataclass

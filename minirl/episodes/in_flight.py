@@ -13,7 +13,7 @@ from minirl.data.view import as_plain
 from minirl.episodes.running import PausedEpisode, RunningEpisode
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
-from minirl.turns import TurnFacts
+from minirl.turn_facts import TurnFacts
 
 
 def paused_record(running: RunningEpisode) -> dict[str, Any]:

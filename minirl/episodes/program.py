@@ -9,8 +9,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.episodes.asked import End, Generate, checked_turn, returned_rewards
-from minirl.episodes.episode import Episode, RolloutFunction, Turn
+from minirl.episodes.episode import Episode, RolloutFunction
+from minirl.episodes.generate import End, Generate
+from minirl.episodes.refusals import checked_turn, returned_rewards
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
 from minirl.workers.conversation import run_at_once
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from minirl.episodes.asked import Generate, returned_rewards
-from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.episode import Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.program import Differs, Ended, Failed, Program, Reply
+from minirl.episodes.refusals import returned_rewards
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
 
 

@@ -11,12 +11,14 @@ from typing import Literal
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
-from minirl.episodes.asked import Generate, check_rewards
-from minirl.episodes.episode import Episode, RolloutFunction, Turn
+from minirl.episodes.episode import Episode, RolloutFunction
+from minirl.episodes.generate import Generate
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
-from minirl.episodes.next_turn import NextTurns
 from minirl.episodes.program import Differs, Ended, Failed, Host, InProcess, Reply
+from minirl.episodes.refusals import check_rewards
 from minirl.episodes.running import PausedEpisode, RunningEpisode, TokenReader
+from minirl.episodes.turn import Turn
+from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
 from minirl.generation.engine import Engine
@@ -61,7 +63,7 @@ class EpisodeRunner:
         self._limits = limits
         self._reward_names = reward_names
         self._shows_environment = shows_environment
-        self._next_turns = NextTurns(self._name, prompts, limits)
+        self._turn_maker = TurnMaker(self._name, prompts, limits)
         self._counts: Counter[Counted] = Counter()
         # Of episodes that are not running yet.
         self._kept_replies: list[tuple[int, Reply]] = []
@@ -176,9 +178,9 @@ class EpisodeRunner:
             return False
         turn = None
         if reply.digest == paused.asked:
-            self._next_turns.bring_back(running)
+            self._turn_maker.bring_back(running)
             try:
-                turn = self._next_turns.make(running, reply)
+                turn = self._turn_maker.make(running, reply)
             except InputError as error:
                 raise RolloutError(self._failure(running, str(error))) from None
         if turn is None:
@@ -192,7 +194,7 @@ class EpisodeRunner:
         """Count an episode that begins again from the start; say so of the first one."""
         self._counts["restarted"] += 1
         if self._counts["restarted"] == 1:
-            place = self._next_turns.place(running.episode)
+            place = self._turn_maker.place(running.episode)
             print_here(
                 f"note: {place}: given the same turns as in the run that is resumed, it does something else, and "
                 "begins again from the start, see count/restarted; make it a function of its turns and of episode.seed"
@@ -225,7 +227,7 @@ class EpisodeRunner:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
         limit = "length"  # the turn has no room
         try:
-            if self._next_turns.make(running, asked) is not None:
+            if self._turn_maker.make(running, asked) is not None:
                 self._count_results(asked)
                 limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
         except InputError as error:
@@ -242,7 +244,7 @@ class EpisodeRunner:
         """Refuse the end of a function without a turn, or with other rewards than the run has."""
         refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must yield one")
         given = set(ended.returned).union(*episode.rewards)
-        check_rewards(given, self._reward_names, self._next_turns.place(episode))
+        check_rewards(given, self._reward_names, self._turn_maker.place(episode))
 
     def _count_results(self, asked: Generate) -> None:
         """Count the results of tools that are appended before a turn."""

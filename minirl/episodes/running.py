@@ -8,9 +8,10 @@ from typing import Any
 from minirl.data import answers
 from minirl.data.stop_strings import StopStrings
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.episode import Branch, Episode, Turn
+from minirl.episodes.episode import Branch, Episode
+from minirl.episodes.turn import Turn
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended
-from minirl.turns import TurnFacts
+from minirl.turn_facts import TurnFacts
 
 NO_BUDGET = sys.maxsize
 

@@ -29,7 +29,7 @@ from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
-from minirl.rewards.reward_process import RewardProcess, named_completion
+from minirl.rewards.reward_workers import RewardWorkers, named_completion
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
@@ -304,7 +304,7 @@ def compute_rewards(
     shaped = of_episodes.get("completions") or list(map(_shaped, rows, completions))
     arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
     places = [row.place for row in rows]
-    if isinstance(function, RewardProcess):
+    if isinstance(function, RewardWorkers):
         return function.compute(arguments, places=places, texts=completions)
     checked = validate_rewards(call_reward(function, arguments), len(completions))
     if isinstance(checked, str):

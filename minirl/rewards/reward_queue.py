@@ -20,10 +20,10 @@ from minirl.rewards.functions import (
     episode_arguments,
     judges_groups,
 )
-from minirl.rewards.reward_process import (
+from minirl.rewards.reward_workers import (
     Call,
     FunctionCalls,
-    RewardProcess,
+    RewardWorkers,
     complete,
     given_up_on_error,
     poll,
@@ -60,7 +60,7 @@ class RewardQueue:
         self._prompts = prompts
         self._calls: dict[str, FunctionCalls] = {}
         for name, function in functions.items():
-            if isinstance(function, RewardProcess):
+            if isinstance(function, RewardWorkers):
                 self._calls[name] = FunctionCalls(function, num_completions=num_rollouts)
         self._asked = asked_of_episodes(functions.values())
         self._added: dict[RolloutId, _Added] = {}

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minirl.data.answers import check_readable
-from minirl.data.chat_turns import following_ids
+from minirl.data.appended_messages import following_ids
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
-from minirl.episodes.rollout_process import RolloutWorkers
+from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.run.config import RunConfig, check_limits

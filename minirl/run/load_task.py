@@ -8,10 +8,10 @@ from pathlib import Path
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
-from minirl.episodes.rollout_process import RolloutWorkers, load_rollout
+from minirl.episodes.rollout_workers import RolloutWorkers, load_rollout
 from minirl.errors import InputError, refuse
 from minirl.rewards.functions import EPISODE, EpisodeReward, check_columns
-from minirl.rewards.reward_process import load_reward
+from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 

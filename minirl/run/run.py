@@ -42,8 +42,8 @@ from minirl.run.inputs import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
-from minirl.training.frozen_models import frozen_logprobs
 from minirl.training.learning_rate import learning_rate
+from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.sharded_model import ShardedModel
 
 IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records` of a checkpoint
@@ -222,7 +222,7 @@ class Run:
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
             shown = show_progress("score", microbatches)
-            scored = frozen_logprobs(policy.decoder, batch, shown, self._config.temperature)
+            scored = score_old_logprobs(policy.decoder, batch, shown, self._config.temperature)
             return batch.replace(old_logprobs=scored)
         return batch
 

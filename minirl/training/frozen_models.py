@@ -37,22 +37,6 @@ def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterato
             parameter.data = parked
 
 
-@torch.no_grad()
-def frozen_logprobs(
-    model: Transformer, batch: Batch, microbatches: Iterable[Sequence[int]], temperature: float
-) -> Tensor:
-    """Logprobs [T] of a batch's sampled tokens, 0 elsewhere.
-
-    The model runs without gradient over one microbatch (sequence indices) after another. Not collective.
-    """
-    logprobs = torch.zeros_like(batch.sample_logprobs)
-    for indices in microbatches:
-        micro = batch.select(indices)
-        scored, _ = score_batch(model, micro, temperature=temperature)
-        logprobs[batch.token_index(indices)] = scored.to(logprobs.dtype)
-    return logprobs
-
-
 class FrozenModel:
     """A model that does not change while a step's rollouts are made, and the streams that it computes for them.
 

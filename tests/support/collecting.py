@@ -14,7 +14,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
-from minirl.episodes.rollout_process import load_rollout
+from minirl.episodes.rollout_workers import load_rollout
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from support.engines import CPU, VOCAB, cached_model, make_engine, make_model

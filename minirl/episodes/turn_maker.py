@@ -3,15 +3,16 @@
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import Branch, Episode, Turn
+from minirl.episodes.episode import Branch, Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.running import RunningBranch, RunningEpisode
+from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 from minirl.rollouts import Request
 
 
-class NextTurns:
+class TurnMaker:
     """Makes the turns that one function asks for. What cannot be sampled is refused naming function and row."""
 
     def __init__(self, function: str, prompts: PromptStream, limits: EpisodeLimits):

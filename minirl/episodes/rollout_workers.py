@@ -8,10 +8,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.episodes.asked import Generate
-from minirl.episodes.episode import Episode, Turn
+from minirl.episodes.episode import Episode
+from minirl.episodes.generate import Generate
 from minirl.episodes.program import Failed, Reply
 from minirl.episodes.remote import opening, read_reply, take_facts, turns_message
+from minirl.episodes.turn import Turn
 from minirl.errors import InputError, RolloutError
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on

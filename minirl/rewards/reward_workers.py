@@ -33,16 +33,16 @@ Answers = list[float | str | None] | str
 
 def load_reward(
     spec: str, *, timeout_s: float = 60.0, on_error: str = "stop", num_workers: int = 1
-) -> "RewardProcess":
+) -> "RewardWorkers":
     """Start workers for a function, "file.py:name" or "module:name".
 
     timeout_s: limit of one call. on_error: "zero" forgives a few failed completions, "stop" none. Raises InputError if
     the function is missing or cannot run.
     """
-    return RewardProcess(Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers), on_error)
+    return RewardWorkers(Pool(REWARD, spec, timeout_s=timeout_s, num_workers=num_workers), on_error)
 
 
-class RewardProcess:
+class RewardWorkers:
     """A reward function whose calls run in worker processes, one at a time in each.
 
     pool: the workers. on_error: as for `load_reward`. phase: the number of the newest `FunctionCalls`, which alone may
@@ -116,7 +116,7 @@ class FunctionCalls:
     collective.
     """
 
-    def __init__(self, function: RewardProcess, *, num_completions: int):
+    def __init__(self, function: RewardWorkers, *, num_completions: int):
         """num_completions: those of all calls together; the limit of forgiven failures is a share of them.
 
         Drops the calls of an earlier phase of this function.
