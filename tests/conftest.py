@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from minirl.run.embedded_model import embedded_model_folder
-from support.rank_pool import RankPool
+from support.rank_pool import RankPool, wait_for_replies
 
 torch.set_num_threads(1)
+wait_for_replies()
 
 
 @pytest.fixture(scope="session")

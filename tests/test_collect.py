@@ -447,7 +447,7 @@ def decode_steps(num_steps: int, **options) -> list[int]:
 
 @pytest.mark.parametrize("max_staleness", [2, 8])
 def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
-    """A whole step is decoded until its longest completion ends; in rounds that one decodes beside those of later steps.
+    """A whole step decodes until its longest completion ends; in rounds that one decodes beside those of later steps.
 
     Also where the bound makes each step finish groups of an earlier one: these do not decode alone.
     """

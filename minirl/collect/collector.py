@@ -50,8 +50,12 @@ from minirl.training.frozen_models import FrozenModel
 # where others ended, and more cost fewer exchanges between the ranks (`benchmarks/rounds.py`).
 ROUND_FRAC = 1 / 16
 ROUND_LIMITS = (4, 256)
-# How long a step waits for the rewards of groups that have just ended before it decodes another round.
-WAIT_S = 0.05
+
+
+def default_round_tokens(max_new_tokens: int) -> int:
+    """The tokens of a rollout in a round, where completions have up to `max_new_tokens`."""
+    least, most = ROUND_LIMITS
+    return min(max(least, round(ROUND_FRAC * max_new_tokens)), most)
 
 
 class Collector:
@@ -102,9 +106,9 @@ class Collector:
         self._temperature = temperature
         self._max_refills = max_refills
         self._max_staleness = max_staleness
-        least, most = ROUND_LIMITS
-        share = round_tokens or min(max(least, round(ROUND_FRAC * prompts.max_new_tokens)), most)
-        self._round_tokens = share if max_staleness else NO_BUDGET
+        self._round_tokens = NO_BUDGET
+        if max_staleness:
+            self._round_tokens = round_tokens or default_round_tokens(prompts.max_new_tokens)
         self._frozen = frozen
         self._scores_beside_cache = scores_beside_cache
         reward_names = [
@@ -280,9 +284,10 @@ class Collector:
         """The prompts in flight whose groups can be selected; in whole steps all that were begun (collective)."""
         if self._max_staleness == 0:
             return set(self._begun_in)
-        deadline = time.monotonic() + WAIT_S
-        while self._queue.is_busy and time.monotonic() < deadline:
-            self._queue.poll(WAIT_S)
+        # The rewards of groups that have just ended may take no longer than a reply.
+        deadline = time.monotonic() + self._runner.patience_s
+        while self._queue.is_busy and (left_s := deadline - time.monotonic()) > 0:
+            self._queue.poll(left_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
         own |= {ordinal for ordinal in self._ended if self._is_ready(ordinal)}
         return set(all_gather_rows(torch.tensor(sorted(own), dtype=torch.int64)).tolist())

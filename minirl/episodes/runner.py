@@ -30,8 +30,7 @@ from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.workers.failures import Failures
 
-# Of a wait for replies while nothing is decoded; rewards are looked after in between. A round with a budget ends where
-# no reply comes for so long.
+# Of a wait for replies while nothing is decoded; rewards are looked after in between.
 WAIT_S = 0.05
 # How a tool's result begins that is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
@@ -41,7 +40,12 @@ Counted = Literal["sampled_tokens", "rollout_errors", "restarted", "tool_results
 
 
 class EpisodeRunner:
-    """Runs episodes, round by round. Not collective."""
+    """Runs episodes, round by round. Not collective.
+
+    patience_s: how long a round with a budget waits for the next reply where it has nothing to decode.
+    """
+
+    patience_s = 0.05
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class EpisodeRunner:
         if self._engine.is_decoding or self._budget == NO_BUDGET:
             return not self._running
         waits = len(self._spent) < len(self._running)
-        return not waits or time.monotonic() - self._active_at > WAIT_S
+        return not waits or time.monotonic() - self._active_at > self.patience_s
 
     def leave_engine(self) -> None:
         """Take the episodes out of the engine at the end of a step. Its failures are counted no more."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minirl.episodes.runner import EpisodeRunner
 from support.forked import fork, make_pipe
 
 
@@ -44,8 +45,14 @@ class RankPool:
             process.kill()
 
 
+def wait_for_replies() -> None:
+    """Let rounds wait for replies and rewards, which come late on a loaded machine: tests compare bits."""
+    EpisodeRunner.patience_s = 60.0
+
+
 def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool) -> None:
     torch.set_num_threads(1)
+    wait_for_replies()
     store = torch.distributed.FileStore(f"{rendezvous}/store", world_size)
     if is_fake:
         importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend

@@ -1,0 +1,199 @@
+"""Rounds (`--max-staleness`): no step waits for a slow reply or reward, nothing is lost, and the simulation agrees."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl.episodes.runner import EpisodeRunner
+from minirl.errors import RolloutError
+from minirl.rewards.reward_workers import load_reward
+from support.collecting import (
+    Prompts,
+    collected,
+    in_workers,
+    make_collector,
+    resumed,
+    rollout_records,
+)
+from support.processes import is_alive
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import rounds
+
+# The replies to the second prompt's episodes, and its rewards, wait until a file exists.
+SOURCE = """
+import asyncio, pathlib, time
+
+GATE = pathlib.Path(__file__).parent / "open"
+
+async def patient(episode):
+    yield episode.generate(max_tokens=3)
+    if episode.row.place == "PLACE":
+        while not GATE.exists():
+            await asyncio.sleep(0.01)
+    yield episode.generate(after="ab", max_tokens=3)
+
+def reward(completion_ids, prompts):
+    while prompts[0] == "PROMPT" and not GATE.exists():
+        time.sleep(0.01)
+    return [float(len(ids)) for ids in completion_ids]
+
+def fails(episode):
+    yield episode.generate(max_tokens=3)
+    raise ValueError("never")
+"""
+NUM_STEPS = 5
+OPTIONS = {"round_tokens": 4, "max_staleness": 3}
+
+
+def make_prompts():
+    return Prompts(num_rows=50)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Functions of the file above in workers, for rounds that wait for none."""
+    monkeypatch.setattr(EpisodeRunner, "patience_s", 0.02)
+    second = make_prompts().row(1)
+    (tmp_path / "mine.py").write_text(SOURCE.replace("PLACE", second.place).replace("PROMPT", second.prompt))
+    with in_workers(tmp_path, timeout_s=60.0) as load_function:
+        yield load_function
+
+
+def ordinals(steps):
+    return [sorted({row[0].prompt_ordinal for row in step}) for step in steps]
+
+
+def here(episode):
+    """What the function in the file does, at once."""
+    yield episode.generate(max_tokens=3)
+    yield episode.generate(after="ab", max_tokens=3)
+
+
+def whole_rollouts(num_prompts):
+    (step,) = collected(make_collector(make_prompts(), rollout=here), 1, num_prompts)
+    return {row[0]: row for row in step}
+
+
+def assert_same_under_equal_weights(steps):
+    """No prompt comes twice, and each rollout is the one that a whole step makes."""
+    rows = [row for step in steps for row in step]
+    found = {row[0]: row for row in rows}
+    assert len(found) == len(rows)
+    expected = whole_rollouts(1 + max(rollout_id.prompt_ordinal for rollout_id in found))
+    assert found == {rollout_id: expected[rollout_id] for rollout_id in found}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(
+    load, tmp_path, is_killed
+):
+    """Also over a checkpoint, in which its function has not replied, and beside an evaluation in the same workers."""
+    collector = make_collector(make_prompts(), rollout=load("patient"), **OPTIONS)
+    steps = collected(collector, 2, 2)
+    assert all(1 not in step for step in ordinals(steps))
+    waiting = [record for record in rollout_records(collector) if record["id"][0] == 1]
+    assert [(record["asked"], len(record["turns"])) for record in waiting] == [(None, 1)] * 3
+    requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
+    assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
+    (tmp_path / "open").touch()
+    if is_killed:
+        collector = resumed(collector, make_collector(make_prompts(), rollout=load("patient"), **OPTIONS))
+    steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
+    assert sum(1 in step for step in ordinals(steps)) == 1
+    assert_same_under_equal_weights(steps)
+
+
+def test_the_bound_of_staleness_holds_for_slow_replies_too(load, tmp_path):
+    """The step in which their group is due waits for them."""
+    collector = make_collector(make_prompts(), rollout=load("patient"), round_tokens=4, max_staleness=1)
+    steps = collected(collector, 1, 2)
+    assert 1 not in ordinals(steps)[0]
+    (tmp_path / "open").touch()
+    assert 1 in ordinals(collected(collector, 1, 2, first_step=1))[0]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
+    function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
+    options = {"functions": {"reward": function}, "rollout": here, **OPTIONS}
+    try:
+        collector = make_collector(make_prompts(), **options)
+        steps = collected(collector, 2, 2)
+        place_of = {step: ordinals(steps)[step] for step in range(2)}
+        assert 1 not in place_of[0] + place_of[1]
+        (unrewarded,) = [group for group in collector.records() if group["rollouts"][0]["id"][0] == 1]
+        assert [record["rewards"] for record in unrewarded["rollouts"]] == [None] * 3
+        pids = [worker.pid for worker in function.pool.workers]
+        (tmp_path / "open").touch()
+        if is_killed:
+            collector = resumed(collector, make_collector(make_prompts(), **options))
+        steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
+        assert sum(1 in step for step in ordinals(steps)) == 1
+        assert [worker.pid for worker in function.pool.workers] == pids
+        for rollout_id, _, tokens, is_sampled, *_, rewards in [row for step in steps for row in step]:
+            assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
+    finally:
+        function.close()
+
+
+def test_an_error_elsewhere_leaves_no_reward_under_way(load, tmp_path):
+    function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
+    try:
+        collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
+        collector.collect(2)
+        (busy,) = (worker.pid for worker in function.pool.workers if worker.held)
+        collector._runner.step = None
+        with pytest.raises(TypeError):
+            collector.collect(2, weight_version=1)
+        deadline = time.monotonic() + 30
+        while is_alive(busy) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not is_alive(busy)
+    finally:
+        function.close()
+
+
+def test_a_function_that_fails_in_flight_stops_the_run_naming_row_and_turn(load):
+    with pytest.raises(RolloutError, match=r"(?s)rollout fails for the row at f:\d+, after turn 1: .*never"):
+        collected(make_collector(make_prompts(), rollout=load("fails"), **OPTIONS), 2, 2)
+
+
+class Skewed(rounds.Workload):
+    """Of the completions of every second prompt one is ten times as long."""
+
+    def _length(self, rng, shared, prompt, sample):
+        return 60 if prompt % 2 == 0 and sample == 3 else 6
+
+
+@pytest.mark.parametrize(("max_staleness", "round_tokens"), [(0, None), (1, 5), (2, 5), (8, 16)])
+def test_the_simulation_counts_the_decode_steps_and_ages_of_the_collector(max_staleness, round_tokens):
+    arguments = argparse.Namespace(
+        lengths="equal:60",
+        group=4,
+        turns=1,
+        reply_seconds=0.0,
+        ranks=1,
+        prompts=4,
+        reward_workers=1,
+        reward_seconds=0.0,
+    )
+    workload = Skewed(arguments)
+    simulation = rounds.Simulation(arguments, (1.0, 0, 0, 0, 0, 0), max_staleness, workload, round_tokens)
+    prompts = Prompts(lambda one: workload._length(None, 0, *one[:2]), num_rows=200, max_new_tokens=60)
+    engine_options = {"cache_tokens": 1 << 13, "max_running_requests": 256}
+    options = {"group_size": 4, "max_staleness": max_staleness, "round_tokens": round_tokens}
+    collector = make_collector(prompts, engine_options=engine_options, **options)
+    for step in range(1, 13):
+        groups = collector.collect(4, weight_version=step)
+        rollouts = groups.rewarded.rollouts
+        ages = torch.cat([step - one.weight_version[one.loss_mask] for one in rollouts]).double()
+        simulated = simulation.run_step()
+        assert simulated["tokens"] == len(ages)
+        assert simulated["age"] == pytest.approx(ages.mean().item())
+        assert simulated["max_age"] == ages.max()
+        assert simulated["decode_steps"] == collector.engine.take_stats().decode_steps
