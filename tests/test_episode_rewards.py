@@ -212,8 +212,8 @@ def test_a_reward_that_is_returned_as_none_does_not_apply():
 
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
-    """With groups judged whole; the steps are those of an uninterrupted run, which are those without a budget."""
-    options = {"round_tokens": 4, "max_staleness": 3}
+    """With groups judged whole; the steps are those of an uninterrupted run."""
+    options = {"round_tokens": 12, "max_staleness": 3}
     functions = {**OF_EPISODE, "last": of_last_turn}
 
     def rollout():
