@@ -1,18 +1,17 @@
-"""The gain of partial rollouts: the same completions collected with and without a decode budget, in turns.
+"""The gain of partial rollouts: the same completions collected whole and with a bound of staleness, in turns.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/partial_rollouts.py [--lengths skewed|equal]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/partial_rollouts.py [--lengths skewed|equal] [--max-staleness 8]
     OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --standalone --nproc-per-node 2 benchmarks/partial_rollouts.py
     PYTHONPATH=. python benchmarks/partial_rollouts.py --learn MODEL --data PROMPTS.jsonl
 
 A step takes 8 prompts x 8 completions: of 80 tokens, and 4 of 800 (skewed); or of 260 each (equal). The model is
-random, with 1.6M parameters, and is not trained. Steps count once the number in flight is steady. Figures are medians
-over steps: seconds and CPU seconds of rank 0, each also over the tokens that the step takes; `prefill_tokens` of all
+random, with 1.6M parameters, and is not trained. Steps count once the number in flight is steady. Figures are means
+over steps: seconds and CPU seconds of rank 0, and their ratios by the token that a step takes; `prefill_tokens` of all
 ranks includes resuming paused rollouts; ages are in steps, of the tokens taken.
 
---learn trains MODEL, a small Hugging Face folder, by `train_grpo.py` on the prompts of --data: without a budget, with
-one, and with importance weights besides. Completions have 64 tokens and a budget of 16, so that each is sampled by the
-weights of four steps. It prints the mean reward, the share of the letter e, over the last 10 steps, and the step in
-which it first reaches 0.5, by seed.
+--learn trains MODEL, a small Hugging Face folder, by `train_grpo.py` on the prompts of --data: whole rollouts, partial
+ones, and partial ones without importance weights. Completions have up to 64 tokens. It prints the mean reward, the
+share of the letter e, over the last 10 steps, the step in which it first reaches 0.5, and the mean age, by seed.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from statistics import fmean
 
 import torch
 from real_step import REWARD
-from workload import PhaseClock, medians, print_figures, print_result, prompt_texts, start_script
+from workload import PhaseClock, print_figures, print_result, prompt_texts, start_script
 
 from minirl.collect.collector import Collector
 from minirl.data.prompts import PromptStream
@@ -46,8 +45,8 @@ from support.texts import save_tokenizer
 
 NUM_PROMPTS = 8  # per step
 GROUP_SIZE = 8
-BUDGET = ("--decode-budget", "16")
-LEARNERS = {"whole": (), "partial": BUDGET, "uncorrected": (*BUDGET, "--correction", "none")}
+STALE = ("--max-staleness", "4")
+LEARNERS = {"whole": (), "partial": STALE, "uncorrected": (*STALE, "--correction", "none")}
 SHORT, MIDDLE, LONG = 80, 260, 800  # tokens
 SHAPE = {
     "model_type": "qwen2",
@@ -96,8 +95,10 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", choices=list(LENGTHS), default="skewed")
-    parser.add_argument("--budget", type=int, default=130, help="tokens of a completion in a step")
-    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--round-tokens", type=int, help="of a completion in a round")
+    parser.add_argument("--first", type=int, default=8, help="steps that do not count")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count")
     parser.add_argument("--learn", type=Path, metavar="MODEL", help="compare learning curves instead")
     parser.add_argument("--data", type=Path, help="of --learn: JSONL file with prompts")
     parser.add_argument("--seeds", type=int, default=3, help="of --learn")
@@ -133,8 +134,6 @@ def measure_step(collector: Collector, engine: Engine, step: int, clock: PhaseCl
     return {
         "wall_s": seconds["wall"],
         "cpu_s": seconds["wall_cpu"],
-        "us_per_token": 1e6 * seconds["wall"] / taken,
-        "cpu_us_per_token": 1e6 * seconds["wall_cpu"] / taken,
         "taken": taken,
         "decode_steps": stats.decode_steps,
         "prefill_s": reduced["time/prefill"],
@@ -154,41 +153,48 @@ def generate(args: argparse.Namespace) -> None:
         tokenizer = Tokenizer(Path(folder))
     rewards = {"length": lambda completion_ids: [float(len(ids)) for ids in completion_ids]}
     collectors = {
-        budget: Collector(
+        max_staleness: Collector(
             engine,
             Prompts(tokenizer, LENGTHS[args.lengths]),
             rewards,
             group_size=GROUP_SIZE,
-            decode_budget=budget,
-            max_staleness=8,
+            max_staleness=max_staleness,
+            round_tokens=args.round_tokens,
         )
-        for budget in (None, args.budget)
+        for max_staleness in (0, args.max_staleness)
     }
-    # The number in flight grows in the first steps, which decode in several rounds, then ever less.
-    longest = max(map(LENGTHS[args.lengths], (RolloutId(0, sample) for sample in range(GROUP_SIZE))))
-    num_before = 4 * (longest // args.budget)
-    steps: dict[int | None, list[dict[str, float]]] = {budget: [] for budget in collectors}
-    for step in range(num_before + args.steps):
-        for budget, collector in collectors.items():
-            if budget is None and step < num_before:
+    steps: dict[int, list[dict[str, float]]] = {max_staleness: [] for max_staleness in collectors}
+    for step in range(args.first + args.steps):
+        for max_staleness, collector in collectors.items():
+            if max_staleness == 0 and step < args.first:
                 continue  # nothing is in flight
             figures = measure_step(collector, engine, step, clock)
             if rank() == 0:
-                print_figures({"budget": budget or 0, "step": step, **figures})
-            if step >= num_before:
-                steps[budget].append(figures)
+                print_figures({"max_staleness": max_staleness, "step": step, **figures})
+            if step >= args.first:
+                steps[max_staleness].append(figures)
     if rank() == 0:
-        whole, partial = (medians(figures) for figures in steps.values())
+        whole, partial = (means(figures) for figures in steps.values())
         print_result(
             what=f"partial rollouts, {args.lengths}",
             world=world_size(),
-            budget=args.budget,
-            faster=whole["us_per_token"] / partial["us_per_token"],
-            less_cpu=whole["cpu_us_per_token"] / partial["cpu_us_per_token"],
+            max_staleness=args.max_staleness,
+            faster=per_token(whole, "wall_s") / per_token(partial, "wall_s"),
+            less_cpu=per_token(whole, "cpu_s") / per_token(partial, "cpu_s"),
             whole=rounded(whole),
             partial=rounded(partial),
         )
     process_group.stop()
+
+
+def means(steps: list[dict[str, float]]) -> dict[str, float]:
+    """By figure: steps take turns to decode much and little, which medians would hide."""
+    return {name: fmean(step[name] for step in steps if name in step) for name in steps[0]}
+
+
+def per_token(figures: dict[str, float], name: str) -> float:
+    """A figure of all steps over the tokens that they take."""
+    return figures[name] / figures["taken"]
 
 
 def rounded(figures: dict[str, float]) -> dict[str, float]:
@@ -200,6 +206,7 @@ def learn(args: argparse.Namespace) -> None:
     """Compare the rewards that are reached with equally many samples."""
     last: dict[str, list[float]] = {name: [] for name in LEARNERS}
     step_to_half: dict[str, list[int | None]] = {name: [] for name in LEARNERS}
+    ages: dict[str, list[float]] = {name: [] for name in LEARNERS}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         (root / "reward.py").write_text(REWARD)
@@ -209,10 +216,11 @@ def learn(args: argparse.Namespace) -> None:
                 rewards = [step["reward/mean"] for step in steps]
                 last[name].append(fmean(rewards[-10:]))
                 step_to_half[name].append(next((i for i, r in enumerate(rewards, 1) if r >= 0.5), None))
+                ages[name].append(fmean(step.get("stale/age_mean", 0.0) for step in steps))
                 print(
                     f"seed {seed}, {name}: {last[name][-1]:.3f}, 0.5 in {step_to_half[name][-1]}", flush=True
                 )
-    print_result(what="learning with partial rollouts", last10=last, step_to_half=step_to_half)
+    print_result(what="learning with partial rollouts", last10=last, step_to_half=step_to_half, mean_age=ages)
 
 
 def train(args: argparse.Namespace, root: Path, name: str, *flags: str) -> list[dict[str, float]]:
