@@ -1,7 +1,7 @@
 """A simulation of `--max-staleness`: the speed of steps and the age of tokens, for your lengths and costs.
 
     PYTHONPATH=. python benchmarks/rounds.py [--costs 1.5B|7B|cpu|A,B,C,D,E,F] [--ranks 8] [--prompts 64] [--group 8]
-        [--lengths lognormal:1000:4096|equal:1024|RUN] [--turns 6 --reply-seconds 2.7]
+        [--lengths lognormal:MEAN:MOST:SIGMA|equal:1024|RUN] [--turns 6 --reply-seconds 2.7]
         [--reward-seconds 5 --reward-workers 8]
 
 RUN is the folder of a run, whose completions give the lengths. Costs are seconds: A of a decode step, and B for each of
@@ -125,14 +125,15 @@ class Workload:
         self._args = args
         kind, *numbers = args.lengths.split(":")
         self._lengths: list[list[int]] = []
+        self._sigma = 0.0
         if kind == "equal":
             self.mean = self.longest = int(numbers[0])
         elif kind == "lognormal":
-            self.mean, self.longest = map(int, numbers)
+            self.mean, self.longest = map(int, numbers[:2])
+            self._sigma = float(numbers[2]) if len(numbers) > 2 else 0.8
         else:
             self._lengths = lengths_of_run(Path(args.lengths))
             self.mean, self.longest = 0, max(map(max, self._lengths))
-        self._sigma = 0.8 if kind == "lognormal" else 0.0
 
     def rows(self, prompt: int) -> list[Row]:
         """The rollouts of a prompt."""
