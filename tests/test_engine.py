@@ -107,13 +107,11 @@ def assert_expected(rollouts: Sequence[Rollout], attention: str, dtype: torch.dt
     assert_same(contents(rollouts), expected, cached_model(attention, dtype))
 
 
-def score_rollouts(
-    model: Transformer, rollouts: Sequence[Rollout], temperature: float, **kwargs: int
-) -> Tensor:
+def score_rollouts(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
     """The scoring path's logprobs of the rollouts, packed end to end."""
     layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
     tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
-    return score(model, tokens, layout, select=select, temperature=temperature, **kwargs)[0]
+    return score(model, tokens, layout, select=select, temperature=temperature)[0]
 
 
 # Sampled logprobs equal scoring logprobs.
@@ -147,7 +145,7 @@ def test_sampled_logprobs_equal_scoring_logprobs_at_any_mlp_width(dtype, mlp_wid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampled_logprobs_equal_scoring_logprobs_at_any_chunk(dtype):
+def test_sampled_logprobs_equal_scoring_logprobs_at_any_chunk(dtype, monkeypatch):
     """The rows of the head's last chunk, 1, 2 or 3 of them, or one row at a time, do not matter."""
     model = cached_model("full", dtype)
     rollouts = make_engine(model).generate([r for r in mixed_requests() if r.temperature == 1.0])
@@ -155,7 +153,8 @@ def test_sampled_logprobs_equal_scoring_logprobs_at_any_chunk(dtype):
     count = int(sum(r.loss_mask.sum() for r in rollouts))
     leaving = [next(chunk for chunk in range(20, count) if count % chunk == rest) for rest in (1, 2, 3)]
     for chunk in (1, 2, 3, *leaving, count - 3, count - 1, count, count + 9):
-        scored = score_rollouts(model, rollouts, 1.0, token_chunk=chunk)
+        monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", chunk)
+        scored = score_rollouts(model, rollouts, 1.0)
         assert (scored - sampled).abs().max().item() <= tolerance(model), f"chunk {chunk} of {count}"
 
 

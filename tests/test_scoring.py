@@ -90,12 +90,8 @@ def reference(model: Transformer, batch: Batch, temperature: float) -> tuple[Ten
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def score_batch(
-    model: Transformer, batch: Batch, temperature: float = 1.0, **kwargs: int
-) -> tuple[Tensor, Tensor]:
-    return score(
-        model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature, **kwargs
-    )
+def score_batch(model: Transformer, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -293,10 +289,11 @@ def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_gradients_equal_autograd_through_full_logits(tied):
+def test_model_gradients_equal_autograd_through_full_logits(tied, monkeypatch):
     """Every parameter, embedding and head (tied or not) included, gets the gradient of the unchunked twin."""
     model, batch, gradients = make_model(tied=tied), make_batch(), []
-    for logprobs, entropies in (score_batch(model, batch, 0.7, token_chunk=7), reference(model, batch, 0.7)):
+    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
+    for logprobs, entropies in (score_batch(model, batch, 0.7), reference(model, batch, 0.7)):
         model.zero_grad(set_to_none=True)
         generator = torch.Generator().manual_seed(5)
         weights = torch.randn(2, len(logprobs), generator=generator, dtype=logprobs.dtype)
