@@ -27,7 +27,7 @@ import train_grpo  # found by workload
 from minirl.generation import decode_step
 from minirl.kernels import launching, paged_attention
 from minirl.model import attention
-from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead, PoolWrite
+from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, rope_table
@@ -304,11 +304,13 @@ def _decode_inputs(config: ModelConfig) -> decode_step.DecodeStep:
     table = torch.empty(NUM_REQUESTS, blocks_per_request, dtype=torch.int32, device=META)
     cached = Cached(
         CachePool(keys, values, None, "paged"),
-        PoolWrite(None, numbers, numbers),
-        DecodeRead(table, numbers.int()),
+        block=numbers,
+        offset=numbers,
+        read=DecodeRead(table, numbers.int()),
     )
-    caches = {layer: (cached, layer) for layer in range(config.num_hidden_layers)}
-    return decode_step.DecodeStep(numbers, DecodeLayout(numbers, caches), numbers, numbers.float())
+    pool_of_layer = {layer: (0, layer) for layer in range(config.num_hidden_layers)}
+    layout = DecodeLayout(numbers, [cached], pool_of_layer)
+    return decode_step.DecodeStep(numbers, layout, numbers, numbers.float())
 
 
 def microbatch_counts(model: Transformer) -> Counts:

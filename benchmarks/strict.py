@@ -29,7 +29,8 @@ from minirl.ranks import process_group
 
 def cached_keys(layout: DecodeLayout, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, K, S, C] of each request, padded to the longest, and the position of its first key [B]."""
-    cached, index = layout.caches[layer]
+    pool, index = layout.pool_of_layer[layer]
+    cached = layout.caches[pool]
     assert cached.read is not None, "a layout to decode from"
     table = cached.read.blocks.long()  # [B, n], the requests' blocks in order
 
@@ -85,9 +86,9 @@ def free_attend(
 ) -> Tensor:
     """`minirl.model.attention.attend` by `scaled_dot_product_attention`."""
     assert window is None, "this benchmark is for models without a window"
-    if layer in layout.caches:
-        cached, index = layout.caches[layer]
-        cached.store(index, k, v)
+    if layout.caches:
+        pool, index = layout.pool_of_layer[layer]
+        layout.caches[pool].store(index, k, v)
     if isinstance(layout, DecodeLayout):
         return decode_attend(q, layout, layer)
     return packed_attend(q, k, v, layout)

@@ -68,120 +68,45 @@ def test_select_equals_a_loop_over_sequences(chosen):
         assert getattr(part, name).dtype == value.dtype
 
 
-def test_a_field_not_made_yet_stays_none():
-    """Select and to leave None alone, and replace sets one field without touching the rest or the original."""
-    full = make_batch([2, 3])
-    batch = Batch(full.lengths, full.tokens, full.loss_mask, full.sample_logprobs)
-    for same in (batch.select([1]), batch.to(CPU)):
-        assert same.advantages is None
-        assert same.table_index is None
-    changed = batch.replace(advantages=full.advantages)
-    assert changed.advantages is full.advantages
-    assert changed.tokens is batch.tokens
-    assert batch.advantages is None
-
-
-@pytest.mark.parametrize("chosen", [[], [1], [2, 0], [0, 1, 2]])
-def test_token_index_says_where_the_tokens_are(chosen):
-    """Writing a selection's stream back at its index restores the batch's stream."""
-    batch = make_batch([3, 1, 4])
-    index = batch.token_index(chosen)
-    assert index.dtype == torch.int64
-    assert index.tolist() == [t for i in chosen for t in range(8) if [0, 0, 0, 1, 2, 2, 2, 2][t] == i]
-    assert torch.equal(batch.tokens[index], batch.select(chosen).tokens)
-
-
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
 def test_spread_repeats_within_the_loss_mask(lengths):
     """Each sequence's value at its loss tokens and exactly 0 elsewhere, even for values that are not finite."""
-    batch = make_batch(lengths)
-    batch = batch.replace(
-        loss_mask=torch.tensor([False, True, True, False, False, True, False, True])[: sum(lengths)]
-    )
+    mask = torch.tensor([False, True, True, False, False, True, False, True])[: sum(lengths)]
     values = torch.tensor([1.5, math.nan, math.inf])[: len(lengths)]
-    owner = [i for i, length in enumerate(lengths) for _ in range(length)]
-    wanted = [
-        float(values[i]) if chosen else 0.0 for i, chosen in zip(owner, batch.loss_mask.tolist(), strict=True)
-    ]
-    assert batch.spread(values).tolist() == wanted
+    spread = make_batch(lengths).replace(loss_mask=mask).spread(values)
+    assert str(spread.tolist()) == str([0.0, 1.5, 1.5, 0.0, 0.0, math.inf, 0.0, math.inf][: len(mask)])
 
 
-def test_to_moves_every_tensor():
-    """Every field is on the device, lengths unchanged."""
+def test_to_moves_every_tensor_and_a_field_not_made_yet_stays_none():
     batch = make_batch([2, 3])
     moved = batch.to(torch.device("meta"))
     assert {value.device.type for value in tensor_fields(moved).values()} == {"meta"}
-    assert moved.lengths == batch.lengths
-
-
-def test_layout_has_the_lengths_of_the_batch():
-    """Positions restart at each sequence."""
-    assert make_batch([3, 1, 2]).layout().positions.tolist() == [0, 1, 2, 0, 0, 1]
-
-
-PROMPTS = tuple(PromptPrefix(*prompt) for prompt in ((4, 2), (9, 1), (4, 2), (4, 2), (9, 1)))
-
-
-def shared_batch():
-    """Sequences of 3, 1, 5, 2 and 4 tokens that begin with `PROMPTS`."""
-    return dataclasses.replace(make_batch([3, 1, 5, 2, 4]), prefixes=PROMPTS)
+    assert (moved.lengths, moved.prefixes) == (batch.lengths, batch.prefixes)
+    batch = batch.replace(advantages=NOT_MADE)
+    assert batch.select([1]).advantages is batch.to(CPU).advantages is None
 
 
 @pytest.mark.parametrize(
     ("chosen", "shared"),
     [
-        ([0, 1, 2, 3, 4], ((0, 0), (1, 0), (0, 2), (0, 2), (1, 1))),
+        ([0, 1, 2, 3, 4, 5], ((0, 0), (1, 0), (0, 2), (0, 2), (1, 1), (5, 0))),
         ([2, 4, 3], ((0, 0), (1, 0), (0, 2))),
         ([4, 1], ((0, 0), (0, 1))),
         ([3, 4], ()),
-        ([2], ()),
+        ([0, 5], ()),
         ([], ()),
     ],
 )
 def test_a_layout_shares_prompts_within_its_own_batch(chosen, shared):
-    """Parents are places in the selection, the first that has the prompt; a parent left behind is no parent."""
-    assert shared_batch().select(chosen).layout().shared == shared
+    """Parents are places in the selection, the first that has the prompt; a parent left behind is no parent.
 
-
-def test_prompts_stay_with_their_sequences():
-    """Moved, or with a stream set, a batch still has them; without any, or with one each, nothing is shared."""
-    batch = shared_batch()
-    assert batch.to(CPU).prefixes == batch.replace(advantages=batch.values).prefixes == PROMPTS
-    assert batch.select([3, 1]).select([1]).prefixes == (PROMPTS[1],)
-    assert make_batch([3, 1]).layout().shared == ()
-    assert dataclasses.replace(batch, prefixes=()).layout().shared == ()
-    assert dataclasses.replace(batch, prefixes=()).select([1, 0]).prefixes == ()
-
-
-def test_prompts_of_one_ordinal_and_other_lengths_are_not_shared():
-    """A prompt is its ordinal and its length: where the lengths differ, nothing is taken from the other."""
-    batch = dataclasses.replace(make_batch([3, 4]), prefixes=(PromptPrefix(4, 2), PromptPrefix(4, 3)))
-    assert batch.layout().shared == ()
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchWithTeacher(Batch):
-    """What a fork adds for a stream of its own."""
-
-    teacher: torch.Tensor = NOT_MADE
-
-
-def test_a_new_stream_is_one_more_line():
-    """A subclass with a line for `teacher`: select and to carry it, since no other line knows the streams by name."""
-    batch = BatchWithTeacher(**vars(make_batch([2, 1])), teacher=torch.tensor([1.0, 2.0, 3.0]))
-    assert batch.select([1, 0]).teacher.tolist() == [3.0, 1.0, 2.0]
-    assert batch.to(torch.device("meta")).teacher.device.type == "meta"
-    assert batch.replace(values=batch.teacher).select([1]).values.tolist() == [3.0]
-
-
-def test_completion_is_what_follows_the_prompt():
-    """The stop token included."""
-    tokens = torch.tensor([5, 6, 7, 8, 0])
-    mask = torch.tensor([False, False, True, True, True])
-    rollout = Rollout(
-        tokens, mask, torch.zeros(5), torch.zeros(5, dtype=torch.int32), 2, RolloutId(0, 0), "stop"
+    A prompt is its ordinal and its length: where the lengths differ, nothing is shared.
+    """
+    prompts = ((4, 2), (9, 1), (4, 2), (4, 2), (9, 1), (4, 3))
+    batch = dataclasses.replace(
+        make_batch([3, 1, 5, 2, 4, 4]), prefixes=tuple(PromptPrefix(*prompt) for prompt in prompts)
     )
-    assert rollout.completion == [7, 8, 0]
+    assert batch.select(chosen).layout().shared == shared
 
 
 # Between ranks.
@@ -249,19 +174,27 @@ BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
 
 
 def exchange_branches(rank, rank_of):
+    """The exchange of branches, and each one's last token, sent back to its row of the table."""
     rollouts = own_branches(rank)
     rewards = [[float(r.rollout_id.prompt_ordinal)] for r in rollouts]
     own_rewards = [[10.0 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] for r in all_branches(rollouts)]
     table = gather_table(rollouts, *(torch.tensor(column).view(-1, 1) for column in (rewards, own_rewards)))
     batch = exchange(rollouts, table, rank_of)
-    lasts = gather_to_table(batch, torch.tensor([part[-1] for part in sequences_of(batch, "tokens")]), 12)
-    return table, batch.table_index.tolist(), batch.prefixes, table.sum_branches(lasts)
+    return (
+        table,
+        batch.table_index.tolist(),
+        batch.prefixes,
+        gather_to_table(batch, batch.tokens[batch.last_index], 12),
+    )
 
 
-def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks):
-    """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts."""
-    rank_of = [i % 2 for i in range(12)]
-    for rank, (table, table_index, prefixes, sums) in enumerate(two_ranks.run(exchange_branches, rank_of)):
+@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], [1] * 12])
+def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of):
+    """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts.
+
+    Every rank has the numbers per branch, none counted twice, also where a rank has none.
+    """
+    for rank, (table, table_index, prefixes, lasts) in enumerate(two_ranks.run(exchange_branches, rank_of)):
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
@@ -272,11 +205,12 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks):
         assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
         assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
         assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
-        assert table_index == list(range(rank, 12, 2))
+        assert table_index == [i for i, receiver in enumerate(rank_of) if receiver == rank]
         assert list(prefixes) == [table.prefixes[i] for i in table_index]
+        assert lasts.dtype == torch.float64
         whole = [100 * p + 10 * s + p + s for p, s in IDS]
         firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
-        assert sums.tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]
+        assert table.sum_branches(lasts).tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]
 
 
 def exchange_own_prompts(rank):
@@ -294,22 +228,6 @@ def exchange_own_prompts(rank):
 def test_a_further_branch_shares_its_prompt_with_none(one_rank):
     """First branches of one prompt's rollouts share it; another one's prompt is its own, whatever its length."""
     assert one_rank.run(exchange_own_prompts) == [((0, 0), (1, 0), (0, 7), (3, 0))]
-
-
-def own_numbers(rank, rank_of):
-    """Each sequence's last token, sent back to its row of the table, after an exchange."""
-    rollouts, table = own_rollouts(rank, 4), own_table(rank, 4)
-    batch = exchange(rollouts, table, rank_of)
-    last = [part[-1] for part in sequences_of(batch, "tokens")]
-    return gather_to_table(batch, torch.tensor(last, dtype=torch.float32), len(IDS))
-
-
-@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0], [1] * 9])
-def test_numbers_per_sequence_come_back_in_table_order_on_every_rank(two_ranks, rank_of):
-    """Wherever the rollouts are trained on, also where a rank has none; in double precision, none counted twice."""
-    for numbers in two_ranks.run(own_numbers, rank_of):
-        assert numbers.dtype == torch.float64
-        assert numbers.tolist() == [100 * p + 10 * s + p + s for p, s in IDS]
 
 
 def exchange_own(rank, changed):

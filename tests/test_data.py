@@ -1,12 +1,11 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
+import copy
 import itertools
 import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -65,36 +64,21 @@ def test_each_epoch_is_another_permutation_of_the_rows():
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert list(range(50)) not in epochs
     assert order(other, 0, 50) not in epochs
+    assert prompts.epoch(75) == 1.5
 
 
 def test_order_does_not_depend_on_what_was_asked_before():
     """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57. Fault 12."""
     stream = order(make_prompts(["a"] * 7), 0, 40)
     again = make_prompts(["a"] * 7)
-    assert order(again, 33, 7) == stream[33:]
-    assert order(again, 4, 8) == stream[4:12]
-    assert [again.index(i) for i in range(39, -1, -1)] == stream[::-1]
-    for asked in ([6, 7] * 3, [13, 7, 21, 0, 14], random.Random(0).sample(range(40), 40)):
+    for asked in (range(33, 40), range(39, -1, -1), [6, 7] * 3, random.Random(0).sample(range(40), 40)):
         assert [again.index(i) for i in asked] == [stream[i] for i in asked]
         assert [again.row(i).place for i in asked] == [str(stream[i]) for i in asked]
 
 
 def test_order_does_not_depend_on_the_process():
-    """Another process, with another hash seed, draws the same rows."""
-    program = (
-        "from minirl.data.prompts import PromptStream\nfrom minirl.data.task import Row\n"
-        "class T:\n    def encode(self, row): return [1]\n    def encode_all(self, rows): return [[1]] * len(rows)\n"
-        "p = PromptStream([Row('a', {}, 'x')] * 9, T(), purpose='train', max_tokens=2, max_new_tokens=1, seed=3)\n"
-        "print([p.index(i) for i in range(30)])"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert json.loads(printed) == order(make_prompts(["a"] * 9, seed=3), 0, 30)
+    """Every hash seed and every version of Python draws these rows."""
+    assert order(make_prompts(["a"] * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
 
 def test_a_request_is_its_row_its_key_and_the_limits():
@@ -142,21 +126,13 @@ def test_greedy_requests_come_after_the_group():
 
 
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
-    """The same row in a later epoch, in evaluation or under another seed is sampled with other noise. Pitfall 50."""
+    """The same row in a later epoch, in evaluation or under another seed gets other noise, as do equal rows.
+
+    Pitfalls 25 and 50.
+    """
     several = [make_prompts(["a"] * 3, seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
     keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
-
-
-def test_equal_prompts_are_separate_groups_by_ordinal():
-    """Two rows of one text in a batch keep their own ids, noise and columns. Pitfall 25."""
-    rows = [Row("same", {"answer": i}, str(i)) for i in range(2)]
-    prompts = PromptStream(rows, Letters(), purpose="train", max_tokens=9, max_new_tokens=5)
-    requests = prompts.requests(0, 2, group_size=2)
-    assert len({r.prompt_ids for r in requests}) == 1
-    assert len({r.rollout_id for r in requests}) == len({r.key for r in requests}) == 4
-    assert [[r.rollout_id.prompt_ordinal for r in requests].count(ordinal) for ordinal in (0, 1)] == [2, 2]
-    assert {prompts.row(ordinal).columns["answer"] for ordinal in (0, 1)} == {0, 1}
 
 
 def seconds(action):
@@ -178,30 +154,21 @@ def test_a_step_of_a_large_task_does_not_shuffle_for_each_prompt():
     assert seconds(lambda: [prompts.row(i) for i in [19_999, 20_000] * 64]) < 20 * one_shuffle
 
 
-def test_epochs_served_are_counted_in_rows_kept():
-    """One and a half epochs after nine prompts of six rows."""
-    assert make_prompts(["a"] * 6).epoch(9) == 1.5
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 
 
-def test_text_prompts_get_the_tokenizers_own_bos_once(chat_folder):
-    """A text prompt is what the tokenizer makes of a text, special tokens included. Pitfall 17."""
-    assert Tokenizer(chat_folder).encode(Row("abc", {}, "f:1")) == ids("<bos>abc")
-
-
-def test_chat_prompts_get_the_templates_bos_only(chat_folder):
-    """Template and tokenizer would each add a BOS: the prompt has one, and ends ready for an answer. Pitfall 17."""
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
-    encoded = Tokenizer(chat_folder).encode(Row(messages, {}, "f:1"))
-    assert encoded == ids("<bos><turn>system:be kind<turn>user:hello<turn>assistant:")
-    assert encoded.count(BOS) == 1
-
-
-def test_chat_flag_wraps_text_in_one_user_message(chat_folder):
-    """With `chat` a text prompt is encoded as the chat of that one message; a chat prompt is not wrapped again."""
-    messages = [{"role": "user", "content": "hello"}]
-    with_flag, without = Tokenizer(chat_folder, chat=True), Tokenizer(chat_folder)
-    assert with_flag.encode(Row("hello", {}, "f:1")) == ids("<bos><turn>user:hello<turn>assistant:")
-    assert with_flag.encode(Row(messages, {}, "f:1")) == without.encode(Row(messages, {}, "f:1"))
+@pytest.mark.parametrize(
+    ("chat", "prompt", "expected"),
+    [
+        (False, "abc", "<bos>abc"),
+        (False, CHAT, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:"),
+        (True, CHAT, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:"),
+        (True, "hello", "<bos><turn>user:hello<turn>assistant:"),
+    ],
+)
+def test_a_text_gets_the_tokenizers_bos_and_a_chat_only_the_templates(chat_folder, chat, prompt, expected):
+    """Each has one BOS. With `chat` a text is one user message, and a chat is not wrapped again. Pitfall 17."""
+    assert Tokenizer(chat_folder, chat=chat).encode(Row(prompt, {}, "f:1")) == ids(expected)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -257,30 +224,27 @@ def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
     assert Tokenizer(text_folder).encode(Row("a", {}, "my.jsonl:9")) == ids("<bos>a")
 
 
+CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
+
+
 @pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
 @pytest.mark.parametrize("end", ["", "<eos>"])
 def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, role, end):
     """As in TRL: no second header, nor the end that the template gives a message; all other roles are answered."""
-    template = TEMPLATE.replace("{% endfor %}", f"{end}{{% endfor %}}")
-    save_tokenizer(tmp_path, template)
-    messages = [{"role": "user", "content": "hello"}, {"role": role, "content": "one, t"}]
-    tokenizer = Tokenizer(tmp_path)
-    continues = role == "assistant"
-    expected = tokenizer.backend.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
-    )
-    assert tokenizer.encode(Row(messages, {}, "f:1")) == ids(expected)
-    assert expected.endswith("assistant:one, t" if continues else "assistant:")
-    assert len(messages) == 2
+    save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{end}{{% endfor %}}"))
+    messages = [CONTINUED[0], {"role": role, "content": "one, t"}]
+    expected = f"<bos><turn>user:hello{end}<turn>{role}:one, t"
+    if role != "assistant":
+        expected += f"{end}<turn>assistant:"
+    assert Tokenizer(tmp_path).encode(Row(messages, {}, "f:1")) == ids(expected)
     assert messages[1]["content"] == "one, t"
 
 
-def test_an_answer_that_continues_a_message_is_one_message_for_the_reward_model(chat_folder):
-    """It gets what the policy got and said, under one header."""
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
-    encoded = Tokenizer(chat_folder).encode_answered(messages, "wo")
-    assert encoded == ids("<bos><turn>user:hello<turn>assistant:one, two")
-    assert messages[1]["content"] == "one, t"
+def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
+    """The prompt would not be what the row says."""
+    save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))
+    with pytest.raises(InputError, match=r"f:1: the chat template of .* refuses the messages: ValueError"):
+        Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -299,14 +263,6 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{names}{{% endfor %}}"))
     encoded = Tokenizer(tmp_path).encode_answered([{"role": "user", "content": "hello"}], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
-
-
-def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
-    """The prompt would not be what the row says."""
-    save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
-    with pytest.raises(InputError, match=r"f:1: the chat template of .* refuses the messages: ValueError"):
-        Tokenizer(tmp_path).encode(Row(messages, {}, "f:1"))
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -331,7 +287,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
     tmp_path, monkeypatch, template, message
 ):
-    """It is a program of the model's folder: whatever it does, the row and the folder are named. Fault 36."""
+    """It is a program of the model's folder: whatever it does, the row and the folder are named. Faults 22 and 36."""
     monkeypatch.setattr("minirl.data.tokenizer._TEMPLATE_SECONDS", 1.0)
     save_tokenizer(tmp_path, template)
     began = time.monotonic()
@@ -362,12 +318,18 @@ def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(spoilt_fol
         Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["", "[]", "7", "null", '{"version": 1}', None], ids=str)
-def test_a_tokenizer_file_that_is_cut_off_or_no_object_is_refused_or_not_needed(spoilt_folder, name, content):
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "7", "null", '{"version": 1}'])
+def test_a_tokenizer_that_is_cut_off_or_no_object_is_refused(spoilt_folder, content):
+    """By an error that names the folder. Fault 36."""
+    (spoilt_folder / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match=f"{spoilt_folder}: its tokenizer cannot be loaded: "):
+        Tokenizer(spoilt_folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", '{"version": 1}'])
+def test_a_damaged_tokenizer_config_is_refused_or_not_needed(spoilt_folder, content):
     """Never another error than the one that names the folder. Fault 36."""
-    text = (spoilt_folder / name).read_text()
-    (spoilt_folder / name).write_text(text[: len(text) // 2] if content is None else content)
+    (spoilt_folder / "tokenizer_config.json").write_text(content)
     try:
         Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
     except InputError as error:
@@ -389,37 +351,40 @@ def test_an_answered_text_ends_with_one_end_token(tmp_path, options, expected):
     assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids(expected)
 
 
-def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder):
-    """Messages, or a text with `chat`, then the answer: one BOS, no generation prompt, nothing after it."""
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
-    encoded = Tokenizer(chat_folder).encode_answered(messages, "bye")
-    assert encoded == ids("<bos><turn>system:be kind<turn>user:hello<turn>assistant:bye")
-    assert len(messages) == 2, "the row's own messages were changed"
-    wrapped = Tokenizer(chat_folder, chat=True).encode_answered("hello", "bye")
-    assert wrapped == ids("<bos><turn>user:hello<turn>assistant:bye")
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        (CHAT, "bye", "<bos><turn>system:be kind<turn>user:hello<turn>assistant:bye"),
+        ("hello", "bye", "<bos><turn>user:hello<turn>assistant:bye"),
+        (CONTINUED, "wo", "<bos><turn>user:hello<turn>assistant:one, two"),
+    ],
+)
+def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder, prompt, answer, expected):
+    """Messages, or a text with `chat`, then the answer: one BOS, no generation prompt, nothing after it.
+
+    An answer that continues a message is under one header with it.
+    """
+    before = copy.deepcopy(prompt)
+    assert Tokenizer(chat_folder, chat=True).encode_answered(prompt, answer) == ids(expected)
+    assert prompt == before, "the row's own messages were changed"
     with pytest.raises(ValueError, match=r"reward model.*no chat template"):
-        Tokenizer(text_folder).encode_answered(messages, "bye")
+        Tokenizer(text_folder, chat=True).encode_answered(prompt, answer)
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("share_unknown", [0.0, 0.05, 0.5, 1.0])
-def test_a_text_is_that_of_its_known_parts_around_each_unknown_id(chat_folder, seed, share_unknown):
+def test_a_text_is_that_of_its_known_parts_around_each_unknown_id(chat_folder, share_unknown):
     """Unknown ids first, last and side by side, specials among them, none at all; a list or a tensor."""
-    tokenizer, rng = Tokenizer(chat_folder), random.Random(seed)
+    tokenizer, rng = Tokenizer(chat_folder), random.Random(0)
     known, unknown = range(len(tokenizer.backend)), (len(tokenizer.backend), 200_000, 2**31)
-    for length in (0, 1, 2, 60):
+    for length in (0, 1, 2, *[60] * 8):
         sampled = [rng.choice(unknown if rng.random() < share_unknown else known) for _ in range(length)]
-        groups = itertools.groupby(sampled, key=lambda i: i in unknown)
-        texts = []
-        for is_unknown, group in groups:
+        text = ""
+        for is_unknown, group in itertools.groupby(sampled, key=lambda i: i in unknown):
             part = list(group)
-            text = tokenizer.backend.decode(part, skip_special_tokens=True)
-            texts.append("\ufffd" * len(part) if is_unknown else text)
-        assert (
-            tokenizer.decode(sampled)
-            == tokenizer.decode(torch.tensor(sampled, dtype=torch.int64))
-            == "".join(texts)
-        )
+            known_text = tokenizer.backend.decode(part, skip_special_tokens=True)
+            text += "\ufffd" * len(part) if is_unknown else known_text
+        assert tokenizer.decode(sampled) == text
+        assert tokenizer.decode(torch.tensor(sampled, dtype=torch.int64)) == text
 
 
 def test_decode_drops_special_tokens_and_nothing_else(chat_folder):
@@ -470,14 +435,10 @@ def test_stop_ids_that_cannot_be_read_are_named(spoilt_folder, content, message)
 
 def whole_text(tokenizer, sampled):
     """The text of a turn from its first token, with special tokens; an id that the tokenizer lacks is U+FFFD."""
-    text, part = "", []
-    for token in [*sampled, None]:
-        if token is None or token >= tokenizer.num_ids:
-            text += tokenizer.backend.decode(part, clean_up_tokenization_spaces=False)
-            text += "" if token is None else "\ufffd"
-            part = []
-        else:
-            part.append(token)
+    text = ""
+    for is_known, part in itertools.groupby(sampled, key=lambda token: token < tokenizer.num_ids):
+        part = list(part)
+        text += tokenizer.backend.decode(part) if is_known else "\ufffd" * len(part)
     return text
 
 
@@ -519,14 +480,6 @@ def test_a_stop_string_is_found_behind_bytes_that_are_no_character(tmp_path):
     assert stop([[stray, newline], [newline, stray, newline]]) == [False, False]
     assert stop.found([stray, newline, newline]) == "\n\n"
     assert stop.found([stray] * 40 + [*"é\n".encode()]) == "é\n"
-
-
-def test_a_special_token_can_be_a_stop_string(tmp_path):
-    for kind in DECODERS:
-        save_decoding_tokenizer(tmp_path / kind, kind)
-        tokenizer = Tokenizer(tmp_path / kind)
-        special = tokenizer.backend.convert_tokens_to_ids("<|im_end|>")
-        assert StopStrings(tokenizer, ["#", "<|im_end|>"]).found([0, special]) == "<|im_end|>"
 
 
 @pytest.mark.parametrize(

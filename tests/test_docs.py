@@ -5,7 +5,6 @@ import json
 import re
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,11 @@ from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
 from support.collecting import chat_prompts, in_workers, make_collector
 from support.models import RAW_CONFIG, make_folder
-from support.scripts import run_in_pool
+from support.scripts import ROOT, run_in_pool
 from support.texts import TOKENS, save_tokenizer
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), Path(__file__).parent / "pitfalls.md"]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "tests" / "pitfalls.md"]
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4".split()
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),
@@ -121,7 +120,7 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
@@ -132,13 +131,16 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_map_has_every_folder_and_module_of_the_library():
-    """Of those that stand in the package itself."""
-    (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)
-    library = DOCS.parent / "minirl"
-    folders = {f"minirl/{path.parent.name}/" for path in library.glob("*/__init__.py")}
-    modules = {f"minirl/{path.name}" for path in library.glob("[a-z]*.py")}
+def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_gone():
+    """Of those that stand in the package itself; files are named anywhere in the README."""
+    text = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", text, re.DOTALL)
+    folders = {f"minirl/{path.parent.name}/" for path in (ROOT / "minirl").glob("*/__init__.py")}
+    modules = {f"minirl/{path.name}" for path in (ROOT / "minirl").glob("[a-z]*.py")}
     assert set(re.findall(r"minirl/\w+(?:/|\.py)", shown)) == folders | modules
+    files = re.findall(r"\b(?:(?:minirl|benchmarks|tests)/[\w/]+|train_\w+)\.py\b", text)
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_the_phases_that_a_page_names_are_those_of_the_scripts():

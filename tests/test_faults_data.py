@@ -11,7 +11,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from support.texts import TEMPLATE, Letters, ids, save_tokenizer
+from support.texts import TEMPLATE, Letters, save_tokenizer
 
 GOOD = b'{"prompt": "good", "answer": 1}'
 
@@ -44,46 +44,31 @@ def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **opti
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        pytest.param(b'{"prompt": "a", }', "not JSON: .* at column 17", id="row-15-comma"),
-        pytest.param(b'{"prompt": "a"', "not JSON", id="row-15-cut"),
-        pytest.param(
-            b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits", id="row-15-digits"
-        ),
-        pytest.param(
-            b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs", id="row-15-deep"
-        ),
-        pytest.param(
-            b'{"prompt": "a", "answer": 1, "answer": 2}',
-            "cannot be read: key 'answer' is there twice",
-            id="row-15-twice",
-        ),
-        pytest.param(
-            b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "key 'c' is there twice", id="row-15-twice-inside"
-        ),
-        pytest.param(b'["prompt"]', "expected an object", id="row-15-list"),
-        pytest.param(
-            b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see", id="row-16-missing"
-        ),
-        pytest.param(
-            b'{"prompt": null, "q": 1}', r"'prompt' is 'None'.*\['prompt', 'q'\].*--prompt", id="row-16-null"
-        ),
-        pytest.param(b'{"prompt": 5}', "field 'prompt' is '5'; expected text", id="row-16-number"),
-        pytest.param(b'{"prompt": ""}', "field 'prompt' is ''", id="row-16-empty"),
-        pytest.param(b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' ", id="row-16-spaces"),
-        pytest.param(b'{"prompt": "a\x00b"}', "not JSON: Invalid control character", id="row-19-raw-nul"),
-        pytest.param('{"prompt": "a"}'.encode("utf-16"), "not UTF-8", id="row-19-utf-16"),
+        (b'{"prompt": "a", }', "not JSON: .* at column 17"),
+        (b'{"prompt": "a"', "not JSON"),
+        (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs"),
+        (b'{"prompt": "a", "answer": 1, "answer": 2}', "cannot be read: key 'answer' is there twice"),
+        (b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "key 'c' is there twice"),
+        (b'["prompt"]', "expected an object"),
+        (b'{"question": "a"}', r"no field 'prompt', only \['question'\]; see"),
+        (b'{"prompt": null, "q": 1}', r"'prompt' is 'None'.*\['prompt', 'q'\].*--prompt"),
+        (b'{"prompt": 5}', "field 'prompt' is '5'; expected text"),
+        (b'{"prompt": ""}', "field 'prompt' is ''"),
+        (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
+        (b'{"prompt": "a\x00b"}', "not JSON: Invalid control character"),
+        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_line_is_named(write, line, said):
-    """File, line, and field or column."""
+    """File, line, and field or column. Faults 15, 16 and 19."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:2: .*{said}"):
         read_rows(write(GOOD, line, GOOD), "prompt")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b"\xef\xbb\xbf"], ids=["row-18-none", "row-18-blank", "row-18-bom"]
-)
-def test_an_empty_file_is_refused(write, content):
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
+def test_row_18_an_empty_file_is_refused(write, content):
     """Not a run of 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
         read_rows(write(content), "prompt")
@@ -103,13 +88,8 @@ def test_row_18_few_and_repeated_rows_are_said():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        pytest.param("\u05e9\u05dc\u05d5\u05dd \u202eabc\u202c", id="row-19-right-to-left"),
-        pytest.param("a\x00b", id="row-19-nul"),
-        pytest.param("a\ud800b", id="row-19-surrogate"),
-        pytest.param("x" * 1_000_000, id="row-19-megabyte"),
-        pytest.param("a\u2028b\u0085c\x0bd\x1ce", id="row-19-other-line-ends"),
-    ],
+    ["\u05e9 \u202eabc\u202c", "a\x00b", "a\ud800b", "x" * 1_000_000, "a\u2028b\u0085c\x0bd\x1ce"],
+    ids=["right to left", "NUL", "surrogate", "megabyte", "other line ends"],
 )
 def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text):
     """Between a BOM and CRLF, blank lines counted: text, answer and place of each row are its own."""
@@ -198,20 +178,12 @@ def test_a_prompt_that_one_rank_refuses_is_named_by_all(two_ranks, bad):
 
 
 @pytest.mark.parametrize("bad", [0, 70, 99])
-def test_row_19_a_text_among_many_that_cannot_be_tokenized_is_named(tokenizer_folder, bad):
-    """Rows are tokenized many at a time."""
-    texts = ["a\ud800" if i == bad else "ab" for i in range(100)]
-    with pytest.raises(InputError, match=rf"^f:{bad + 1}: the text cannot be tokenized: .*ud800"):
-        make_prompts(*texts, tokenizer=Tokenizer(tokenizer_folder))
-
-
-def test_row_19_what_cannot_be_tokenized_is_named(tokenizer_folder):
-    """Half of a surrogate pair, as text and in a message; NUL is a character."""
-    tokenizer = Tokenizer(tokenizer_folder)
-    for prompt in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
-        with pytest.raises(InputError, match=r"f:3: the text cannot be tokenized: .*\\ud800"):
-            tokenizer.encode(Row(prompt, {}, "f:3"))
-    assert tokenizer.encode(Row("a\x00", {}, "f:3")) == ids("<bos>a<unk>")
+def test_row_19_a_text_that_cannot_be_tokenized_is_named(tokenizer_folder, bad):
+    """Half of a surrogate pair, as text and in a message, among many: rows are tokenized together."""
+    for text in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
+        prompts = [text if i == bad else "ab" for i in range(100)]
+        with pytest.raises(InputError, match=rf"^f:{bad + 1}: the text cannot be tokenized: .*ud800"):
+            make_prompts(*prompts, tokenizer=Tokenizer(tokenizer_folder))
 
 
 LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
@@ -266,39 +238,11 @@ def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
     assert make_prompts().requests(0, make_prompts().num_prompts, group_size=0, num_greedy=1) == []
 
 
-CHAT = Row([{"role": "system", "content": "a"}], {}, "rows.jsonl:7")
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        pytest.param(None, "no chat template; use text prompts", id="row-22-none"),
-        pytest.param(
-            "{{ raise_exception('no system role') }}", "model refuses .*no system role", id="row-22-raises"
-        ),
-        pytest.param("{{ messages[5].content }}", "model refuses .*no element 5", id="row-22-undefined"),
-        pytest.param("{% if", "model refuses .*unexpected", id="row-22-syntax"),
-        pytest.param("{{ 1 + 'a' }}", "model refuses .*unsupported operand", id="row-22-type"),
-    ],
-)
-def test_row_22_a_template_that_fails_is_named_with_the_row(tokenizer_folder, template, said):
-    """Row, model folder and what the template says."""
-    tokenizer = Tokenizer(tokenizer_folder)
-    tokenizer.backend.chat_template = template
-    with pytest.raises(InputError, match=rf"rows\.jsonl:7: .*{said}"):
-        tokenizer.encode(CHAT)
-
-
-def change(folder, **keys):
-    """The folder with keys of tokenizer_config.json set, or left out if None."""
-    path = folder / "tokenizer_config.json"
-    known = json.loads(path.read_text()) | keys
-    path.write_text(json.dumps({key: value for key, value in known.items() if value is not None}))
-
-
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tokenizer_folder, monkeypatch):
     """No question on the terminal, no import."""
-    change(tokenizer_folder, auto_map={"AutoTokenizer": ["mine.Mine", None]}, tokenizer_class="Mine")
+    path = tokenizer_folder / "tokenizer_config.json"
+    code = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
     canary = tokenizer_folder / "canary"
     (tokenizer_folder / "mine.py").write_text(f"open({str(canary)!r}, 'w')\nclass Mine: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
@@ -308,22 +252,12 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
 
 
 @pytest.mark.parametrize(
-    "content", [pytest.param("{", id="row-36-cut"), pytest.param("{}", id="row-36-empty")]
-)
-def test_a_damaged_tokenizer_is_refused_by_its_folder(tokenizer_folder, content):
-    """Not a traceback of another library."""
-    (tokenizer_folder / "tokenizer.json").write_text(content)
-    with pytest.raises(InputError, match="model: its tokenizer cannot be loaded: "):
-        Tokenizer(tokenizer_folder)
-
-
-@pytest.mark.parametrize(
     ("eos", "vocab_size", "can_stop"),
     [
-        pytest.param("<eos>", 34, True, id="row-36-eos"),
-        pytest.param("<eos>", 2, True, id="row-36-eos-is-the-last-id"),
-        pytest.param(None, 34, False, id="row-36-no-eos"),
-        pytest.param("<eos>", 1, False, id="row-36-eos-not-in-the-vocabulary"),
+        ("<eos>", 34, True),
+        ("<eos>", 2, True),  # its last id
+        (None, 34, False),
+        ("<eos>", 1, False),
     ],
 )
 def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path, eos, vocab_size, can_stop):

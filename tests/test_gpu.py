@@ -74,7 +74,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     """As under the interpreter (test_paged), by the device: pools, tables and what must not be touched are the same."""
     pytest.importorskip("triton")
     cache, rows = make_cache(window, groups, dim, dtype)
-    pool, (cached, _) = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
+    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
     read = cached.read
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(

@@ -21,7 +21,6 @@ from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
-from minirl.ranks.process_group import world_size
 from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.old_logprobs import score_old_logprobs
@@ -51,23 +50,20 @@ def formula(row: str, **sizes: float) -> float:
     return eval(product, {}, sizes)
 
 
-def make_config(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, tokens: int
-) -> ModelConfig:
-    return config_from_dict(
-        {
-            "model_type": "llama",
-            "vocab_size": 64,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": tokens,
-            "rms_norm_eps": 1e-6,
-        }
-    )
+def raw_config(shape: tuple[int, ...], vocab: int = 64) -> dict[str, Any]:
+    hidden, inner, layers, heads, kv_heads, head_dim, _ = shape
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return {
+        **RAW_CONFIG,
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "max_position_embeddings": 1024,
+        **sizes,
+    }
+
+
+SMALL = config_from_dict(raw_config(SHAPES[0]))
 
 
 def sizes_of(config: ModelConfig) -> dict[str, float]:
@@ -101,99 +97,10 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-def cache_bytes(config: ModelConfig, dtype: torch.dtype, *, max_sequences: int) -> int:
-    """Of a cache of 4096 tokens."""
-    cache = KVCache(
-        config.layer_windows,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        num_query_groups=config.num_attention_heads // config.num_key_value_heads,
-        num_tokens=4096,
-        max_sequences=max_sequences,
-        dtype=dtype,
-        device=CPU,
-    )
-    return sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
-
-
 def backward(model: ShardedModel, batch: Batch, *, is_last: bool) -> None:
     """Of one microbatch."""
     logprobs, _ = score_batch(model.module, batch, temperature=1.0)
     model.backward(logprobs.sum(), is_last=is_last)
-
-
-def bytes_of_training(rank: int, folder: Path) -> dict[str, float]:
-    """What a rank has after each part of an update, by the row of the table."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.bfloat16, device=CPU)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
-    batch = make_batch(33).replace(tokens=torch.arange(33))
-
-    with torch.no_grad():
-        score_batch(model.module, batch, temperature=1.0)  # makes the rope table, which stays
-    _, gradients = allocated_bytes(lambda: backward(model, batch, is_last=False))
-    backward(model, batch, is_last=True)
-    sharded = sum(master.grad.to_local().nbytes for master in model.masters.values())
-    model.step(optimizer, lr=0.1, max_grad_norm=1.0)
-    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    return {
-        "weights, shared by generate, score and update": sum(
-            w.nbytes for w in model.compute_weights.values()
-        ),
-        "masters and two moments": sum(t.to_local().nbytes for t in [*model.masters.values(), *moments]),
-        "gradients, summed over microbatches": gradients,
-        "gradients, sharded over the ranks after the last microbatch": sharded,
-        "P": sum(w.numel() for w in model.compute_weights.values()),
-        "W": world_size(),
-    }
-
-
-@pytest.mark.slow
-def test_weights_optimizer_and_gradients_are_the_table_s(one_rank, two_ranks, tmp_path):
-    raw = {**RAW_CONFIG, "hidden_size": 128, "intermediate_size": 256}
-    folder = make_folder(tmp_path / "model", raw)
-    for pool in (one_rank, two_ranks):
-        for measured in pool.run(bytes_of_training, folder):
-            sizes = {name: measured.pop(name) for name in ("P", "W")}
-            for row, num_bytes in measured.items():
-                assert num_bytes == pytest.approx(formula(row, **sizes), rel=0.02), row
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_cached_token_has_the_table_s_bytes(shape):
-    config = make_config(*shape)
-    assert cache_bytes(config, torch.bfloat16, max_sequences=1) == pytest.approx(
-        4096 * formula("cached token", **sizes_of(config)), rel=0.02
-    )
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    "shape", [SHAPES[1], *(pytest.param(SHAPES[i], marks=pytest.mark.slow) for i in (0, 2))]
-)
-def test_an_update_on_the_cpu_peaks_where_the_table_says(shape, recompute):
-    """The second of two microbatches: the gradients exist already."""
-    config = make_config(*shape)
-    num_tokens = shape[-1]
-    model = Transformer(config, recompute_layers=recompute)
-    batch = make_batch(num_tokens)
-
-    def backward() -> None:
-        logprobs, _ = score_batch(model, batch, temperature=1.0)
-        logprobs.sum().backward()
-
-    backward()
-    peak, stays = allocated_bytes(backward)
-    assert stays == 0
-    sizes = sizes_of(config)
-    # A block of queries sees the tokens before it and itself.
-    sizes["S"] = num_tokens / 2 + 32
-    sizes["A"] = formula("a layer's activations of a token, A, CPU in fp32", **sizes)
-    expected = formula("token of a microbatch", **sizes)
-    if recompute:
-        # In fp32 the states between the layers take twice the bytes.
-        doubled = sizes | {"L": 2 * sizes["L"]}
-        expected = formula("token of a microbatch with `--recompute-layers on`", **doubled)
-    assert peak == pytest.approx(num_tokens * expected, rel=0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -203,7 +110,7 @@ def test_a_layer_on_cuda_saves_what_the_table_says(shape, monkeypatch):
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
     monkeypatch.setattr(launching, "launch", lambda *args, **constants: None)
-    config = make_config(*shape)
+    config = config_from_dict(raw_config(shape))
     batch = make_batch(shape[-1])
     layout = batch.layout()
     with torch.device("meta"):
@@ -251,24 +158,19 @@ def test_the_example_follows_from_the_table():
     assert found == pytest.approx(expected, rel=0.03)
 
 
-QWEN_7B = ModelConfig(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    head_dim=128,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_scaling=None,
-    layer_windows=(None,) * 28,
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tie_word_embeddings=False,
+QWEN_7B = config_from_dict(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    }
 )
 AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
 
@@ -293,7 +195,15 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
     return dataclasses.replace(work, **changes)
 
 
-@pytest.mark.parametrize("config", [make_config(*SHAPES[0]), QWEN_7B], ids=["small", "7B"])
+def fitting(work: Workload, free: float) -> Sizes:
+    """The sizes that are chosen; they fit."""
+    sizes = choice.choose_sizes(work, free, AUTO)
+    assert choice.too_large(work, sizes, free) is None
+    assert needs.peak_bytes(work, sizes) <= choice.USABLE * free
+    return sizes
+
+
+@pytest.mark.parametrize("config", [SMALL, QWEN_7B], ids=["small", "7B"])
 def test_the_code_computes_what_the_table_says(config):
     """Every row that has a formula, on 8 GPUs in bf16 and on the CPU in fp32."""
     letters = sizes_of(config) | {
@@ -369,27 +279,20 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
     }
 
 
-def folder_of_shape(folder: Path, shape: tuple[int, ...], vocab: int) -> Path:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
-    raw = {**RAW_CONFIG, "model_type": "llama", "vocab_size": vocab, **dict(zip(names, shape, strict=False))}
-    raw |= {"num_attention_heads": shape[3], "num_key_value_heads": shape[4], "head_dim": shape[5]}
-    return make_folder(folder, {**raw, "max_position_embeddings": 1024})
-
-
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
+        (SHAPES[0], 64, True, 1),
         (SHAPES[1], 6500, False, 1),
+        pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
         pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),
     ],
-    ids=["two ranks", "a vocabulary", "recomputing"],
 )
 def test_each_phase_peaks_where_the_code_says(
     one_rank, two_ranks, tmp_path, shape, vocab, recompute, num_ranks
 ):
     """On the CPU, within 10 %: of the phase alone, without what is always held, and of both."""
-    folder = folder_of_shape(tmp_path / "model", shape, vocab)
+    folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     num_tokens = shape[-1]
     pool = two_ranks if num_ranks == 2 else one_rank
     measured = pool.run(bytes_of_phases, folder, num_tokens, recompute)[0]
@@ -419,12 +322,12 @@ def one_of_eight() -> Iterator[RankPool]:
 
 
 def bytes_of_backward(
-    rank: int, folder: Path, num_tokens: int, recompute: bool, offload: bool = False
+    rank: int, folder: Path, num_tokens: int, recompute: bool, offload: bool
 ) -> tuple[int, int]:
     """With sharded gradients: what the first of two microbatches leaves, and the peak of both."""
     options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
-    options["offload_optimizer"] = offload
-    model = ShardedModel(read_config(folder), folder, **options, shard_gradients=True)
+    options |= {"offload_optimizer": offload, "shard_gradients": True}
+    model = ShardedModel(read_config(folder), folder, **options)
     batch = make_batch(num_tokens)
 
     def two_microbatches() -> None:
@@ -440,49 +343,35 @@ def bytes_of_backward(
     return left, peak
 
 
-SHARDED = {
-    "activations": (SHAPES[0], 64, False),
-    "a vocabulary": (SHAPES[1], 20_000, False),
-    "recomputing": (SHAPES[2], 64, True),
-}
-
-
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute"),
     [
-        SHARDED["activations"],
-        *(pytest.param(*SHARDED[name], marks=pytest.mark.slow) for name in ("a vocabulary", "recomputing")),
+        (SHAPES[0], 64, False),
+        pytest.param(SHAPES[1], 20_000, False, marks=pytest.mark.slow),
+        pytest.param(SHAPES[2], 64, True, marks=pytest.mark.slow),
     ],
-    ids=SHARDED,
 )
-def test_sharded_gradients_take_what_the_code_says(one_of_eight, tmp_path, shape, vocab, recompute):
-    """On eight ranks: each never holds more than its share and one unit's, within 10 %."""
-    folder = folder_of_shape(tmp_path / "model", shape, vocab)
-    config = read_config(folder)
-    num_tokens = shape[-1]
-    ((left, peak),) = one_of_eight.run(bytes_of_backward, folder, num_tokens, recompute)
-    work = make_workload(config, num_ranks=8, longest=num_tokens, update_tokens=num_tokens)
+def test_sharded_gradients_take_what_the_code_says(
+    one_rank, one_of_eight, tmp_path, shape, vocab, recompute, on_host
+):
+    """Within 10 %. On eight ranks each never holds more than its share and one unit's.
+
+    One rank sums them on the host: what the device takes is here the peak without the sums, which are in one memory.
+    """
+    folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
+    config, num_tokens = read_config(folder), shape[-1]
+    pool = one_rank if on_host else one_of_eight
+    ((left, peak),) = pool.run(bytes_of_backward, folder, num_tokens, recompute, on_host)
+    num_ranks = 1 if on_host else 8
+    lengths = {"longest": num_tokens, "update_tokens": num_tokens}
+    work = make_workload(config, num_ranks=num_ranks, offloads_optimizer=on_host, **lengths)
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
     update = needs.phase_bytes(work, sizes)["update"]
-    assert left == pytest.approx(update["gradients"], rel=0.02)
-    assert update["gradients"] == pytest.approx(4 * formulas.num_parameters(config) / 8)
-    assert peak == pytest.approx(sum(update.values()), rel=0.1)
-
-
-@pytest.mark.parametrize("part", ["activations", pytest.param("a vocabulary", marks=pytest.mark.slow)])
-def test_one_rank_with_gradients_on_the_host_takes_what_the_code_says(one_rank, tmp_path, part):
-    """Of the device, within 10 %: here that is the peak without the sums, which are in the same memory."""
-    shape, vocab, recompute = SHARDED[part]
-    folder = folder_of_shape(tmp_path / "model", shape, vocab)
-    config = read_config(folder)
-    num_tokens = shape[-1]
-    ((left, peak),) = one_rank.run(bytes_of_backward, folder, num_tokens, recompute, True)
-    work = make_workload(config, longest=num_tokens, update_tokens=num_tokens, offloads_optimizer=True)
-    sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
-    update = needs.phase_bytes(work, sizes)["update"]
-    assert update["gradients"] == 0
-    assert left == pytest.approx(4 * formulas.num_parameters(config), rel=0.02)
-    assert peak - left == pytest.approx(sum(update.values()), rel=0.1)
+    sums = 4 * formulas.num_parameters(config) / num_ranks
+    assert left == pytest.approx(sums, rel=0.02)
+    assert update["gradients"] == pytest.approx(0 if on_host else sums)
+    assert peak - left * on_host == pytest.approx(sum(update.values()), rel=0.1)
 
 
 def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
@@ -490,16 +379,9 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
 
     Fault 38.
     """
-    config = make_config(*SHAPES[0])
-    work = make_workload(config)
-    sizes = choice.choose_sizes(work, 64e9, AUTO)
-    assert sizes == Sizes(256, 65536, 8192, recompute_layers=False, shard_gradients=False)
-    chosen = []
-    for free in (64e9, 2e9, 1e9, 0.5e9, 0.3e9, 0.25e9):
-        sizes = choice.choose_sizes(work, free, AUTO)
-        assert choice.too_large(work, sizes, free) is None
-        assert needs.peak_bytes(work, sizes) <= choice.USABLE * free
-        chosen.append(sizes)
+    work = make_workload(SMALL)
+    chosen = [fitting(work, free) for free in (64e9, 2e9, 1e9, 0.5e9, 0.3e9, 0.25e9)]
+    assert chosen[0] == Sizes(256, 65536, 8192, recompute_layers=False, shard_gradients=False)
     for more, less in itertools.pairwise(chosen):
         assert more.recompute_layers <= less.recompute_layers
         assert more.cache_tokens >= less.cache_tokens
@@ -524,6 +406,34 @@ QWEN_1_5B = dataclasses.replace(
     tie_word_embeddings=True,
 )
 GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144}
+FEW_TOKENS = {"num_ranks": 2, "enough_tokens": 812, "update_tokens": 812}
+
+
+@pytest.mark.parametrize(
+    ("work", "switches"),
+    [
+        (
+            make_workload(SMALL, **FEW_TOKENS),
+            {300e6: (False, False), 284e6: (False, True), 260e6: (True, False), 174e6: (True, True)},
+        ),
+        (
+            make_workload(SMALL, **FEW_TOKENS | {"num_ranks": 1}),
+            {350e6: (False, False), 240e6: (True, False)},
+        ),
+        (
+            make_workload(QWEN_7B, **GPUS_OF_80_GB, offloads_optimizer=True),
+            {200e9: (False, False), 80e9: (True, False), 50e9: (True, True)},
+        ),
+    ],
+    ids=["two ranks", "one", "optimizer on the host"],
+)
+def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds_them_up(work, switches):
+    """With less and less memory: the sums hide behind backward, recomputation takes a third more time.
+
+    For sums on the host each microbatch would wait. One rank shards nothing.
+    """
+    sizes = {free: fitting(work, free) for free in switches}
+    assert {free: (x.recompute_layers, x.shard_gradients) for free, x in sizes.items()} == switches
 
 
 @pytest.mark.parametrize(
@@ -539,9 +449,7 @@ GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144
 def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
     """With fp32 masters and AdamW: layers are recomputed and gradients sharded only where it is needed."""
     work = make_workload(QWEN_7B, num_ranks=num_ranks, **GPUS_OF_80_GB, **models)
-    sizes = choice.choose_sizes(work, 80e9, AUTO)
-    assert choice.too_large(work, sizes, 80e9) is None
-    assert needs.peak_bytes(work, sizes) <= 72e9
+    sizes = fitting(work, 80e9)
     assert (sizes.recompute_layers, sizes.shard_gradients) == switches
     assert sizes.max_tokens_per_microbatch >= 8192
     assert sizes.cache_tokens >= 100 * work.longest
@@ -550,7 +458,7 @@ def test_at_the_defaults_it_fits_on_cards_of_80_gb(num_ranks, models, switches):
 def test_what_is_kept_beside_the_cache_fits_to_the_byte():
     """On CUDA: the cache and its graphs beside the update, and the reference beside both while rollouts wait."""
     work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
-    sizes = choice.choose_sizes(work, 40e9, AUTO)
+    sizes = fitting(work, 40e9)
     phases = needs.phase_bytes(work, sizes)
     generate = phases.pop("generate")
     always = sum(needs.always_bytes(work).values())
@@ -573,29 +481,11 @@ def test_the_cache_is_kept_before_microbatches_grow_beyond_what_is_enough():
     work = make_workload(QWEN_1_5B, num_ranks=8, **GPUS_OF_80_GB)
     found = []
     for free in (80e9, 38e9, 36e9):
-        sizes = choice.choose_sizes(work, free, AUTO)
-        assert choice.too_large(work, sizes, free) is None
+        sizes = fitting(work, free)
         is_kept = choice.can_keep_cache(work, sizes, free)
         found.append((sizes.max_tokens_per_microbatch > 8192, sizes.cache_tokens / (144 * 1068), is_kept))
-    largest = pytest.approx(1)
-    assert found == [
-        (True, largest, True),
-        (False, pytest.approx(0.82, abs=0.01), True),
-        (True, largest, False),
-    ]
-
-
-def test_gradients_are_sharded_before_layers_are_recomputed():
-    """With less and less memory: the sums hide behind backward, recomputation takes a third more time."""
-    work = make_workload(make_config(*SHAPES[0]), num_ranks=2, enough_tokens=812, update_tokens=812)
-    found = []
-    for free in (300e6, 284e6, 260e6, 174e6):
-        sizes = choice.choose_sizes(work, free, AUTO)
-        assert choice.too_large(work, sizes, free) is None
-        found.append((sizes.recompute_layers, sizes.shard_gradients))
-    assert found == [(False, False), (False, True), (True, False), (True, True)]
-    alone = dataclasses.replace(work, num_ranks=1, num_shards=1)
-    assert not choice.choose_sizes(alone, 174e6, AUTO).shard_gradients
+    expected = [(True, 1, True), (False, 0.82, True), (True, 1, False)]
+    assert found == [pytest.approx(numbers, abs=0.01) for numbers in expected]
 
 
 def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alone():
@@ -643,24 +533,12 @@ def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config
     assert refusal.startswith("the models need")
     assert "--offload-optimizer" in refusal
     offloaded = dataclasses.replace(work, offloads_optimizer=True)
-    sizes = choice.choose_sizes(offloaded, free, AUTO)
-    assert choice.too_large(offloaded, sizes, free) is None
+    sizes = fitting(offloaded, free)
     always = needs.always_bytes(offloaded)
     assert always == {"weights": 2 * num_parameters, "rope tables": 8 * 32768 * 128}
     gradients = needs.phase_bytes(offloaded, sizes)["update"]["gradients"]
     assert gradients == (0 if sizes.shard_gradients else 4 * num_parameters)
     assert sizes.max_tokens_per_microbatch >= 8192
-
-
-def test_layers_are_recomputed_before_the_host_adds_up_gradients():
-    """With less and less memory: each microbatch would wait for the host."""
-    work = make_workload(QWEN_7B, **GPUS_OF_80_GB, offloads_optimizer=True)
-    found = []
-    for free in (200e9, 80e9, 50e9):
-        sizes = choice.choose_sizes(work, free, AUTO)
-        assert choice.too_large(work, sizes, free) is None
-        found.append((sizes.recompute_layers, sizes.shard_gradients))
-    assert found == [(False, False), (True, False), (True, True)]
 
 
 def test_pinned_memory_is_counted_as_torch_rounds_it():
@@ -703,32 +581,27 @@ def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
     assert choice.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_running_requests", 3),
-        ("cache_tokens", 900_000),
-        ("max_tokens_per_microbatch", 100_000),
-        ("recompute_layers", False),
-        ("shard_gradients", True),
-    ],
-)
-def test_a_size_that_is_given_wins(name, value):
+def test_a_size_that_is_given_wins():
     """Also one that does not fit."""
-    sizes = choice.choose_sizes(make_workload(make_config(*SHAPES[0])), 0.3e9, {**AUTO, name: value})
-    assert getattr(sizes, name) == value
+    given = Sizes(3, 900_000, 100_000, recompute_layers=False, shard_gradients=True)
+    for name, value in dataclasses.asdict(given).items():
+        sizes = choice.choose_sizes(make_workload(SMALL), 0.3e9, {**AUTO, name: value})
+        assert getattr(sizes, name) == value
 
 
 def test_a_step_that_fits_whole_takes_the_full_budget_with_any_memory():
     """So the numbers of a small run do not depend on what else the machine does."""
-    work = make_workload(make_config(*SHAPES[0]), update_tokens=900)
+    work = make_workload(SMALL, update_tokens=900)
     for free in (64e9, 0.4e9):
-        sizes = choice.choose_sizes(work, free, AUTO)
+        sizes = fitting(work, free)
         assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
 
 
-def test_a_window_bounds_the_cache():
-    """As the cache itself allocates it."""
-    config = dataclasses.replace(make_config(*SHAPES[1]), layer_windows=(None, 100))
-    num_bytes = cache_bytes(config, torch.float32, max_sequences=3)
-    assert formulas.cached_bytes(config, torch.float32, tokens=4096, requests=3) == num_bytes
+@pytest.mark.parametrize("windows", [(None, None), (None, 100)])
+def test_the_cache_takes_what_the_code_says(windows):
+    """A window bounds it."""
+    config = dataclasses.replace(config_from_dict(raw_config(SHAPES[1])), layer_windows=windows)
+    shape = {"num_kv_heads": 2, "head_dim": 64, "num_query_groups": 2, "num_tokens": 4096}
+    cache = KVCache(windows, **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
+    num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    assert formulas.cached_bytes(config, torch.bfloat16, tokens=4096, requests=3) == num_bytes

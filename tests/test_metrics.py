@@ -1,9 +1,10 @@
 """Step metrics over simulated ranks, what is trouble, what is written where, and the learning rate."""
 
-import dataclasses
+import itertools
 import json
 import math
 import resource
+import shutil
 import sys
 import threading
 import types
@@ -12,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import minirl.ranks.process_group
 import minirl.report.logger
-import minirl.report.metrics
 from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
@@ -68,20 +67,11 @@ def reduce_over_ranks(monkeypatch):
 
     def reduce_all(*ranks):
         states = []
-        monkeypatch.setattr(minirl.ranks.process_group, "world_size", lambda: len(ranks))
-
-        def collect(out, mine):
-            states.append(mine)
-            out[:] = [mine]
-
-        def gather_objects(out, mine):
-            assert len(out) == len(ranks)
-            out[:] = states
-
-        monkeypatch.setattr(minirl.ranks.process_group.dist, "all_gather_object", collect)
+        gather = "minirl.report.metrics.gather_objects"
+        monkeypatch.setattr(gather, lambda mine: states.append(mine) or [mine])
         for metrics in ranks:
             metrics.reduce()
-        monkeypatch.setattr(minirl.ranks.process_group.dist, "all_gather_object", gather_objects)
+        monkeypatch.setattr(gather, lambda mine: states)
         return [metrics.reduce() for metrics in ranks]
 
     return reduce_all
@@ -121,93 +111,64 @@ OLD = [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.
 SAMPLED = [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
 
 
-def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
+def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1):
     length = num_prompt_tokens + num_sampled
-    mask = torch.arange(length) >= num_prompt_tokens
-    versions = torch.zeros(length, dtype=torch.int32)
-    return Rollout(
-        torch.arange(length),
-        mask,
-        torch.zeros(length),
-        versions,
-        num_prompt_tokens,
-        RolloutId(4, 1),
-        finish_reason,
-    )
+    tokens = torch.arange(length)
+    streams = (tokens >= num_prompt_tokens, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
+    return Rollout(tokens, *streams, num_prompt_tokens, RolloutId(4, sample), finish_reason)
 
 
-def test_means_are_weighted_over_parts_and_ranks(reduce_over_ranks):
-    """A mean is over observations, however unevenly they came: not a mean of means. All ranks agree."""
-    first, second = StepMetrics(), StepMetrics()
-    first.add_values("m", torch.tensor([1.0]))
-    first.add_values("m", torch.tensor([2.0, 3.0, 6.0]))
-    second.add("m", 8.0, 4.0)
-    assert reduce_over_ranks(first, second) == [{"m": 20 / 8}] * 2
+def judged(rollouts, rows=(), texts=(), rewards=None):
+    rewards = torch.zeros(len(rollouts), 1) if rewards is None else rewards
+    return RewardedRollouts(rollouts, list(rows), list(texts), rewards, torch.zeros(len(rollouts)))
 
 
-def test_maxima_and_totals_are_over_all_ranks(reduce_over_ranks):
-    """The greatest of all, also when all are negative, and the sum of all; a rank may have none of either."""
+def test_means_maxima_and_totals_are_over_parts_and_ranks(reduce_over_ranks):
+    """A mean is over observations, however unevenly they came: not a mean of means. A rank may have none.
+
+    Without an observation anywhere a metric is missing, not 0 and not NaN.
+    """
     first, second, third = StepMetrics(), StepMetrics(), StepMetrics()
-    first.add_max("max", torch.tensor([-5.0, -3.0]))
-    first.add_max("max", torch.tensor([-4.0]))
-    second.add_max("max", torch.tensor([-7.0]))
-    second.add_max("max", torch.tensor([]))
+    nothing = torch.tensor([])
+    for values in ([1.0], [2.0, 3.0, 6.0], []):
+        first.add_values("m", torch.tensor(values))
+    second.add("m", 8.0, 4.0)
+    second.add("m", torch.tensor(1.0, requires_grad=True), 2)
+    for values in ([-5.0, -3.0], [-4.0]):
+        first.add_max("max", torch.tensor(values))
+    for values in ([-7.0], []):
+        second.add_max("max", torch.tensor(values))
+    for name in ("none", "some"):
+        first.add_values(name, nothing)
+    first.add_max("no max", nothing)
+    second.add_values("some", torch.tensor([2.0]))
     first.add_total("total", 2)
     first.add_total("total", torch.tensor(3))
     second.add_total("total", 4)
-    assert reduce_over_ranks(first, second, third) == [{"max": -3.0, "total": 9.0}] * 3
+    expected = {"m": 21 / 10, "some": 2.0, "max": -3.0, "total": 9.0}
+    assert reduce_over_ranks(first, second, third) == [expected] * 3
 
 
-def test_a_mean_without_observations_is_left_out(reduce_over_ranks):
-    """No tokens is not 0 and not NaN: the metric is missing, unless another rank has some."""
-    first, second = StepMetrics(), StepMetrics()
-    first.add_values("none", torch.tensor([]))
-    first.add_values("some", torch.tensor([]))
-    first.add_max("max", torch.tensor([]))
-    second.add_values("some", torch.tensor([2.0]))
-    assert reduce_over_ranks(first, second) == [{"some": 2.0}] * 2
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("bad_first", [True, False])
-def test_a_nan_is_not_hidden_by_a_maximum(reduce_over_ranks, bad_rank, bad_first):
-    """The greatest gap of logprobs is NaN when one of them is, whichever rank and part had it."""
-    ranks = [StepMetrics(), StepMetrics()]
-    bad = torch.tensor([0.5, math.nan])
-    for rank, metrics in enumerate(ranks):
-        parts = [torch.tensor([1.0]), torch.tensor([2.0])]
-        if rank == bad_rank:
-            parts[0 if bad_first else 1] = bad
-        for part in parts:
-            metrics.add_max("max", part)
-    assert math.isnan(reduce_over_ranks(*ranks)[0]["max"])
-
-
-def test_sums_of_many_values_keep_their_digits(reduce_over_ranks):
-    """Means are summed in double precision: a million fp32 values of 0.1 average to fp32's 0.1."""
+def test_sums_keep_their_digits(reduce_over_ranks):
+    """Those of integers all of them; a million fp32 values of 0.1 average to fp32's 0.1."""
     metrics = StepMetrics()
     for _ in range(10):
         metrics.add_values("m", torch.full((100_000,), 0.1))
-    assert reduce_over_ranks(metrics)[0]["m"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
-
-
-def test_tensors_are_read_together_and_exactly(reduce_over_ranks, monkeypatch):
-    """One download before the update and one at the end, however many were added; integers keep all their digits."""
-    downloads = []
-    numbers = minirl.report.metrics._numbers
-    monkeypatch.setattr(minirl.report.metrics, "_numbers", lambda x: downloads.append(len(x)) or numbers(x))
-    metrics = StepMetrics()
-    expected = 0.0
-    for i in range(20):
-        metrics.add_total("policy/loss", torch.tensor(0.1 * i))
-        metrics.add_total("count", torch.tensor([2**53 - 40 + i]) if i == 0 else torch.tensor(1))
-        metrics.add_max("max", torch.tensor([float(i), -1.0]))
-        expected += float(torch.tensor(0.1 * i))
-    metrics.refuse_nonfinite(update=1)
-    metrics.add("m", torch.tensor(1.5, requires_grad=True), 2)
+    metrics.add_total("count", torch.tensor([2**53 - 40]))
+    for _ in range(19):
+        metrics.add_total("count", torch.tensor(1))
     (reduced,) = reduce_over_ranks(metrics)
-    assert reduced == {"policy/loss": expected, "count": 2**53 - 21.0, "max": 19.0, "m": 0.75}
-    assert [count for count in downloads if count] == [60, 1]
+    assert reduced["m"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+    assert reduced["count"] == 2**53 - 21
+
+
+@pytest.mark.parametrize("order", itertools.permutations([[1.0], [0.5, math.nan], [2.0]]))
+def test_a_nan_is_not_hidden_by_a_maximum(reduce_over_ranks, order):
+    """The greatest gap of logprobs is NaN when one of them is, whichever rank and part had it."""
+    ranks = [StepMetrics(), StepMetrics()]
+    for metrics, values in zip((ranks[0], *ranks), order, strict=True):
+        metrics.add_max("max", torch.tensor(values))
+    assert math.isnan(reduce_over_ranks(*ranks)[0]["max"])
 
 
 @pytest.fixture
@@ -271,56 +232,36 @@ def test_an_error_gives_the_time_back_to_the_cause_around_it(clock):
 
 def test_other_threads_have_no_part_in_the_account(clock):
     """A checkpoint's thread, or that of CUDA's backward, does not say what the main thread does."""
-
-    def other():
-        with spent_on("save"):
-            clock(2)
-
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=spent_on("save")(clock), args=(2,))
     thread.start()
     thread.join()
     assert time_account.this_process.take() == (2, {"host": 2})
 
 
-def test_a_step_is_all_of_its_causes_and_lasts_from_the_step_before(clock, reduce_over_ranks):
-    """Phases that come several times add up; what follows a step's end is in the next one. Means and the largest."""
+def test_a_step_is_all_of_its_causes_and_lasts_from_the_step_before(clock, reduce_over_ranks, monkeypatch):
+    """Phases that come several times add up; what follows a step's end is in the next one.
+
+    The largest of all ranks, and means over all of them, also over those that have spent nothing on a cause.
+    """
+    monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     first, second = StepMetrics(), StepMetrics()
-    for metrics, num_blocks in ((first, 3), (second, 1)):
-        for _ in range(num_blocks):
-            metrics.begin("generate")
-            clock(1)
-            with spent_on("decode"):
-                clock(2)
-            metrics.begin("update")
-            clock(4)
-        if metrics is first:
-            metrics.begin("own")
-            clock(6)
-        metrics.begin("report")
-        metrics.end()
-        clock(8)
-    (reduced, _) = reduce_over_ranks(first, second)
-    # Both are made in this process, as if it were one rank.
-    assert reduced["time/step"] == sum(
-        reduced[f"time/{cause}"] for cause in ("host", "decode", "update", "own", "report")
-    )
-    largest = {"step": 27, "host": 3, "decode": 6, "update": 12, "own": 6, "report": 8}
-    assert {name: reduced[f"time_max/{name}"] for name in largest} == largest
-
-
-def test_the_seconds_of_a_cause_are_means_over_all_ranks(clock, reduce_over_ranks, monkeypatch):
-    """Also over those that have spent nothing on it."""
-    monkeypatch.setattr(minirl.report.metrics, "world_size", lambda: 2)
-    waits, computes = StepMetrics(), StepMetrics()
-    with spent_on("wait_ranks"):
-        clock(3)
-    waits.end()
-    clock(3)
-    computes.end()
-    reduced, _ = reduce_over_ranks(waits, computes)
-    assert reduced["time/wait_ranks"] == 1.5
-    assert reduced["time_max/wait_ranks"] == 3
-    assert reduced["time/step"] == 3
+    for _ in range(2):
+        first.begin("generate")
+        clock(1)
+        with spent_on("decode"):
+            clock(2)
+        first.begin("update")
+        clock(4)
+    first.begin("own")
+    clock(6)
+    first.end()
+    clock(8)
+    second.end()  # in this process too, as if it were one rank
+    largest = {"step": 20, "host": 2, "decode": 4, "update": 8, "own": 8}
+    means = {"step": 14, "host": 1, "decode": 2, "update": 4, "own": 7}
+    expected = {f"time_max/{cause}": spent for cause, spent in largest.items()}
+    expected |= {f"time/{cause}": spent for cause, spent in means.items()}
+    assert reduce_over_ranks(first, second)[0] == expected
 
 
 def test_rates_are_per_second_of_what_makes_the_tokens():
@@ -340,25 +281,18 @@ def test_a_step_of_a_fork_that_generates_or_trains_nothing_has_no_rate():
     assert derived(counts) == {**counts, "perf/idle_frac": 0}
 
 
-def test_occupancy_is_of_the_largest_decode_step(reduce_over_ranks):
-    """8 requests, of which 2 run on alone for as many steps again: 5 of 8. A rank without decode steps has none."""
-    metrics = StepMetrics()
-    stats = EngineStats(decode_tokens=47, discarded_tokens=3, decode_steps=10, most_running=8)
-    add_generation(metrics, 50, stats)
-    idle = StepMetrics()
-    add_generation(idle, 0, EngineStats())
-    reduced, _ = reduce_over_ranks(metrics, idle)
+def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counted(reduce_over_ranks):
+    """8 requests, of which 2 run on alone for as many steps again: 5 of 8. A rank without decode steps has none.
+
+    What the cache gave up in the midst of a turn and between two is counted apart, on all ranks.
+    """
+    ranks = StepMetrics(), StepMetrics()
+    counts = {"decode_tokens": 47, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
+    add_generation(ranks[0], 50, EngineStats(**counts, preemptions=2, drops=3))
+    add_generation(ranks[1], 0, EngineStats(preemptions=2))
+    (reduced, _) = reduce_over_ranks(*ranks)
     assert reduced["perf/decode_occupancy"] == 5 / 8
-    assert "count/dropped" not in reduced
-
-
-def test_what_the_cache_gave_up_is_counted_on_all_ranks(reduce_over_ranks):
-    """In the midst of a turn and between two, apart; one rank may have none."""
-    metrics = StepMetrics(), StepMetrics()
-    for one, drops in zip(metrics, (3, 0), strict=True):
-        add_generation(one, 9, EngineStats(decode_tokens=9, decode_steps=9, preemptions=2, drops=drops))
-    for reduced in reduce_over_ranks(*metrics):
-        assert (reduced["count/preempted"], reduced["count/dropped"]) == (4, 3)
+    assert (reduced["count/preempted"], reduced["count/dropped"]) == (4, 3)
 
 
 def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce_over_ranks):
@@ -371,16 +305,16 @@ def test_the_share_that_is_left_out_of_the_update_is_of_completion_tokens(reduce
 
 
 def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
-    """Lengths count sampled tokens, not the prompt's; a rank without rollouts changes nothing but is counted."""
+    """Lengths count sampled tokens, not the prompt's; a rank without rollouts changes nothing but is counted.
+
+    A rollout of several branches is one completion: its length is that of all, and its end that of the last one.
+    """
     rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    several = in_two_branches(make_rollout(1, 5, "length"))
+    assert [branch.finish_reason for branch in several.branches] == ["stop", "length"]
     first, second = StepMetrics(), StepMetrics()
-    add_rollouts(
-        first,
-        [make_rollout(9, 1), make_rollout(1, 5, "length")],
-        grouped_rewards=rewards,
-        branch_rewards=rewards,
-    )
-    add_rollouts(second, [], grouped_rewards=rewards, branch_rewards=rewards)
+    for metrics, rollouts in ((first, [make_rollout(9, 1), several]), (second, [])):
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
     assert reduce_over_ranks(first, second)[0] == {
         "len/mean": 3.0,
         "len/max": 5.0,
@@ -398,22 +332,6 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     }
 
 
-def test_a_rollout_of_several_branches_is_one_completion(reduce_over_ranks):
-    """Its length is that of all branches, and its end that of the last one; the ages are of all their tokens."""
-    rollout = in_two_branches(make_rollout(2, 6, "length"))
-    assert [branch.finish_reason for branch in rollout.branches] == ["stop", "length"]
-    metrics = StepMetrics()
-    rewards = torch.ones(1, 1).double()
-    add_rollouts(metrics, [rollout], grouped_rewards=rewards, branch_rewards=rewards)
-    add_staleness(metrics, [rollout], 3, updates_per_step=1)
-    (reduced,) = reduce_over_ranks(metrics)
-    wanted = {"len/mean": 6, "len/truncated": 1, "len/empty": 0, "count/tokens": 6, "count/rollouts": 1}
-    assert {name: reduced[name] for name in wanted} == wanted
-    ages = 3 - rollout.branches[0].weight_version[rollout.branches[0].loss_mask].double()
-    assert len(ages) == 3
-    assert reduced["stale/frac"] == 1
-
-
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
     """One mean per function, over all ranks' completions; a single one has no metric of its own. Pitfall 58."""
     first, second = StepMetrics(), StepMetrics()
@@ -427,46 +345,42 @@ def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
 
 
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
-    """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch is no observation."""
-    mask = torch.tensor([False, True, True, True, True])
+    """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch is no observation.
+
+    The distance to the reference has its sign, k1 = mean(new - ref), and its low-variance form k3.
+    """
+    new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
+    entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
+    # All sampled ones but the last are beyond their side's bound.
+    ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])
+    to_ref = [0.5, -0.25, 0.5, -0.25]
     batch = Batch(
         (5,),
         torch.arange(5),
-        mask,
+        torch.arange(5) > 0,
         torch.zeros(5),
         advantages=torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0]),
         old_logprobs=torch.tensor([0.0, -1.0, -2.0, -1.0, -1.0]),
+        ref_logprobs=new - torch.tensor([9.0, *to_ref]),
     )
-    new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
-    entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
-    ratio = torch.tensor(
-        [9.0, 1.31, 1.4, 0.79, 3.0]
-    )  # all sampled ones but the last are beyond their side's bound
     metrics = StepMetrics()
     for part in (batch, batch.select([])):
         count = len(part.tokens)
         add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], sampled_version=None)
         add_clip(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
     (reduced,) = reduce_over_ranks(metrics)
-    log_ratios = [0.0, 1.0, -0.5, 2.0]
-    assert reduced.pop("policy/kl_old_k3") == pytest.approx(
-        sum(math.exp(x) - 1 - x for x in log_ratios) / 4, rel=1e-6
+    assert reduced == pytest.approx(
+        {
+            "policy/entropy": 2.5,
+            "policy/ratio_max": 3.0,
+            "policy/clip_frac_low": 0.25,
+            "policy/clip_frac_high": 0.5,
+            "policy/kl_old_k3": sum(math.exp(x) - 1 - x for x in (0.0, 1.0, -0.5, 2.0)) / 4,
+            "policy/kl_ref_k1": 0.125,
+            "policy/kl_ref_k3": sum(math.exp(-x) - 1 + x for x in to_ref) / 4,
+        },
+        rel=1e-6,
     )
-    assert reduced.pop("policy/ratio_max") == 3.0
-    assert reduced == {"policy/entropy": 2.5, "policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5}
-
-
-def test_the_distance_to_the_reference_has_its_sign_and_its_low_variance_form(reduce_over_ranks):
-    """k1 = mean(new - ref) and k3, of sampled tokens only, where there is a reference."""
-    d = torch.tensor([9.0, 0.5, -0.25])
-    mask, zeros = torch.tensor([False, True, True]), torch.zeros(3)
-    batch = Batch((3,), torch.arange(3), mask, zeros, advantages=zeros, old_logprobs=zeros, ref_logprobs=-d)
-    metrics = StepMetrics()
-    add_tokens(metrics, batch, zeros, zeros + 1, zeros, sampled_version=None)
-    (reduced,) = reduce_over_ranks(metrics)
-    assert reduced["policy/kl_ref_k1"] == 0.125
-    k3 = (math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1) / 2
-    assert reduced["policy/kl_ref_k3"] == pytest.approx(k3, rel=1e-6)
 
 
 def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_over_ranks):
@@ -480,14 +394,7 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
         for part in (micro, micro.select([])):
             add_gap(ranks[-1], part, old[: len(part.tokens)], version=1)
     reduced, _ = reduce_over_ranks(*ranks)
-    out = derived(
-        {
-            **reduced,
-            "time/step": 1.0,
-            "count/tokens": 14.0,
-            "count/sampled_tokens": 14.0,
-        }
-    )
+    out = derived({**reduced, "time/step": 1.0, "count/tokens": 14.0, "count/sampled_tokens": 14.0})
     expected = {
         "policy/logp_gap_mean": 0.135714,
         "policy/logp_gap_max": 0.9,
@@ -507,62 +414,40 @@ def test_the_gap_is_that_of_the_tokens_which_the_present_weights_sampled(reduce_
     """Whatever the logprobs of the others, not finite ones too; a rank without such tokens adds nothing."""
     generator = torch.Generator().manual_seed(0)
     sampled, training = -torch.randint(1, 9, (2, 12), generator=generator) / 8
-    is_prompt = torch.arange(12) < 3
     versions = torch.tensor([0, 0, 0, 7, 7, 5, 7, 6, 7, 5, 7, 7], dtype=torch.int32)
-    of_others = training.clone()
-    of_others[versions != 7] = torch.tensor([math.nan, math.inf, -99.0, 99.0, 0.0, -math.inf])
-    chosen, whole, other, none = StepMetrics(), StepMetrics(), StepMetrics(), StepMetrics()
-    micro = Batch((12,), torch.arange(12), ~is_prompt, sampled, versions)
+    is_present = versions == 7
+    training[~is_present] = torch.tensor([math.nan, math.inf, -99.0, 99.0, 0.0, -math.inf])
+    chosen, whole, none = StepMetrics(), StepMetrics(), StepMetrics()
+    micro = Batch((12,), torch.arange(12), versions > 0, sampled, versions)
     add_gap(chosen, micro, training, version=7)
-    add_gap(other, micro, of_others, version=7)
+    chosen.refuse_nonfinite(update=0)
     for version in (0, 8):
         add_gap(none, micro, training, version=version)
-    is_present = versions == 7
     of_one = Batch((6,), torch.arange(6), torch.ones(6).bool(), sampled[is_present], versions[is_present])
     add_gap(whole, of_one, training[is_present], version=7)
-    none.refuse_nonfinite(update=0)
-    other.refuse_nonfinite(update=0)
     assert reduce_over_ranks(none)[0] == {}
     (expected,) = reduce_over_ranks(whole)
     assert len(expected) == 8
     assert reduce_over_ranks(chosen, none)[0] == pytest.approx(expected, rel=1e-12)
-    assert reduce_over_ranks(other)[0] == reduce_over_ranks(chosen)[0]
-
-
-def test_the_gap_of_tokens_of_one_version_has_the_bits_of_all_sampled_tokens(reduce_over_ranks):
-    """A mean is the sum in double precision of as many addends, in order, and nothing else."""
-    generator = torch.Generator().manual_seed(1)
-    sampled, training = -torch.rand(2, 5000, generator=generator)
-    mask = torch.rand(5000, generator=generator) < 0.7
-    metrics = StepMetrics()
-    micro = Batch((5000,), torch.arange(5000), mask, sampled, 3 * mask.int())
-    add_gap(metrics, micro, training, version=3)
-    log_rho = (training - sampled)[mask]
-    (reduced,) = reduce_over_ranks(metrics)
-    assert reduced["policy/logp_gap_mean"] == float(log_rho.abs().double().sum()) / len(log_rho)
-    assert reduced["policy/logp_gap_max"] == float(log_rho.abs().max())
-    assert reduced["importance/mean"] == float(log_rho.exp().double().sum()) / len(log_rho)
-    assert reduced["importance/max"] == float(log_rho.exp().max())
-    assert reduced["policy/logp_equal_frac"] == 0
 
 
 def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
     """Share, mean and greatest age over the ranks, prompts and appended tokens left out; of no rollouts: nothing."""
 
-    def rollout(versions: list[int]) -> Rollout:
-        version = torch.tensor(versions, dtype=torch.int32)
-        tokens = torch.arange(len(versions))
-        return Rollout(tokens, version > 0, -tokens.float(), version, 1, RolloutId(0, 0), "stop")
+    def staleness_of(*all_versions):
+        rollouts = []
+        for versions in all_versions:
+            version = torch.tensor(versions, dtype=torch.int32)
+            tokens = torch.arange(len(versions))
+            rollouts.append(Rollout(tokens, version > 0, -tokens, version, 1, RolloutId(0, 0), "stop"))
+        metrics = StepMetrics()
+        add_staleness(metrics, rollouts, 12, updates_per_step=4)
+        return metrics
 
-    first, second, third = StepMetrics(), StepMetrics(), StepMetrics()
-    add_staleness(first, [rollout([0, 8, 8, 0, 12]), rollout([0, 12])], 12, updates_per_step=4)
-    add_staleness(second, [rollout([0, 2, 12, 12, 12])], 12, updates_per_step=4)
-    add_staleness(third, [], 12, updates_per_step=4)
-    reduced = reduce_over_ranks(first, second, third)[0]
+    ranks = staleness_of([0, 8, 8, 0, 12], [0, 12]), staleness_of([0, 2, 12, 12, 12]), staleness_of()
+    reduced = reduce_over_ranks(*ranks)[0]
     assert reduced == {"stale/frac": 3 / 8, "stale/age_mean": (1 + 1 + 2.5) / 8, "stale/age_max": 2.5}
-    fresh = StepMetrics()
-    add_staleness(fresh, [rollout([0, 12, 12])], 12, updates_per_step=4)
-    assert set(reduce_over_ranks(fresh)[0].values()) == {0.0}
+    assert set(reduce_over_ranks(staleness_of([0, 12, 12]))[0].values()) == {0.0}
 
 
 def said(capsys: pytest.CaptureFixture) -> str:
@@ -654,29 +539,25 @@ def test_a_console_line_fits_the_console(metrics, step, num_steps):
 
 
 def test_console_lines_say_what_was_measured():
-    """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made."""
+    """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made.
+
+    A line that is too long keeps score and time.
+    """
     line = console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
-    for part in (
-        "step   7/150 0:09 (3:36 left) reward 0.512",
-        "kl 0.012",
-        "eval 0.456",
-        "gen 12.3s upd 10.2s idle 7%",
-    ):
+    assert "step   7/150 0:09 (3:36 left) reward 0.512" in line
+    for part in ("kl 0.012", "eval 0.456", "gen 12.3s upd 10.2s idle 7%"):
         assert part in line
+    assert "ev 0.61" not in line
     optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
     few = {k: v for k, v in ORDINARY.items() if k not in optional}
     without = console_line(7, 150, few, elapsed_s=0, left_s=0)
     assert not any(part in without for part in ("kl ", "eval ", "ev "))
     for part in ("clip 12%", "gnorm 0.45", "gen 12.3s upd 10.2s idle 7%"):
         assert part in without
-    assert "gap 1e-07" in console_line(7, 150, {"policy/logp_gap_max": 1.2e-7}, elapsed_s=0, left_s=0)
-
-
-def test_a_console_line_that_is_too_long_keeps_score_and_time():
-    """What gives way is in metrics.jsonl; where the time went is seen on the way."""
-    assert "ev 0.61" not in console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
-    short = {"reward/mean": 0.5, "value/explained_var": 0.61, "perf/tok_s_gen": 12345.6}
-    assert console_line(7, 150, short, elapsed_s=9.2, left_s=216.0).endswith("idle 0% 12.3k tok/s")
+    short = {"policy/logp_gap_max": 1.2e-7, "perf/tok_s_gen": 12345.6}
+    line = console_line(7, 150, short, elapsed_s=9.2, left_s=216.0)
+    assert "gap 1e-07" in line
+    assert line.endswith("idle 0% 12.3k tok/s")
 
 
 @pytest.mark.parametrize(
@@ -700,8 +581,12 @@ def test_the_time_left_is_by_the_steps_of_this_start(make_logger, monkeypatch, c
     assert "step 12/20 0:20 (1:20 left)" in second
 
 
-def test_metrics_and_arguments_are_json(make_logger, tmp_path):
-    """args.json takes any argument; metrics.jsonl has one object per step, in order, with the numbers unrounded."""
+def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path):
+    """args.json takes any argument; metrics.jsonl has one object per step, in order, with the numbers unrounded.
+
+    wandb that is off is not touched.
+    """
+    set_wandb(fail)
     logger = make_logger({"lr": 1e-6, "data": None, "folder": Path("/data")})
     logger.log(1, {"a": 1 / 3}, num_steps=3)
     logger.log(2, {"b": 2.0}, num_steps=3)
@@ -710,6 +595,7 @@ def test_metrics_and_arguments_are_json(make_logger, tmp_path):
     assert args == {"lr": 1e-6, "data": None, "folder": "/data", "wandb_id": args["wandb_id"]}
     lines = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "a": 1 / 3}, {"step": 2, "b": 2.0}]
+    assert said(capsys) == ""
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -724,9 +610,7 @@ def test_row_48_secrets_in_results_of_tools_are_not_written(make_logger, monkeyp
     text = "KeyError: 'very-secret-value!'"
     segment = {"kind": "environment", "text": text, "num_tokens": 3, "branch": 0}
     view = {"messages": [{"role": "tool", "content": text}], "segments": [segment], "turns": []}
-    rewarded = RewardedRollouts(
-        [make_rollout(2, 3)], [Row("a", {}, "f:1")], [text], torch.zeros(1, 1), torch.tensor([False])
-    )
+    rewarded = judged([make_rollout(2, 3)], [Row("a", {}, "f:1")], [text])
     make_logger().log_rollouts(1, rewarded, ["score"], views=[view])
     written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
     assert written.count("'***'") == 3
@@ -734,42 +618,30 @@ def test_row_48_secrets_in_results_of_tools_are_not_written(make_logger, monkeyp
 
 
 def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path):
-    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
-    logger = make_logger()
+    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end.
+
+    Only the newest steps' files stay, if asked for.
+    """
+    logger = make_logger(keep_rollouts=2)
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
-    rollouts = [
-        make_rollout(2, 3),
-        dataclasses.replace(make_rollout(1, 1, "length"), rollout_id=RolloutId(4, 0)),
-    ]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
-    rewards = torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64)
-    judged = RewardedRollouts(rollouts, rows, ["yes\u2028", "2"], rewards, torch.zeros(2))
-    episode = {
-        "messages": chat,
-        "segments": [{"kind": "sampled", "text": "2", "num_tokens": 1, "branch": 0}],
-        "turns": [
-            {
-                "start": 0,
-                "num_tokens": 1,
-                "finish_reason": "length",
-                "branch": 0,
-                "parse_error": None,
-                "rewards": {},
-            }
-        ],
-    }
-    logger.log_rollouts(
-        12,
-        judged,
-        ["a", "b"],
-        views=[{}, episode],
-        reward=rewards.sum(1),
-        advantage=torch.tensor([0.5, -0.5], dtype=torch.float64),
+    rewarded = judged(
+        [make_rollout(2, 3), make_rollout(1, 1, "length", sample=0)],
+        rows,
+        ["yes\u2028", "2"],
+        torch.tensor([[0.25, 1 / 3], [2.0, -1.0]], dtype=torch.float64),
     )
-    lines = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
+    episode = {"messages": chat, "segments": [{"kind": "sampled", "text": "2"}], "turns": [{"start": 0}]}
+    numbers = {"reward": rewarded.rewards.sum(1), "advantage": torch.tensor([0.5, -0.5]).double()}
+    for step in (11, 12):
+        logger.log_rollouts(step, rewarded, ["a", "b"], views=[{}, episode], **numbers)
+    logger.log_rollouts(13, judged([]), ["a"], reward=torch.zeros(0))
+    files = {path.name: path.read_text() for path in (tmp_path / "rollouts").iterdir()}
+    assert files.keys() == {"000012.jsonl", "000013.jsonl"}
+    assert files["000013.jsonl"] == ""
+    lines = files["000012.jsonl"].split("\n")
     assert lines[2:] == [""]
-    assert [strict_json(line)["id"] for line in lines[:2]] == [[4, 0], [4, 1]]
-    assert strict_json(lines[0]).items() >= episode.items()
+    assert strict_json(lines[0]).items() >= {"id": [4, 0], **episode}.items()
     assert strict_json(lines[1]) == {
         "id": [4, 1],
         "row": "f:1",
@@ -781,10 +653,6 @@ def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path)
         "num_tokens": 3,
         "finish_reason": "stop",
     }
-    logger.log_rollouts(
-        13, RewardedRollouts([], [], [], torch.zeros(0, 2), torch.zeros(0)), ["a", "b"], reward=torch.zeros(0)
-    )
-    assert (tmp_path / "rollouts" / "000013.jsonl").read_text() == ""
 
 
 def test_other_ranks_write_nothing(monkeypatch, tmp_path):
@@ -805,21 +673,20 @@ def leave(*args, **kwargs):
     raise SystemExit("no network")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [types.SimpleNamespace(init=fail), types.SimpleNamespace(init=leave), None],
-    ids=["init_raises", "init_exits", "not_installed"],
-)
-def test_row_39_wandb_that_does_not_start_is_one_line(make_logger, monkeypatch, capsys, tmp_path, module):
+@pytest.mark.parametrize("init", [fail, leave, None], ids=["raises", "exits", "not_installed"])
+def test_row_39_wandb_that_does_not_start_is_one_line(
+    make_logger, set_wandb, monkeypatch, capsys, tmp_path, init
+):
     """Without wandb, or without its network, the run logs to files and says so once."""
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    set_wandb(init)
+    if init is None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
     logger = make_logger(wandb_mode="online")
     logger.log(1, {"a": 1.0}, num_steps=3)
     logger.finish()
     assert strict_json((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
-    printed = said(capsys).splitlines()
-    assert len(printed) == 1
-    assert "wandb could not start" in printed[0]
+    (printed,) = said(capsys).splitlines()
+    assert "wandb could not start" in printed
 
 
 @pytest.mark.parametrize("failure", [fail, leave])
@@ -844,29 +711,22 @@ def test_row_39_wandb_that_fails_later_is_one_line_and_left_alone(
     logger.finish()
     assert len(calls) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    printed = said(capsys).splitlines()
-    assert len(printed) == 1
-    assert "no network" in printed[0]
+    (printed,) = said(capsys).splitlines()
+    assert "no network" in printed
 
 
-def test_wandb_gets_the_arguments_the_steps_and_the_mode(make_logger, set_wandb):
-    """A tracker that works sees the same numbers as the file."""
+def test_row_48_wandb_gets_arguments_steps_and_mode_but_no_secret_of_the_command_line(
+    make_logger, set_wandb, monkeypatch
+):
+    """A tracker that works sees the same numbers as the file. It reads sys.argv itself when it starts."""
     seen = {}
-    run = types.SimpleNamespace(log=lambda metrics, step: seen.update({step: metrics}), finish=lambda: None)
-    set_wandb(lambda **kwargs: seen.update(kwargs) or run)
-    logger = make_logger({"lr": 0.1}, "offline")
-    logger.log(3, {"a": 1.0}, num_steps=3)
-    assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
-
-
-def test_row_48_wandb_sees_no_secret_of_the_command_line(make_logger, set_wandb, monkeypatch):
-    """It reads sys.argv itself when it starts; afterwards that is what it was."""
-    seen = []
     command = ["train_grpo.py", "--model", "https://user:password@host/model"]
     monkeypatch.setattr(sys, "argv", command)
-    set_wandb(lambda **kwargs: seen.extend(sys.argv))
-    make_logger(wandb_mode="offline")
-    assert seen == ["train_grpo.py", "--model", "https://***@host/model"]
+    run = types.SimpleNamespace(log=lambda metrics, step: seen.update({step: metrics}))
+    set_wandb(lambda **kwargs: seen.update(kwargs, argv=sys.argv) or run)
+    make_logger({"lr": 0.1}, "offline").log(3, {"a": 1.0}, num_steps=3)
+    assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
+    assert seen["argv"] == ["train_grpo.py", "--model", "https://***@host/model"]
     assert sys.argv is command
 
 
@@ -953,42 +813,19 @@ def test_row_40_metrics_that_cannot_be_written_are_written_later(make_logger, ca
 
 def test_row_40_rollouts_that_cannot_be_written_do_not_end_the_run(make_logger, capsys, tmp_path, file_limit):
     """No half file stays; the warning names it. So too where the folder has gone."""
-    logger = make_logger(keep_rollouts=1)
-    row = Row("1+1=", {}, "f:1")
-    judged = RewardedRollouts([make_rollout(1, 1)], [row], ["2"], torch.zeros(1, 1), torch.zeros(1))
-    file_limit(20)
-    logger.log_rollouts(1, judged, ["a"], reward=torch.zeros(1))
-    file_limit(None)
-    logger.log_rollouts(2, judged, ["a"], reward=torch.zeros(1))
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000002.jsonl"]
-    (tmp_path / "rollouts" / "000002.jsonl").unlink()
-    (tmp_path / "rollouts").rmdir()
-    logger.log_rollouts(3, judged, ["a"], reward=torch.zeros(1))
-    first, second = said(capsys).splitlines()
-    assert f"{tmp_path}/rollouts/000001.jsonl: File too large" in first
-    assert f"{tmp_path}/rollouts/000003.jsonl: No such file" in second
-
-
-def test_rollouts_are_rotated_on_demand(make_logger, tmp_path):
-    """Only the newest steps' files stay."""
-    logger = make_logger(keep_rollouts=2)
-    for step in range(1, 6):
-        logger.log_rollouts(
-            step,
-            RewardedRollouts([], [], [], torch.zeros(0, 1), torch.zeros(0)),
-            ["a"],
-            reward=torch.zeros(0),
-        )
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000004.jsonl", "000005.jsonl"]
-
-
-def test_wandb_that_is_off_is_not_touched(make_logger, set_wandb, capsys):
-    """Without the flag nothing of it is started or said."""
-    set_wandb(fail)
     logger = make_logger()
-    logger.log(1, {"a": 1.0}, num_steps=3)
-    logger.finish()
-    assert said(capsys) == ""
+    rewarded = judged([make_rollout(1, 1)], [Row("1+1=", {}, "f:1")], ["2"])
+    file_limit(20)
+    logger.log_rollouts(1, rewarded, ["a"])
+    file_limit(None)
+    logger.log_rollouts(2, rewarded, ["a"])
+    folder = tmp_path / "rollouts"
+    assert [path.name for path in folder.iterdir()] == ["000002.jsonl"]
+    shutil.rmtree(folder)
+    logger.log_rollouts(3, rewarded, ["a"])
+    first, second = said(capsys).splitlines()
+    assert f"{folder}/000001.jsonl: File too large" in first
+    assert f"{folder}/000003.jsonl: No such file" in second
 
 
 @pytest.mark.parametrize(

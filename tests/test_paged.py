@@ -35,7 +35,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
-    pool, (cached, _) = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
+    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)

@@ -4,8 +4,7 @@ import dataclasses
 import random
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_grpo
 import train_ppo
 from minirl.errors import GuardError, InputError
 from minirl.generation.engine import Engine, Request
-from minirl.generation.sampling import request_key
 from minirl.model.families import read_config, scalar_config
 from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
@@ -84,31 +81,36 @@ def make_rollouts(num_prompts: int, group_size: int) -> list[Rollout]:
     return rollouts
 
 
-def shared_out(
-    rank: int,
-    max_tokens: int,
-    has_branches: bool = False,
-    num_equal: int = 0,
-    left_out_by: train_grpo.Config | None = None,
-) -> tuple[RolloutTable, Batch, list[list[int]]]:
-    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
-    microbatches. The reward is 1 for the first of each group and 0 for the other two, or 0.1 in the first groups.
+@dataclass(frozen=True)
+class Case:
+    """A config; whether two thirds of the rollouts have two branches, of which the first is never cut off; and how
+    many first groups have equal rewards, which leaves them out of the microbatches."""
 
-    left_out_by: the config by which rollouts without a gradient are left out.
-    """
-    rollouts = make_rollouts(7, 3)
-    if has_branches:
-        rollouts = [in_two_branches(r) if i % 3 else r for i, r in enumerate(rollouts)]
+    config: train_grpo.Config
+    has_branches: bool = False
+    num_equal: int = 0
+
+    def rollouts(self) -> list[Rollout]:
+        rollouts = make_rollouts(7, 3)
+        return [in_two_branches(r) if self.has_branches and i % 3 else r for i, r in enumerate(rollouts)]
+
+    def reward(self, rollout_id: RolloutId) -> float:
+        """1 for the first of a group and 0 for the other two, or 0.1 for all."""
+        return 0.1 if rollout_id.prompt_ordinal < self.num_equal else float(rollout_id.sample == 0)
+
+
+def shared_out(rank: int, max_tokens: int, case: Case) -> tuple[RolloutTable, Batch, list[list[int]]]:
+    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
+    microbatches."""
+    rollouts = case.rollouts()
     cuts = [0, len(rollouts) // 4, *[len(rollouts)] * 3]  # a third rank and a fourth have none
     mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
-    rewards = [
-        0.1 if r.rollout_id.prompt_ordinal < num_equal else float(r.rollout_id.sample == 0) for r in mine
-    ]
-    table = gather_table(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
+    rewards = torch.tensor([case.reward(r.rollout_id) for r in mine], dtype=torch.float64)
+    table = gather_table(mine, rewards.view(-1, 1))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
-    if left_out_by is not None:
-        weights = train_grpo.rollout_weights(left_out_by, table, table.rewards[:, 0], 64)
-        is_trained = train_grpo.is_trained(left_out_by, *rewards_of(table), table, weights)
+    if case.num_equal:
+        weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
+        is_trained = train_grpo.is_trained(case.config, *rewards_of(table), table, weights)
         assert 6 <= is_trained.sum() <= 9
         split["is_trained"] = is_trained.tolist()
     plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
@@ -148,44 +150,34 @@ def since_old(sample_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def objective(**flags: Any) -> train_grpo.Config:
     """What of the GRPO family's objective depends on more than a token, with a KL term in the loss."""
-    return train_grpo.Config(advantage_norm="none", kl_coef=0.04, **flags)
+    return train_grpo.Config(**{"advantage_norm": "none", "kl_coef": 0.04, **flags})
 
 
-OBJECTIVES = {
-    "token_mean": objective(),
-    "sequence_mean": objective(loss_norm="sequence_mean"),
-    "constant": objective(loss_norm="constant"),
-    "mean_ratio": objective(loss_norm="sequence_mean", ratio_level="sequence_mean"),
-    "sum_ratio": objective(loss_norm="sequence_mean", ratio_level="sequence_sum"),
-    "drop_truncated": objective(loss_norm="sequence_mean", drop_truncated=True),
+BY_SEQUENCE, DROPPED = {"loss_norm": "sequence_mean"}, {"drop_truncated": True}
+CASES = {
+    "token_mean": Case(objective()),
+    "sequence_mean": Case(objective(**BY_SEQUENCE)),
+    "constant": Case(objective(loss_norm="constant")),
+    "mean_ratio": Case(objective(**BY_SEQUENCE, ratio_level="sequence_mean")),
+    "sum_ratio": Case(objective(**BY_SEQUENCE, ratio_level="sequence_sum")),
+    "drop_truncated": Case(objective(**BY_SEQUENCE, **DROPPED)),
+    "token_mean of branches": Case(objective(), has_branches=True),
+    "sequence_mean of branches": Case(objective(**BY_SEQUENCE), has_branches=True),
+    "constant of branches": Case(objective(loss_norm="constant"), has_branches=True),
+    "drop_truncated of branches": Case(objective(**BY_SEQUENCE, **DROPPED), has_branches=True),
+    "token_mean of some": Case(objective(kl_coef=0.0, **DROPPED), num_equal=4),
+    "sequence_mean of some": Case(objective(kl_coef=0.0, **BY_SEQUENCE), num_equal=4),
+    "constant of some": Case(objective(kl_coef=0.0, loss_norm="constant"), num_equal=4),
 }
-objectives = pytest.mark.parametrize("config", OBJECTIVES.values(), ids=OBJECTIVES)
-precisions = pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)],
-    ids=["fp32", "fp64"],
-)
 
 
 def grpo_gradients(
-    rank: int,
-    max_tokens: int,
-    folder: Path,
-    dtype: torch.dtype,
-    config: train_grpo.Config,
-    num_equal: int = 0,
-    is_skipped: bool = False,
-    shard_gradients: bool = False,
-    num_shards: int | None = None,
-    has_branches: bool = False,
+    rank: int, max_tokens: int, folder: Path, dtype: torch.dtype, case: Case, options: Mapping[str, Any] = {}
 ) -> dict[str, Tensor]:
-    """Full gradients of one GRPO minibatch, by the script's own functions.
-
-    The first `num_equal` groups have equal rewards. is_skipped: rollouts without a gradient are left out.
-    """
-    model = sharded(folder, dtype, shard_gradients=shard_gradients, num_shards=num_shards)
-    left_out_by = config if is_skipped else None
-    table, batch, microbatches = shared_out(rank, max_tokens, has_branches, num_equal, left_out_by)
+    """Full gradients of one GRPO minibatch, by the script's own functions. options: of the `ShardedModel`."""
+    config = case.config
+    model = sharded(folder, dtype, **options)
+    table, batch, microbatches = shared_out(rank, max_tokens, case)
     advantages = train_grpo.token_advantages(config, *rewards_of(table), table, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
@@ -215,74 +207,33 @@ def assert_close_gradients(
             assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-def assert_split_invariant(
-    one_rank: Any, two_ranks: Any, tolerance: float, gradients: Any, *args: Any
-) -> None:
-    """`gradients(rank, max_tokens, *args)` are those of one rank and one microbatch, however the rollouts are split."""
-    (expected,) = one_rank.run(gradients, 10_000, *args)
-    for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        assert_close_gradients(pool.run(gradients, max_tokens, *args), expected, tolerance)
-
-
-@objectives
-@precisions
-def test_gradient_does_not_depend_on_ranks_or_microbatches(
-    one_rank, two_ranks, folder, dtype, tolerance, config
-):
-    """The same rollouts give the same gradient on 1 rank, on 2 ranks and at any microbatch budget. Pitfall 33."""
-    assert_split_invariant(one_rank, two_ranks, tolerance, grpo_gradients, folder, dtype, config)
-
-
-SKIPPING = {
-    norm: train_grpo.Config(advantage_norm="none", loss_norm=norm, drop_truncated=norm == "token_mean")
-    for norm in ("token_mean", "sequence_mean", "constant")
-}
-
-
-@pytest.mark.parametrize("config", SKIPPING.values(), ids=SKIPPING)
-@precisions
-def test_gradient_is_the_same_without_the_rollouts_that_have_none(
-    one_rank, two_ranks, folder, dtype, tolerance, config
-):
-    """Four of seven groups have equal rewards, and truncated rollouts no weight: only the others are computed."""
-    (expected,) = one_rank.run(grpo_gradients, 10_000, folder, dtype, config, 4)
-    for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        assert_close_gradients(
-            pool.run(grpo_gradients, max_tokens, folder, dtype, config, 4, True), expected, tolerance
-        )
-
-
-def trained_tokens(config: train_grpo.Config, has_branches: bool) -> list[tuple[Rollout, Tensor]]:
+def trained_tokens(case: Case) -> Iterator[tuple[Rollout, Tensor]]:
     """The rollouts that are trained on, each with the mask of its tokens that are: those of branches that are kept."""
-    kept = []
-    for i, rollout in enumerate(make_rollouts(7, 3)):
-        mask = rollout.loss_mask.clone()
-        if config.drop_truncated and rollout.finish_reason == "length":
-            branches = in_two_branches(rollout) if has_branches and i % 3 else rollout
-            mask[sum(len(branch.tokens) for branch in branches.earlier) :] = False
+    for rollout, whole in zip(case.rollouts(), make_rollouts(7, 3), strict=True):
+        mask = whole.loss_mask.clone()
+        if case.config.drop_truncated and rollout.finish_reason == "length":
+            mask[sum(len(branch.tokens) for branch in rollout.earlier) :] = False
         if mask.any():
-            kept.append((rollout, mask))
-    return kept
+            yield whole, mask
 
 
-def plain_gradients(
-    rank: int, folder: Path, config: train_grpo.Config, has_branches: bool = False
-) -> dict[str, Tensor]:
-    """Gradients of the plain double-precision model, one sequence at a time, by autograd through full logits."""
+def plain_gradients(rank: int, folder: Path, case: Case) -> dict[str, Tensor]:
+    """Gradients of the plain double-precision model, one rollout at a time, by autograd through full logits."""
+    config = case.config
     model = load_replica(folder, dtype=torch.float64).requires_grad_()
-    kept = trained_tokens(config, has_branches)
+    kept = list(trained_tokens(case))
     num_tokens = sum(int(mask.sum()) for _, mask in kept)
     for r, mask in kept:
         layout = batching.PackedLayout((len(r.tokens),), CPU)
         logits = model(r.tokens, layout.positions, layout) @ model.lm_head.weight.T
         new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][mask[1:]]
-        advantage = float(r.rollout_id.sample == 0) - 1 / 3
-        moved = since_old(r.sample_logprobs, r.loss_mask, config.ratio_level)[mask]
-        x = new - new.detach() + moved
+        group = [case.reward(r.rollout_id._replace(sample=sample)) for sample in range(3)]
+        advantage = 0.0 if len(set(group)) == 1 else case.reward(r.rollout_id) - 1 / 3
+        x = new - new.detach() + since_old(r.sample_logprobs, r.loss_mask, config.ratio_level)[mask]
         ratio = {"token": x, "sequence_mean": x.mean(), "sequence_sum": x.sum()}[config.ratio_level].exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
         d = new - r.sample_logprobs[mask]
-        loss = (loss + 0.04 * (torch.exp(-d) + d - 1)).sum()
+        loss = (loss + config.kl_coef * (torch.exp(-d) + d - 1)).sum()
         divisors = {
             "token_mean": num_tokens,
             "sequence_mean": len(kept) * len(new),
@@ -292,23 +243,16 @@ def plain_gradients(
     return {name: param.grad for name, param in named_parameters(model).items()}
 
 
-@objectives
-def test_gradient_equals_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, config):
-    """Sharding, packing and the chunked head change no gradient: float64 against plain autograd."""
-    (expected,) = one_rank.run(plain_gradients, folder, config)
-    assert_close_gradients(two_ranks.run(grpo_gradients, 300, folder, torch.float64, config), expected, 1e-12)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, case):
+    """On 1 rank and 2, at any microbatch budget: neither sharding, packing nor the chunked head changes it. Pitfall 33.
 
-
-@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant", "drop_truncated"])
-def test_gradient_of_rollouts_in_two_branches_is_that_of_the_whole_ones(one_rank, two_ranks, folder, name):
-    """The second branch goes on where the first one ends, so every token has the context, advantage and weight it had.
-
-    Two thirds of the rollouts have two branches, of which the first is never cut off.
+    Nor do branches, of which the second goes on where the first one ends, nor leaving out rollouts without a gradient.
     """
-    (expected,) = one_rank.run(plain_gradients, folder, OBJECTIVES[name], True)
-    options = (folder, torch.float64, OBJECTIVES[name], 0, False, False, None, True)
-    for pool, max_tokens in ((one_rank, 10_000), (two_ranks, 300)):
-        assert_close_gradients(pool.run(grpo_gradients, max_tokens, *options), expected, 1e-12)
+    (expected,) = one_rank.run(plain_gradients, folder, case)
+    for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
+        gradients = pool.run(grpo_gradients, max_tokens, folder, torch.float64, case)
+        assert_close_gradients(gradients, expected, 1e-12)
 
 
 def numbers_of_rollouts(batch: Batch) -> Tensor:
@@ -324,16 +268,16 @@ def ppo_backward(
     folder: Path,
     value_folder: Path,
     dtype: torch.dtype,
+    options: Mapping[str, Any] = {},
     value_scale: float = 1.0,
-    shard_gradients: bool = False,
 ) -> dict[str, ShardedModel]:
     """Policy and value model after one minibatch's backward passes, as `train_ppo.py` makes them.
 
     Rewards have a KL term, truncated completions a bootstrap value, and advantages are whitened over the ranks.
     """
-    policy = sharded(folder, dtype, shard_gradients=shard_gradients)
-    value = sharded(value_folder, dtype, scalar_head=True, shard_gradients=shard_gradients)
-    table, batch, microbatches = shared_out(rank, max_tokens)
+    policy = sharded(folder, dtype, **options)
+    value = sharded(value_folder, dtype, scalar_head=True, **options)
+    table, batch, microbatches = shared_out(rank, max_tokens, CASES["token_mean"])
 
     config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
     batch = batch.replace(
@@ -374,92 +318,97 @@ def ppo_gradients(rank: int, *args: Any) -> dict[str, Tensor]:
     }
 
 
-@precisions
-def test_ppo_gradients_do_not_depend_on_ranks_or_microbatches(
-    one_rank, two_ranks, folder, value_folder, dtype, tolerance
-):
-    """Policy and value model: advantages are whitened over all ranks, and both losses weighted by global counts."""
-    assert_split_invariant(one_rank, two_ranks, tolerance, ppo_gradients, folder, value_folder, dtype)
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[RankPool]:
-    """A process group of three, among which rows do not divide evenly."""
-    pool = RankPool(3)
-    yield pool
-    pool.stop()
-
-
-@pytest.mark.parametrize("pool", ["two_ranks", pytest.param("three_ranks", marks=pytest.mark.slow)])
-@precisions
-def test_gradients_that_are_sharded_in_each_microbatch_are_the_same(
-    request, one_rank, tmp_path, value_folder, dtype, tolerance, pool
-):
-    """Of policy and value model, with tied embeddings, also where a rank's last microbatches are empty."""
-    tied = make_folder(tmp_path / "tied", {**RAW_CONFIG, "tie_word_embeddings": True})
-    ranks = request.getfixturevalue(pool)
-    config = OBJECTIVES["sequence_mean"]
-    for gradients, args in (
-        (grpo_gradients, (tied, dtype, config, 0, False)),
-        (ppo_gradients, (tied, value_folder, dtype, 1.0)),
-    ):
-        (expected,) = one_rank.run(gradients, 10_000, *args)
-        for max_tokens in (10_000, 200):
-            assert_close_gradients(ranks.run(gradients, max_tokens, *args, True), expected, tolerance)
-
-
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
-    """A process group of four, as of two nodes with two each."""
+    """A process group of four, among which rows do not divide evenly; or two nodes with two each."""
     pool = RankPool(4)
     yield pool
     pool.stop()
 
 
-# Ranks, and those of a node.
-nodes = pytest.mark.parametrize(
-    ("pool", "num_shards"), [("two_ranks", 1), pytest.param("four_ranks", 2, marks=pytest.mark.slow)]
+SHARDED = {"shard_gradients": True}
+# Ranks, and how models are sharded over them; num_shards: the ranks of a node.
+layouts = pytest.mark.parametrize(
+    ("pool", "options"),
+    [
+        pytest.param("one_rank", SHARDED, marks=pytest.mark.slow),
+        ("two_ranks", {}),
+        ("two_ranks", SHARDED),
+        ("two_ranks", {"num_shards": 1}),
+        ("two_ranks", {"num_shards": 1, **SHARDED}),
+        pytest.param("four_ranks", SHARDED, marks=pytest.mark.slow),
+        pytest.param("four_ranks", {"num_shards": 2}, marks=pytest.mark.slow),
+        pytest.param("four_ranks", {"num_shards": 2, **SHARDED}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 
 
-@nodes
-@pytest.mark.parametrize("shard_gradients", [False, True])
-def test_gradients_of_models_that_are_sharded_over_nodes_are_the_same(
-    request, one_rank, folder, pool, num_shards, shard_gradients
+@layouts
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)],
+    ids=["fp32", "fp64"],
+)
+def test_gradients_do_not_depend_on_how_models_are_sharded(
+    request, one_rank, folder, value_folder, dtype, tolerance, pool, options
 ):
-    """Summed within the node and between nodes, each gradient once, however many microbatches there are."""
+    """Nor on microbatches, also where a rank's last ones are empty: policy and value model, GRPO and PPO.
+
+    PPO's advantages are whitened over all ranks. Between nodes each gradient is summed once.
+    """
     ranks = request.getfixturevalue(pool)
-    args = (folder, torch.float64, OBJECTIVES["token_mean"], 0, False)
-    (expected,) = one_rank.run(grpo_gradients, 10_000, *args)
-    for max_tokens in (10_000, 200):
-        assert_close_gradients(
-            ranks.run(grpo_gradients, max_tokens, *args, shard_gradients, num_shards), expected, 1e-12
-        )
+    for gradients, args in (
+        (grpo_gradients, (folder, dtype, CASES["sequence_mean"])),
+        (ppo_gradients, (folder, value_folder, dtype)),
+    ):
+        (expected,) = one_rank.run(gradients, 10_000, *args)
+        for max_tokens in (10_000, 200):
+            assert_close_gradients(ranks.run(gradients, max_tokens, *args, options), expected, tolerance)
 
 
-def five_steps(
-    rank: int, folder: Path, num_shards: int | None, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], list[float], int]:
-    """After updates on texts that differ between ranks: the compute weights, the norms, and the tensors to save."""
-    model = sharded(folder, dtype, num_shards=num_shards)
+def two_updates(
+    rank: int, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of two microbatches each, on texts that differ between ranks: norms and weights, and all that is saved."""
+    model = sharded(folder, dtype, **options)
     optimizer = adamw(model, weight_decay=0.1)
     norms = []
-    for _ in range(5):
-        model.backward(loss_of_one_sequence(model, (torch.arange(20) + rank) % 33), is_last=True)
+    for update in range(2):
+        for is_last in (False, True):
+            tokens = (torch.arange(20) * (2 + is_last) + 5 * update + rank) % 33
+            model.backward(loss_of_one_sequence(model, tokens), is_last=is_last)
         norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
     weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
-    return weights, norms, len(model.state_tensors(optimizer))
+    return {"norms": torch.tensor(norms), **weights}, model.state_tensors(optimizer)
 
 
-@nodes
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, options, dtype):
+    """Of weights, moments, step counts and norms, on one rank and several, and on nodes. Pitfall 47."""
+    ranks = request.getfixturevalue(pool)
+    results = [
+        ranks.run(two_updates, folder, dtype, {**options, "offload_optimizer": offload})
+        for offload in (False, True)
+    ]
+    for kept, offloaded in zip(*results, strict=True):
+        assert kept[0]["norms"].min() > 0
+        for expected, found in zip(kept, offloaded, strict=True):
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("pool", "num_shards"), [("two_ranks", 1), pytest.param("four_ranks", 2, marks=pytest.mark.slow)]
+)
 def test_nodes_that_each_hold_the_model_stay_equal_bit_for_bit(request, folder, pool, num_shards):
     """Weights and norms, and those of one model over all ranks to rounding. The first node's ranks save it."""
     ranks = request.getfixturevalue(pool)
-    (expected, expected_norms, num_tensors), *_ = ranks.run(five_steps, folder, None, torch.float64)
-    results = ranks.run(five_steps, folder, num_shards, torch.float64)
-    for rank, (weights, norms, num_saved) in enumerate(results):
-        assert norms == results[0][1] == pytest.approx(expected_norms, rel=1e-9)
-        assert num_saved == (num_tensors if rank < num_shards else 0)
+    (expected, saved_whole), *_ = ranks.run(two_updates, folder, torch.float64, {})
+    results = ranks.run(two_updates, folder, torch.float64, {"num_shards": num_shards})
+    for rank, (weights, saved) in enumerate(results):
+        assert len(saved) == (len(saved_whole) if rank < num_shards else 0)
         for name, weight in weights.items():
             assert torch.equal(weight, results[0][0][name]), name
             assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), name
@@ -528,50 +477,6 @@ def test_sharded_gradients_are_never_held_whole(two_ranks, folder):
     assert two_ranks.run(held_after_one_of_two, folder, False) == [(0, num_parameters)] * 2
 
 
-def two_updates(
-    rank: int, folder: Path, dtype: torch.dtype, offload: bool, shard_gradients: bool, num_shards: int | None
-) -> dict[str, Tensor]:
-    """Of two microbatches each, on texts that differ between ranks: norms, weights and all that is saved."""
-    options = {"shard_gradients": shard_gradients, "num_shards": num_shards, "offload_optimizer": offload}
-    model = sharded(folder, dtype, **options)
-    optimizer = adamw(model, weight_decay=0.1)
-    norms = []
-    for update in range(2):
-        for is_last in (False, True):
-            tokens = (torch.arange(20) * (2 + is_last) + 5 * update + rank) % 33
-            model.backward(loss_of_one_sequence(model, tokens), is_last=is_last)
-        norms.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
-    weights = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
-    return {"norms": torch.tensor(norms), **weights, **model.state_tensors(optimizer)}
-
-
-@pytest.mark.parametrize(
-    ("pool", "num_shards"),
-    [
-        pytest.param("one_rank", None, marks=pytest.mark.slow),
-        ("two_ranks", None),
-        pytest.param("two_ranks", 1, marks=pytest.mark.slow),
-        pytest.param("four_ranks", None, marks=pytest.mark.slow),
-        pytest.param("four_ranks", 2, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("shard_gradients", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_optimizer_in_host_memory_changes_no_bit(
-    request, folder, pool, num_shards, shard_gradients, dtype
-):
-    """Of weights, moments, step counts and norms, on one rank and several, and on nodes. Pitfall 47."""
-    ranks = request.getfixturevalue(pool)
-    results = [
-        ranks.run(two_updates, folder, dtype, offload, shard_gradients, num_shards)
-        for offload in (False, True)
-    ]
-    for expected, found in zip(*results, strict=True):
-        assert expected.keys() == found.keys()
-        assert expected["norms"].min() > 0
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def ppo_update(rank: int, *args: Any) -> tuple[dict[str, Tensor], float, float]:
     """The policy's weights after an update of both models, and both gradient norms."""
     models = ppo_backward(rank, *args)
@@ -583,7 +488,7 @@ def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder
     """Each model clips by its own norm: a value loss a million times greater moves no policy bit. Pitfall 49."""
     where = (1000, folder, value_folder, torch.float32)
     for (expected, norm, value_norm), (weights, same_norm, great_norm) in zip(
-        two_ranks.run(ppo_update, *where), two_ranks.run(ppo_update, *where, 1e6), strict=True
+        two_ranks.run(ppo_update, *where), two_ranks.run(ppo_update, *where, {}, 1e6), strict=True
     ):
         assert great_norm == pytest.approx(1e6 * value_norm, rel=1e-4)
         assert same_norm == norm > 0.01
@@ -615,91 +520,66 @@ def single_rollout_gradients(
     return full_gradients(model)
 
 
-def refresh_report(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, bool]:
+def check_refreshes(rank: int, folder: Path, dtype: torch.dtype) -> None:
     model = sharded(folder, dtype)
     optimizer = adamw(model)
-    original = named_parameters(load_replica(folder, dtype=dtype))
-    report = {"loaded": all(torch.equal(model.compute_weights[n], original[n]) for n in original)}
-    addresses = {name: weight.data_ptr() for name, weight in model.compute_weights.items()}
+    weights = model.compute_weights
+    reference = named_parameters(load_replica(folder, dtype=dtype))
+    original = {name: weight.clone() for name, weight in reference.items()}
+    assert all(torch.equal(weights[name], weight) for name, weight in original.items())
+    addresses = {name: weight.data_ptr() for name, weight in weights.items()}
     engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
     tolerance = (
         0.0 if model.module.config.is_batch_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
     )
-    gaps = []
     for _ in range(3):
-        versions = {name: weight._version for name, weight in model.compute_weights.items()}
+        versions = {name: weight._version for name, weight in weights.items()}
         (rollout,) = engine.generate([request])
         layout = batching.PackedLayout((len(rollout.tokens),), CPU)
         new, _ = score(model.module, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
-        gaps.append(float((new - rollout.sample_logprobs).abs().max()))
+        assert float((new - rollout.sample_logprobs).abs().max()) <= tolerance
         model.backward(-new.sum(), is_last=True)
-        report["unwritten"] = all(w._version == versions[n] for n, w in model.compute_weights.items())
+        assert versions == {name: weight._version for name, weight in weights.items()}
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
-    masters = {name: master.full_tensor().to(dtype) for name, master in model.masters.items()}
-    report["sampled"] = max(gaps) <= tolerance
-    report["stable"] = all(
-        weight.data_ptr() == addresses[name] for name, weight in model.compute_weights.items()
-    )
-    modules = [dict(module.named_parameters()) for module in (model.module, model.decoder)]
-    report["used"] = all(params[n] is w for n, w in model.compute_weights.items() for params in modules)
-    report["fresh"] = all(torch.equal(model.compute_weights[n], masters[n]) for n in masters)
-    report["moved"] = not torch.equal(
-        model.compute_weights["model.norm.weight"], original["model.norm.weight"]
-    )
-    return report
+    of_modules = [dict(module.named_parameters()) for module in (model.module, model.decoder)]
+    for name, weight in weights.items():
+        assert weight.data_ptr() == addresses[name]
+        assert all(parameters[name] is weight for parameters in of_modules)
+        assert torch.equal(weight, model.masters[name].full_tensor().to(dtype))
+        assert not torch.equal(weight, original[name])
+        assert torch.equal(reference[name], original[name])
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_weights_are_one_storage_refreshed_in_place(request, ranks, folder, dtype):
-    """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10."""
-    for report in request.getfixturevalue(ranks).run(refresh_report, folder, dtype):
-        names = ("loaded", "unwritten", "sampled", "stable", "used", "fresh", "moved")
-        assert report == dict.fromkeys(names, True)
+    """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10.
+
+    Steps that move every tensor of the policy move none of a reference from the same folder. Pitfall 9.
+    """
+    request.getfixturevalue(ranks).run(check_refreshes, folder, dtype)
 
 
-def step_five_times(model: ShardedModel, lr: float) -> None:
-    """Updates that make one text likelier."""
-    optimizer = adamw(model)
-    for _ in range(5):
-        model.backward(loss_of_one_sequence(model), is_last=True)
-        model.step(optimizer, lr=lr, max_grad_norm=1.0)
-
-
-def reference_after_steps(rank: int, folder: Path) -> dict[str, bool]:
-    """What long steps of the policy do to a reference model of the same folder."""
-    model = sharded(folder)
-    reference = load_replica(folder, dtype=torch.float32)
-    before = {name: param.clone() for name, param in named_parameters(reference).items()}
-    step_five_times(model, lr=0.1)
-    after = named_parameters(reference)
-    return {
-        "policy moved": all(
-            not torch.equal(weight, before[n]) for n, weight in model.compute_weights.items()
-        ),
-        "reference stayed": all(torch.equal(after[n], param) for n, param in before.items()),
-    }
-
-
-def test_a_reference_does_not_move_with_the_policy(two_ranks, folder):
-    """Policy and reference of one folder share no storage: steps move every tensor of the one alone. Pitfall 9."""
-    for report in two_ranks.run(reference_after_steps, folder):
-        assert all(report.values()), report
-
-
-def tiny_steps(rank: int, folder: Path) -> dict[str, float]:
-    """How far steps with a learning rate of 1e-6 lead each master of a policy that computes in bf16."""
+def tiny_steps(rank: int, folder: Path) -> tuple[dict[str, float], list[str]]:
+    """How far five steps with a learning rate of 1e-6 lead each master of a policy that computes in bf16; warnings."""
     model = sharded(folder, torch.bfloat16)
     before = {name: master.full_tensor().double() for name, master in model.masters.items()}
-    step_five_times(model, lr=1e-6)
-    return {n: float((m.full_tensor().double() - before[n]).abs().max()) for n, m in model.masters.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = adamw(model)
+        for _ in range(5):
+            model.backward(loss_of_one_sequence(model), is_last=True)
+            model.step(optimizer, lr=1e-6, max_grad_norm=1.0)
+    moved = {n: float((m.full_tensor().double() - before[n]).abs().max()) for n, m in model.masters.items()}
+    return moved, [str(warning.message) for warning in caught]
 
 
-def test_updates_too_small_for_bf16_add_up(two_ranks, folder):
+def test_updates_too_small_for_bf16_add_up_and_print_no_warning(two_ranks, folder):
     """Five Adam steps of 1e-6 move every master by 5e-6, far below a bf16 weight's spacing. Pitfall 43."""
-    for moved in two_ranks.run(tiny_steps, folder):
+    for moved, printed in two_ranks.run(tiny_steps, folder):
         assert moved == pytest.approx(dict.fromkeys(moved, 5e-6), rel=0.1)
+        assert printed == []
 
 
 def bf16_gradients(rank: int, folder: Path, scales: list[list[float]]) -> dict[str, Tensor]:
@@ -717,41 +597,6 @@ def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folde
         for name, gradient in gradients.items():
             assert gradient.dtype == torch.float32
             assert torch.equal(gradient, whole[name] * (1 + 2**-9 + 2**-8)), name
-
-
-def sampled_after_update(rank: int, folder: Path) -> tuple[list[list[int]], list[Tensor], float]:
-    """Rollouts of 10 requests, this rank's share, after an update; and the gap to the training forward."""
-    model = sharded(folder)
-    engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
-    requests = [
-        Request(
-            (1, 2, 3 + i),
-            RolloutId(i, 0),
-            request_key(0, purpose="train", prompt_ordinal=i, sample=0),
-            40,
-            1.0,
-            frozenset(),
-        )
-        for i in range(10)
-    ]
-    rollouts = engine.generate(requests[rank :: world_size()])
-    layout = batching.PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
-    tokens, mask = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("tokens", "loss_mask"))
-    new, _ = score(model.module, tokens, layout, select=mask, temperature=1.0)
-    gap = float((new - torch.cat([r.sample_logprobs for r in rollouts])).abs().max())
-    return [r.tokens.tolist() for r in rollouts], [r.sample_logprobs for r in rollouts], gap
-
-
-def test_rollouts_do_not_depend_on_the_world_size(one_rank, two_ranks, folder):
-    """At equal weights 1 and 2 ranks sample the same tokens with the same logprobs, bit for bit. Pitfall 51."""
-    ((tokens, logprobs, gap),) = one_rank.run(sampled_after_update, folder)
-    (even, odd) = two_ranks.run(sampled_after_update, folder)
-    assert tokens[::2] == even[0]
-    assert tokens[1::2] == odd[0]
-    assert all(
-        torch.equal(a, b) for a, b in zip(logprobs[::2] + logprobs[1::2], even[1] + odd[1], strict=True)
-    )
-    assert max(gap, even[2], odd[2]) <= 1e-5
 
 
 def clipped_norms(rank: int, folder: Path, max_grad_norm: float) -> tuple[float, float]:
@@ -774,38 +619,6 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder):
         assert other_moved == pytest.approx(moved, rel=1e-9)
     assert norm > 0.5
     assert moved == pytest.approx(0.5, rel=1e-6)
-
-
-class CountedCalls(TorchDispatchMode):
-    """How often each operation is called on plain tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.counts[func.overloadpacket.__name__] += 1
-        return result
-
-
-def calls_of_a_step(rank: int, folder: Path) -> tuple[dict[str, int], int]:
-    """The operations of a step that clips, and how many parameters the model has."""
-    model = sharded(folder)
-    optimizer = adamw(model)
-    model.backward(loss_of_one_sequence(model), is_last=True)
-    with CountedCalls() as calls:
-        norm = model.step(optimizer, lr=0.1, max_grad_norm=0.1)
-    assert norm > 0.1
-    return dict(calls.counts), len(model.masters)
-
-
-def test_a_step_clips_updates_and_refreshes_all_parameters_in_one_kernel_each(two_ranks, folder):
-    """Not one launch for each parameter."""
-    for counts, num_parameters in two_ranks.run(calls_of_a_step, folder):
-        assert counts["_foreach_mul_"] == counts["_fused_adamw_"] == 1
-        assert counts["_foreach_copy_"] == 2
-        assert counts.get("mul_", 0) + counts.get("copy_", 0) < num_parameters / 4, counts
 
 
 def waiting_for_a_late_rank(rank: int, folder: Path, shard_gradients: bool) -> tuple[dict[str, float], float]:
@@ -840,20 +653,6 @@ def test_waiting_for_a_late_rank_is_told_from_computing(two_ranks, folder, shard
     assert late["report"] >= 0.5
 
 
-def warnings_of_a_step(rank: int, folder: Path) -> list[str]:
-    """What an update makes Python or torch warn of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = sharded(folder)
-        step_five_times(model, lr=0.1)
-    return [str(warning.message) for warning in caught]
-
-
-def test_an_update_prints_no_warning(two_ranks, folder):
-    """Of names that a later torch will drop, for example, which users can do nothing about."""
-    assert two_ranks.run(warnings_of_a_step, folder) == [[], []]
-
-
 def poisoned_gradient(rank: int, folder: Path, value: float) -> tuple[str, bool]:
     """What `step` says of a gradient with this value in one place, in rank 1's shard; whether the weights stayed."""
     model = sharded(folder)
@@ -878,33 +677,25 @@ def test_row_31_a_gradient_that_is_not_finite_is_named_and_updates_nothing(two_r
         assert stayed
 
 
-def after_a_zero_gradient(rank: int, folder: Path) -> dict[str, bool]:
-    """What a step with a gradient of exactly 0 does to a model with momentum and weight decay."""
+def check_zero_gradient(rank: int, folder: Path) -> None:
+    """A step with a gradient of exactly 0, after one that gave momentum."""
     model = sharded(folder)
     optimizer = adamw(model, weight_decay=0.1)
     norms, states = [], []
     for scale in (1.0, 0.0):
         model.backward(loss_of_one_sequence(model) * scale, is_last=True)
         norms.append(model.step(optimizer, lr=0.1, max_grad_norm=1.0))
-        moments = [
-            x.to_local() if hasattr(x, "to_local") else x
-            for s in optimizer.state.values()
-            for x in s.values()
-        ]
-        masters = [master.full_tensor() for master in model.masters.values()]
-        states.append([x.clone() for x in (*moments, *masters, *model.compute_weights.values())])
-    return {
-        "norm is 0": norms[0] > norms[1] == 0,
-        "there is momentum": len(states[0]) > 2 * len(model.masters),
-        "nothing moved": all(torch.equal(a, b) for a, b in zip(*states, strict=True)),
-        "gradients are gone": all(master.grad is None for master in model.masters.values()),
-    }
+        weights = {name: weight.clone() for name, weight in model.compute_weights.items()}
+        states.append({**model.state_tensors(optimizer), **weights})
+    assert norms[0] > norms[1] == 0
+    assert states[0]["exp_avg.model.norm.weight"].any()
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    assert all(master.grad is None for master in model.masters.values())
 
 
 def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
     """Nothing to learn: neither momentum nor weight decay moves a weight; the optimizer's state stays. Pitfall 45."""
-    for report in two_ranks.run(after_a_zero_gradient, folder):
-        assert all(report.values()), report
+    two_ranks.run(check_zero_gradient, folder)
 
 
 def state_after_three_steps(
@@ -1009,13 +800,6 @@ def unordered(rank: int) -> tuple[list[Rollout], RolloutTable]:
 EXCHANGED = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
 
 
-def exchanged(rank: int) -> list[tuple[int, list[Tensor]]]:
-    mine, table = unordered(rank)
-    batch = exchange(mine, table, [int(i in (1, 2, 8)) for i in range(10)])
-    parts = [batch.select([i]) for i in range(len(batch.lengths))]
-    return [(int(part.table_index), [getattr(part, name) for name in EXCHANGED]) for part in parts]
-
-
 @dataclass(frozen=True)
 class TaughtBatch(Batch):
     """As a fork adds a stream."""
@@ -1027,7 +811,7 @@ def of_a_teacher(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {"teacher_logprobs": 3.0 * batch.sample_logprobs}
 
 
-def taught(rank: int) -> tuple[list[int], TaughtBatch]:
+def exchanged(rank: int) -> list[tuple[int, TaughtBatch]]:
     """Some rollouts, whose own stream was made early for those of rank 0 and after the exchange for the others."""
     mine, table = unordered(rank)
     names = ["teacher_logprobs"]
@@ -1040,27 +824,23 @@ def taught(rank: int) -> tuple[list[int], TaughtBatch]:
     batch = exchange(mine, table, rank_of, streams, batch_type=TaughtBatch)
     everything = range(len(batch.lengths))
     batch = teacher.add_to(batch, [everything])
-    return batch.table_index.tolist(), batch.select([*everything]).to(CPU)
+    return [(int(batch.table_index[i]), batch.select([i])) for i in everything]
 
 
-def test_a_forks_own_stream_goes_through_exchange_frozen_models_and_selection(two_ranks):
-    """And rollouts of no rank are left behind."""
-    indices = []
-    for own, batch in two_ranks.run(taught):
-        indices.append(own)
-        assert torch.equal(batch.teacher_logprobs, 3.0 * batch.sample_logprobs)
-    assert indices == [[3, 4, 5, 9], [1, 7]]
+def test_exchange_brings_rollouts_whole_to_their_ranks_in_order(two_ranks):
+    """Whoever made a rollout and in whatever order, its rank gets all its streams, a fork's own too. Pitfall 53.
 
-
-def test_exchange_brings_every_rollout_whole_to_its_rank_in_order(two_ranks):
-    """Whoever made a rollout and in whatever order, its rank gets it with all its streams. Pitfall 53."""
+    Rollouts of no rank are left behind.
+    """
     rollouts = make_rollouts(5, 2)
     first, second = two_ranks.run(exchanged)
-    assert [i for i, _ in first] == [0, 3, 4, 5, 6, 7, 9]
-    assert [i for i, _ in second] == [1, 2, 8]
-    for i, streams in (*first, *second):
-        expected = [getattr(rollouts[i], name) for name in EXCHANGED]
-        torch.testing.assert_close(streams, expected, rtol=0, atol=0)  # and the same dtypes
+    assert [i for i, _ in first] == [3, 4, 5, 9]
+    assert [i for i, _ in second] == [1, 7]
+    for i, part in (*first, *second):
+        for name in EXCHANGED:
+            # And the same dtypes.
+            torch.testing.assert_close(getattr(part, name), getattr(rollouts[i], name), rtol=0, atol=0)
+        assert torch.equal(part.teacher_logprobs, 3.0 * part.sample_logprobs)
 
 
 def partly_frozen(rank: int, folder: Path) -> tuple[list[float], float]:
@@ -1070,7 +850,7 @@ def partly_frozen(rank: int, folder: Path) -> tuple[list[float], float]:
     optimizer = torch.optim.AdamW([model.masters[name]], lr=0.0)
     norms = []
     for _ in range(2):
-        _, batch, microbatches = shared_out(rank, 10_000)
+        _, batch, microbatches = shared_out(rank, 10_000, CASES["token_mean"])
         for i, sequences in enumerate(microbatches):
             new, _ = score_batch(model.module, batch.select(sequences), temperature=1.0)
             model.backward(new.sum(), is_last=i == len(microbatches) - 1)

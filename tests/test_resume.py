@@ -97,7 +97,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
-    Faults 1 and 40. Pitfall 57.
+    Faults 1 and 40. Pitfalls 57 and 61.
     """
     pool = request.getfixturevalue(POOLS[num_ranks])
     name = f"{case}{num_ranks}-{len(splits)}"

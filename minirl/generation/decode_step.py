@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minirl.generation.sampling import sample
-from minirl.model.attention import Cached, DecodeLayout, PoolWrite
+from minirl.model.attention import DecodeLayout
 from minirl.model.transformer import Transformer
 
 
@@ -24,37 +24,25 @@ class DecodeStep:
     temperature: Tensor
 
     @property
-    def cached_pools(self) -> list[Cached]:
-        """Each cache pool of the layout once; layers with the same window share one."""
-        distinct: dict[int, Cached] = {}
-        for cached, _ in self.layout.caches.values():
-            distinct[id(cached)] = cached
-        return list(distinct.values())
-
-    @property
     def inputs(self) -> list[Tensor]:
         """All tensors that change from step to step, except the portable kernel's index and mask."""
         tensors = [self.tokens, self.layout.positions, self.keys, self.temperature]
-        for cached in self.cached_pools:
+        for cached in self.layout.caches:
             assert cached.read is not None, "not a decode layout"
-            tensors += [cached.write.block, cached.write.offset]
-            tensors += [cached.read.blocks, cached.read.lengths]
+            tensors += [cached.block, cached.offset, cached.read.blocks, cached.read.lengths]
         return tensors
 
     def with_inputs(self, tensors: list[Tensor]) -> "DecodeStep":
         """The same step with other tensors, given in the order of `inputs`."""
-        tokens, positions, keys, temperature, *pool_tensors = tensors
-        replaced: dict[int, Cached] = {}
-        for i, cached in enumerate(self.cached_pools):
+        tokens, positions, keys, temperature, *left = tensors
+        caches = []
+        for cached in self.layout.caches:
             assert cached.read is not None, "not a decode layout"
-            block, offset, blocks, lengths = pool_tensors[4 * i : 4 * i + 4]
-            write = PoolWrite(None, block, offset)
+            block, offset, blocks, lengths, *left = left
             read = replace(cached.read, blocks=blocks, lengths=lengths)
-            replaced[id(cached)] = replace(cached, write=write, read=read)
-        caches = {}
-        for layer, (cached, layer_in_pool) in self.layout.caches.items():
-            caches[layer] = (replaced[id(cached)], layer_in_pool)
-        return DecodeStep(tokens, DecodeLayout(positions, caches), keys, temperature)
+            caches.append(replace(cached, block=block, offset=offset, read=read))
+        layout = replace(self.layout, positions=positions, caches=caches)
+        return DecodeStep(tokens, layout, keys, temperature)
 
 
 def decode(model: Transformer, step: DecodeStep) -> Tensor:

@@ -593,9 +593,9 @@ class Engine:
         progress: `submit` refused any request that exceeds the cache on its own.
         """
         cache = self._live_cache
-        only_counts = cache.only_counts(rows)
+        needs_blocks = cache.needs_blocks(rows)
         num_left = len(rows)
-        for i in (~only_counts).nonzero()[:, 0].tolist():
+        for i in needs_blocks.nonzero()[:, 0].tolist():
             # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
             while i < num_left and not cache.extend(int(rows[i])):
                 if self._free_one():
@@ -604,8 +604,9 @@ class Engine:
                 assert not self._pending, "a request is preempted whose tokens were not read"
                 num_left -= 1
                 self._preempt(int(rows[num_left]))
-        cache.lengths[rows[:num_left][only_counts[:num_left]]] += 1
-        return rows[:num_left]
+        rows = rows[:num_left]
+        cache.lengths[rows[~needs_blocks[:num_left]]] += 1
+        return rows
 
     def _preempt(self, row: int) -> None:
         """Put a request back to the front of the queue. It has no unread tokens."""

@@ -1,9 +1,9 @@
 """The key/value cache: pools of fixed-size blocks, with a block table for each sequence.
 
-Layers that share a window share a pool and its block tables. In a windowed pool a sequence keeps only the
-blocks that its window can still see. A fork shares its parent's full blocks by reference count and copies the
-last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that those in
-use stay dense.
+Layers that share a window share a pool and its block tables. Whenever a sequence begins a block in a windowed
+pool, it gives back those that its window no longer sees. A fork shares its parent's full blocks by reference count
+and copies the last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that
+those in use stay dense.
 
 A sequence is known by its row, a number that it has in the arrays of lengths and in the block tables of each pool
 (`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns, however
@@ -28,7 +28,6 @@ from minirl.model.attention import (
     DecodeLayout,
     DecodeRead,
     PackedLayout,
-    PoolWrite,
     decode_kernel_for,
 )
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
@@ -163,11 +162,10 @@ class _FreeList:
 
 @dataclass(frozen=True)
 class _LastIndex:
-    """The portable kernel's index for these rows, and the blocks that they had at this version of the pool's tables."""
+    """The portable kernel's index for these rows at this version of the pool's tables."""
 
     version: int
     rows: list[int]
-    blocks: list[list[int]]
     index: DecodeIndex
 
 
@@ -202,13 +200,10 @@ class KVCache:
         self.pools: list[CachePool] = []
         self.free_lists: list[_FreeList] = []
         self.tables: list[BlockTables] = []
-        # int64 [rows]: how many tokens a sequence has space for, and the length at which its next token changes a
-        # table. Until then `extend` only counts.
+        # int64 [rows]: how many tokens a sequence has space for.
         self.lengths = torch.zeros(0, dtype=torch.int64)
-        self.next_changes = torch.zeros(0, dtype=torch.int64)
         # The same memory for single numbers, as in `BlockTables`.
         self._lengths = self.lengths.numpy()
-        self._next_changes = self.next_changes.numpy()
         self._free_rows: list[int] = []
         # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
@@ -287,7 +282,6 @@ class KVCache:
             # Prefill fills all blocks but the last one.
             self._clear(pool, blocks[-1:])
             tables.set(row, first, blocks)
-        self._plan_change(row)
         return row
 
     def _take_row(self, length: int) -> int:
@@ -296,22 +290,11 @@ class KVCache:
             num_rows = len(self.lengths)
             num_more = max(8, num_rows)
             self.lengths = F.pad(self.lengths, (0, num_more))
-            self.next_changes = F.pad(self.next_changes, (0, num_more))
             self._lengths = self.lengths.numpy()
-            self._next_changes = self.next_changes.numpy()
             self._free_rows = list(range(num_rows, num_rows + num_more))
         row = heapq.heappop(self._free_rows)
         self._lengths[row] = length
         return row
-
-    def _plan_change(self, row: int) -> None:
-        """Find out at which length the sequence's next token needs a block or makes one leave a window."""
-        lengths = [ceil_div(int(self._lengths[row]), self.block_size) * self.block_size]
-        for pool, _, tables in self._parts:
-            if pool.window is not None:
-                first, _ = tables.of_row(row)
-                lengths.append((first + 1) * self.block_size + pool.window - 1)
-        self._next_changes[row] = min(lengths)
 
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that will be read before they are full.
@@ -330,7 +313,6 @@ class KVCache:
         if has_partial_block and self.num_free_blocks < 1:
             return None
         fork = self._take_row(length)
-        self._next_changes[fork] = self._next_changes[parent]
         for pool, free_list, tables in self._parts:
             first, blocks = tables.of_row(parent)
             # Full blocks are never written again, so both sequences can read the same ones. Into the partial
@@ -352,27 +334,22 @@ class KVCache:
 
         Conservative: the blocks that `extend` frees because they have left a window are not counted.
         """
-        num_needed = int((self.lengths[rows] % self.block_size == 0).sum())
-        return num_needed <= self.num_free_blocks
+        return int(self.needs_blocks(rows).sum()) <= self.num_free_blocks
 
-    def only_counts(self, rows: Tensor) -> Tensor:
-        """Return bool [B]: `extend` of these rows int64 [B] needs no block and changes no table."""
-        return self.lengths[rows] < self.next_changes[rows]
+    def needs_blocks(self, rows: Tensor) -> Tensor:
+        """Return bool [B]: `extend` of these rows int64 [B] begins a block. Otherwise it only counts."""
+        return self.lengths[rows] % self.block_size == 0
 
     def extend(self, row: int) -> bool:
-        """Free the blocks that have left a window, then add space for one more token.
+        """Add space for one more token. Where it begins a block, first free the blocks that have left a window.
 
         Returns False and keeps the length if no block is free for the token.
         """
         position = int(self._lengths[row])
-        if position < self._next_changes[row]:
-            self._lengths[row] += 1
-            return True
-        for pool, free_list, tables in self._parts:
-            for block in tables.pop_before(row, self._first_block(pool, position)):
-                free_list.release(block)
-        needs_block = position % self.block_size == 0
-        if needs_block:
+        if position % self.block_size == 0:
+            for pool, free_list, tables in self._parts:
+                for block in tables.pop_before(row, self._first_block(pool, position)):
+                    free_list.release(block)
             if self.num_free_blocks == 0:
                 return False
             for pool, free_list, tables in self._parts:
@@ -380,7 +357,6 @@ class KVCache:
                 tables.append(row, position // self.block_size, block)
                 self._clear(pool, [block])
         self._lengths[row] += 1
-        self._plan_change(row)
         return True
 
     def extend_by(self, row: int, num_tokens: int) -> int:
@@ -390,7 +366,7 @@ class KVCache:
         """
         if not self.extend(row):
             return 0
-        num_more = int(min(num_tokens - 1, self._next_changes[row] - self._lengths[row]))
+        num_more = min(num_tokens - 1, -int(self._lengths[row]) % self.block_size)
         self._lengths[row] += num_more
         return 1 + num_more
 
@@ -424,12 +400,10 @@ class KVCache:
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = tuple(self.lengths[list(rows)].tolist())
-        cached = []
-        for i, pool in enumerate(self.pools):
-            cached.append(Cached(pool, self._prefill_write(i, rows, lengths)))
-        return PackedLayout(lengths, self.device, self._by_layer(cached))
+        caches = [self._prefill_places(i, rows, lengths) for i in range(len(self.pools))]
+        return PackedLayout(lengths, self.device, caches, self.pool_of_layer)
 
-    def _prefill_write(self, pool_index: int, rows: Sequence[int], lengths: Sequence[int]) -> PoolWrite:
+    def _prefill_places(self, pool_index: int, rows: Sequence[int], lengths: Sequence[int]) -> Cached:
         """Where the tokens of these sequences, packed end to end, are stored in a pool."""
         tokens: list[Tensor] = []
         blocks: list[Tensor] = []
@@ -445,8 +419,9 @@ class KVCache:
             blocks.append(table_blocks[index_in_table])
             offsets.append(positions % self.block_size)
             start += length
-        places = [torch.cat(tokens), torch.cat(blocks), torch.cat(offsets)]
-        return PoolWrite(*upload_together(places, self.device))
+        places = [torch.cat(blocks), torch.cat(offsets), torch.cat(tokens)]
+        block, offset, token = upload_together(places, self.device)
+        return Cached(self.pools[pool_index], block, offset, token)
 
     def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
         """The tensors that `decode_layout` of these rows needs on the device, still on the host; [B] by default.
@@ -484,25 +459,16 @@ class KVCache:
         if inputs is None:
             inputs = upload_together(self.decode_inputs(rows, lengths), self.device)
         positions, offset, *left = inputs
-        cached = []
+        caches = []
         for i, pool in enumerate(self.pools):
             last_block, num_keys, *left = left
-            # None: the tokens to store are all but the padding.
-            write = PoolWrite(None, last_block, offset)
             if self.kernel == "portable":
                 read = self._portable_read(i, rows, lengths, num_keys)
             else:
                 block_table, *left = left
                 read = DecodeRead(block_table, num_keys)
-            cached.append(Cached(pool, write, read))
-        return DecodeLayout(positions, self._by_layer(cached))
-
-    def _by_layer(self, cached: list[Cached]) -> dict[int, tuple[Cached, int]]:
-        """For each layer its pool, given one per pool, and the layer's index within it."""
-        by_layer = {}
-        for layer, (pool_index, layer_in_pool) in self.pool_of_layer.items():
-            by_layer[layer] = (cached[pool_index], layer_in_pool)
-        return by_layer
+            caches.append(Cached(pool, last_block, offset, read=read))
+        return DecodeLayout(positions, caches, self.pool_of_layer)
 
     def _portable_read(self, pool_index: int, rows: Tensor, lengths: Tensor, num_keys: Tensor) -> DecodeRead:
         """The inputs of the portable kernel from a pool in a decode step."""
@@ -519,7 +485,7 @@ class KVCache:
             is_masked |= key_position < lengths[:, None] - window
         mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
         mask = mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
-        return DecodeRead(index.blocks, num_keys, index, mask.to(self.device))
+        return DecodeRead(index.blocks, num_keys, index, mask)
 
     def _decode_index(self, pool_index: int, rows: Tensor) -> DecodeIndex:
         """The portable kernel's index for the block tables of these rows.
@@ -531,16 +497,12 @@ class KVCache:
         last = self._last_index[pool_index]
         if last is not None and last.version == tables.version and last.rows == row_numbers:
             return last.index
-        blocks = [tables.of_row(row)[1] for row in row_numbers]
-        if last is not None and last.blocks == blocks:
-            index = last.index
-        else:
-            index = index_decode(
-                blocks,
-                num_kv=self.num_kv_heads,
-                groups=self.num_query_groups,
-                min_users=self.min_users,
-                num_padded=padding.num_padded(len(rows), self.device),
-            ).to(self.device)
-        self._last_index[pool_index] = _LastIndex(tables.version, row_numbers, blocks, index)
+        index = index_decode(
+            [tables.of_row(row)[1] for row in row_numbers],
+            num_kv=self.num_kv_heads,
+            groups=self.num_query_groups,
+            min_users=self.min_users,
+            num_padded=padding.num_padded(len(rows), self.device),
+        )
+        self._last_index[pool_index] = _LastIndex(tables.version, row_numbers, index)
         return index

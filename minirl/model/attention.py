@@ -19,7 +19,7 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel for decoding from a cache: "flash", "paged" or "portable"."""
-    if kernel_for(device, dtype) == "flash":
-        return "flash"
-    if device.type == "cuda" and dtype != torch.float64:
-        return "paged"
-    return "portable"
+    """Return the kernel for decoding from a cache: "flash", "paged" (both on CUDA) or "portable" (on the CPU)."""
+    if device.type != "cuda":
+        return "portable"
+    return "flash" if kernel_for(device, dtype) == "flash" else "paged"
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
@@ -98,19 +96,6 @@ class CachePool:
 
 
 @dataclass(frozen=True)
-class PoolWrite:
-    """Where n tokens of a stream are stored in a pool; all int64 [n].
-
-    Token `token[i]` of the stream goes to offset `offset[i]` of block `block[i]`. If `token` is None, these
-    are the stream's first n tokens, which are all but the padding.
-    """
-
-    token: Tensor | None
-    block: Tensor
-    offset: Tensor
-
-
-@dataclass(frozen=True)
 class DecodeRead:
     """The keys that B requests read from a pool in a decode step.
 
@@ -127,17 +112,22 @@ class DecodeRead:
 
 @dataclass(frozen=True)
 class Cached:
-    """A pool, the places where a layout stores tokens in it, and, when decoding, the keys that it reads."""
+    """A pool, the places where a layout stores n tokens in it, and, when decoding, the keys that it reads.
+
+    block, offset int64 [n]: where each token is stored.
+    token int64 [n]: which tokens of the stream these are. If None, its first n, which are all but the padding.
+    """
 
     pool: CachePool
-    write: PoolWrite
+    block: Tensor
+    offset: Tensor
+    token: Tensor | None = None
     read: DecodeRead | None = None
 
     def store(self, layer_in_pool: int, k: Tensor, v: Tensor) -> None:
-        """Write the selected tokens' k and v, of [T', K, C], into the pool."""
-        block = self.write.block
-        offset = self.write.offset
-        selected = slice(0, len(block)) if self.write.token is None else self.write.token
+        """Write the tokens' k and v, of [T', K, C], into the pool."""
+        block, offset = self.block, self.offset
+        selected = slice(0, len(block)) if self.token is None else self.token
         keys = self.pool.keys[layer_in_pool]
         values = self.pool.values[layer_in_pool]
         if self.pool.kernel == "flash":
@@ -156,13 +146,13 @@ class PackedLayout:
     shared: a pair (i, n) for each sequence. It begins with the same n tokens as sequence i, which comes
     before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
     earlier one has its own number and n = 0. Empty if no sequence shares anything.
-    caches: for each layer its pool and the layer's index in the pool, if keys and values are to be stored.
-    Then nothing is shared.
+    caches, pool_of_layer: as in `DecodeLayout`, if keys and values are to be stored. Then nothing is shared.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
-    caches: dict[int, tuple[Cached, int]] = field(default_factory=dict)
+    caches: Sequence[Cached] = ()
+    pool_of_layer: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     shared: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
@@ -243,11 +233,12 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 class DecodeLayout:
     """One new token for each of B cached sequences, and its position int64 [B].
 
-    caches: for each layer its pool and the layer's index in the pool.
+    caches: the pools. pool_of_layer: for each layer the index of its pool, and the layer's index in the pool.
     """
 
     positions: Tensor
-    caches: dict[int, tuple[Cached, int]]
+    caches: Sequence[Cached]
+    pool_of_layer: Mapping[int, tuple[int, int]]
 
 
 Layout = PackedLayout | DecodeLayout
@@ -259,12 +250,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     Stores k and v in the layout's cache for `layer`, if it has one. The padding of `padding.pad_rows`, which
     follows the layout's tokens, is neither stored nor seen.
     """
-    cached, layer_in_pool = layout.caches.get(layer, (None, 0))
-    if cached is not None:
+    if layout.caches:
+        pool_index, layer_in_pool = layout.pool_of_layer[layer]
+        cached = layout.caches[pool_index]
         cached.store(layer_in_pool, k, v)
     if isinstance(layout, PackedLayout):
         return _attend_packed(q, k, v, layout, window)
-    assert cached is not None, f"layer {layer} has no cache to decode from"
     return _attend_cached(q, cached, layer_in_pool)
 
 

@@ -18,8 +18,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -296,19 +296,11 @@ class DecodeIndex:
     out: Tensor
     unused: Tensor
 
-    def to(self, device: torch.device) -> "DecodeIndex":
-        """Return a copy on `device`."""
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device)
-        return replace(self, **moved)
-
 
 def index_decode(
     tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int, num_padded: int
 ) -> DecodeIndex:
-    """Index a decode step of requests with these block tables. All tensors are on the host.
+    """Index a decode step of requests with these block tables, on the CPU.
 
     groups: query heads per key head.
     min_users: slots of each live block at each key head. Products of fewer queries could round differently

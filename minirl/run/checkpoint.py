@@ -389,7 +389,7 @@ def prune(run_folder: Path, *, keep: int) -> None:
     Of equal scores the newest is the best. A folder without a readable manifest is left alone.
     """
     checkpoints = []
-    scored = []
+    scores: dict[Path, float] = {}
     for path in checkpoints_in(run_folder):
         try:
             score = read_manifest(path)["score"]
@@ -397,8 +397,8 @@ def prune(run_folder: Path, *, keep: int) -> None:
             continue
         checkpoints.append(path)
         if score is not None:
-            scored.append((score, path))
-    best = max(scored)[1] if scored else None
+            scores[path] = score
+    best = max(reversed(scores), key=scores.__getitem__, default=None)
     old = checkpoints[:-keep] if keep else []
     for path in old:
         if path != best:

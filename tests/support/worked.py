@@ -1,0 +1,25 @@
+"""The four responses to one prompt that objectives were worked out for by hand."""
+
+import torch
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def flat(per_sequence):
+    return [x for values in per_sequence for x in values]
+
+
+def assert_six_decimals(actual, expected):
+    actual, expected = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=6e-7)
+
+
+LENGTHS = (3, 5, 2, 4)
+REWARDS = double([[1.0, 0.0, 0.5, 1.0]])
+
+GRPO = {"baseline": "mean", "norm": "group_std", "eps": 1e-6}
+TRL = {"baseline": "mean", "norm": "group_std", "eps": 1e-4}
+DR_GRPO = {"baseline": "mean", "norm": "none"}
+RLOO = {"baseline": "leave_one_out", "norm": "none"}
