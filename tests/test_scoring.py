@@ -100,10 +100,8 @@ def reference_values(model, batch):
     return torch.stack(values), torch.stack(after)
 
 
-def score_batch(model, batch, **kwargs):
-    return score(
-        model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE, **kwargs
-    )
+def score_batch(model, batch):
+    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE)
 
 
 def predict_batch(model, batch):
@@ -129,15 +127,14 @@ def assert_equal_gradients(model, results, *, atol, rtol):
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"scalar_head": True}], ids=str)
-def test_results_and_gradients_equal_the_head_position_by_position(options):
+def test_results_and_gradients_equal_the_head_position_by_position(options, monkeypatch):
     """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
 
     Logprobs, entropies, values and scores, and the gradients of every parameter. Pitfalls 1 and 13.
     """
     model, batch = make_model(**options), make_batch()
-    got = (
-        predict_batch(model, batch) if model.config.scalar_head else score_batch(model, batch, token_chunk=7)
-    )
+    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
+    got = (predict_batch if model.config.scalar_head else score_batch)(model, batch)
     expected = (reference_values if model.config.scalar_head else reference_scores)(model, batch)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-10)
