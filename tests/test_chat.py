@@ -16,7 +16,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
-from minirl.run.load_prompts import load_tokenizer, prompt_streams
+from minirl.run.load_prompts import load_prompts
 from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
@@ -364,10 +364,9 @@ def prompt_of(tmp_path):
 
     def first_prompt(arguments, *, chat=True):
         config = RunConfig(chat_template_kwargs=arguments, chat=chat)
-        tokenizer = load_tokenizer(config, tmp_path, (), None)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        prompts, _ = prompt_streams(config, task, tokenizer, model_config, 32)
-        return tokenizer.backend.decode(prompts.prompt_ids(0))
+        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), workers=None)
+        return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
 
     return first_prompt
 
