@@ -1,6 +1,7 @@
 """The formulas of docs/memory.md and of `minirl.plan` are the bytes that are really allocated; what is chosen fits."""
 
 import dataclasses
+import gc
 import itertools
 import re
 from collections.abc import Iterator
@@ -315,11 +316,12 @@ def bytes_of_backward(
     """What a microbatch takes besides gradients; with sharded ones, what the first of two leaves, and both's peak."""
     config, batch = read_config(folder), make_batch(num_tokens)
     options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
-    options |= {"offload_optimizer": offload}
     model = ShardedModel(config, folder, **options)
     backward(model, batch, is_last=False)
     activations, _ = allocated_bytes(lambda: backward(model, batch, is_last=False))
-    model = ShardedModel(config, folder, **options, shard_gradients=True)
+    del model
+    gc.collect()  # now, not while the next one is measured
+    model = ShardedModel(config, folder, **options, offload_optimizer=offload, shard_gradients=True)
 
     def two_microbatches() -> None:
         backward(model, batch, is_last=False)
