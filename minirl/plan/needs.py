@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from minirl.generation.engine import PREFILL_TOKENS
 from minirl.model.config import ModelConfig
 from minirl.plan.formulas import (
     activation_bytes,
@@ -14,7 +15,6 @@ from minirl.plan.formulas import (
 )
 from minirl.plan.workload import Sizes, Workload
 
-PREFILL_TOKENS = 8192  # of a forward pass of the engine
 # Activations and logits on the CPU over those on CUDA, in fp32: measured 0.5 to 1.8 with sequences of up to 1,024
 # tokens, 3.2 with 4,096.
 CPU_FACTOR = 2.0
