@@ -20,7 +20,7 @@ from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
-# Tokens per block of the two-level search in `inverse_cdf` and in `kernels.fused_sampling`.
+# Tokens per block of the two-level search in `inverse_cdf`.
 CDF_BLOCK = 512
 
 Number = TypeVar("Number", int, Tensor)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.generation.sampling import CDF_BLOCK
 from minirl.kernels import launching
 from minirl.model.padding import next_power_of_two
+
+BLOCK = 512  # tokens per block of the two-level search, as many as in `sampling.inverse_cdf`
 
 
 def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,7 @@ def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple
     distribution. On CUDA it never waits for the device.
     """
     num_requests, vocab_size = logits.shape
-    num_blocks = -(-vocab_size // CDF_BLOCK)
+    num_blocks = -(-vocab_size // BLOCK)
     greatest = logits.new_empty(num_requests, num_blocks)
     likeliest = torch.empty_like(greatest, dtype=torch.int32)
     totals = torch.empty_like(greatest, dtype=torch.float64)
@@ -35,7 +36,7 @@ def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple
         likeliest,
         totals,
         vocab_size,
-        BLOCK=CDF_BLOCK,
+        BLOCK=BLOCK,
     )
     tokens = torch.empty_like(uniform, dtype=torch.int64)
     logprobs = logits.new_empty(num_requests)
@@ -52,7 +53,7 @@ def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple
         logprobs,
         vocab_size,
         num_blocks,
-        BLOCK=CDF_BLOCK,
+        BLOCK=BLOCK,
         PADDED_BLOCKS=next_power_of_two(num_blocks),
     )
     return tokens, logprobs

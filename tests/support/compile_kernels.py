@@ -51,7 +51,7 @@ def main() -> None:
             "totals": "*fp64",
             "vocab_size": "i32",
         },
-        BLOCK=fused_sampling.CDF_BLOCK,
+        BLOCK=fused_sampling.BLOCK,
     )
     compile_for_all(
         fused_sampling.tokens_kernel,
@@ -67,7 +67,7 @@ def main() -> None:
             "vocab_size": "i32",
             "num_blocks": "i32",
         },
-        BLOCK=fused_sampling.CDF_BLOCK,
+        BLOCK=fused_sampling.BLOCK,
         PADDED_BLOCKS=512,
     )
     rows = {"targets": "*i64", "divisor": "*fp32", "totals": "*fp32", "entropies": "*fp32"}
