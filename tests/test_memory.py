@@ -23,7 +23,7 @@ from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.memory import allocated_bytes, saved_bytes
@@ -258,11 +258,13 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
         )
         for i in range(2)
     ]
+    outputs = logprobs_as("ref_logprobs", 1.0)
+    reference = FrozenModel(model.decoder, outputs, names=["ref_logprobs"], device=CPU, max_tokens=9999)
     return {
         "always": held,
         "update": allocated_bytes(update)[0],
         "generate": allocated_bytes(lambda: engine.generate(requests))[0],
-        "score (reference)": allocated_bytes(lambda: score_old_logprobs(model.decoder, batch, [[0]], 1.0))[0],
+        "score (reference)": allocated_bytes(lambda: reference.add_to(batch, [[0]]))[0],
     }
 
 
