@@ -19,8 +19,7 @@ from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training import sharded_model
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked, values_of
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import make_engine, make_model, mixed_requests
@@ -151,8 +150,9 @@ def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
     results = []
     for place in (CPU, device):
         model, batch = make_model("mixed", torch.float32).requires_grad_(False), make_batch().to(place)
-        with unparked(model, place, park=True):
-            scored = score_old_logprobs(model, batch, [[2], [], [0, 1]], 0.7)
+        outputs, names = logprobs_as("ref_logprobs", 0.7), ["ref_logprobs"]
+        frozen = FrozenModel(model, outputs, names=names, device=place, max_tokens=999, park=True)
+        scored = frozen.add_to(batch, [[2], [], [0, 1]]).ref_logprobs
         assert scored.device == place
         assert next(model.parameters()).device == CPU
         results.append(scored.cpu())

@@ -5,10 +5,11 @@ import torch
 
 from minirl.generation.sampling import inverse_cdf
 from minirl.kernels.fused_gate import FusedGate
-from minirl.kernels.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
+from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import silu
+from minirl.model.logprobs import MAX_LOGITS, chunk_width
 from minirl.model.rotation import rotate_pair
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request
