@@ -28,8 +28,8 @@ def interpreted(monkeypatch):
 def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(rows, vocab, generator=generator)
-    if kind == "peaked":
-        return 8 * logits
+    if kind in ("flat", "peaked"):
+        return (0.1 if kind == "flat" else 8) * logits
     # Extreme: nine tokens in ten are impossible, whole blocks of them too, and one has nearly all probability.
     logits[:, torch.rand(vocab, generator=generator) < 0.9] = -torch.inf
     logits[:, 512:1024] = -torch.inf
@@ -41,7 +41,7 @@ def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("kind", "vocab", "rows"),
-    [(kind, vocab, 12) for kind in ("peaked", "extreme") for vocab in (48, 500, 512, 2049)]
+    [(kind, vocab, 12) for kind in ("flat", "peaked", "extreme") for vocab in (48, 500, 512, 2049)]
     + [pytest.param("peaked", 151936, 2, marks=pytest.mark.slow)],
 )
 def test_the_fused_sampler_takes_the_tokens_of_the_portable_one(kind, vocab, rows, interpreted):
