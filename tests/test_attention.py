@@ -446,7 +446,9 @@ class Decoding:
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (8, 8), (2, 32), (4, 64)])
 @pytest.mark.parametrize("windows", [(None, None), (5, None, 5), (128,), (130, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     """Sampling and scoring attend to the same bits: shared prompts, block borders, windows, reused blocks, order."""
     decoding = Decoding(windows, groups, dim, dtype, num_tokens=2560, max_sequences=12)
@@ -474,7 +476,9 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
 @pytest.mark.parametrize("windows", [(None,), (300, None), (290,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
     decoding = Decoding(windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30)

@@ -199,8 +199,8 @@ def of_branches(episode):
     yield episode.branch([*episode.prompt_ids, 8, *turn.ids]).generate(max_tokens=4)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
 def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
     assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
 

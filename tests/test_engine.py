@@ -34,7 +34,7 @@ from support.engines import (
 
 ALL_VARIANTS = [(attention, dtype) for attention in WINDOWS for dtype in (torch.float32, torch.bfloat16)]
 SOME_VARIANTS = [
-    ("full", torch.float32),
+    ("mixed", torch.float32),
     ("full", torch.bfloat16),
     ("windowed", torch.float32),
     ("mixed", torch.bfloat16),

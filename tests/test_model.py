@@ -359,7 +359,9 @@ def shared_gradients(model, tokens, layout):
     return {key: param.grad for key, param in named_parameters(model).items()}
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in FEATURES[:3])]
+)
 def test_gradients_of_shared_prompts_equal_those_of_each_sequences_own(name, checkpoints):
     """In fp64, every parameter, prompt tokens under the loss too.
 

@@ -117,6 +117,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
         assert not list((copy / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
     """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
     fork = str(branching_fork(tmp_path, "train_grpo.py"))

@@ -260,8 +260,8 @@ def by_id(steps):
     return {row[0]: row for step in steps for row in step}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("name", ["calculator", "slow", "overlapped"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "slow", "overlapped"])
 def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
     load, name, num_workers
 ):
@@ -271,7 +271,7 @@ def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_
     assert found == rollouts_of(calculator_here, 2)
 
 
-@pytest.mark.parametrize("function", [chatting, branching])
+@pytest.mark.parametrize("function", [chatting, pytest.param(branching, marks=pytest.mark.slow)])
 def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
     options = {"decode_budget": 8, "max_staleness": 3}
     prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
