@@ -1,9 +1,11 @@
 """The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
 
 import importlib.util
+import itertools
 import math
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -59,13 +61,16 @@ def assert_gradients_near(got, expected, leaves, seed):
         assert_near(grad, expected_grad, 1e-13)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_packed_attention_and_its_gradients_equal_dense_softmax(window, groups):
-    """Ragged sequences, block borders, windows and shared key heads: exact in fp64, forward and backward."""
-    leaves = [x.requires_grad_() for x in random_qkv(sum(RAGGED), 2 * groups, 2, 8, torch.float64)]
-    out = attend_packed(*leaves, RAGGED, window)
-    parts = zip(*(x.split(RAGGED) for x in leaves), strict=True)
+@pytest.mark.parametrize(
+    ("lengths", "window", "groups"),
+    [*itertools.product([RAGGED], WINDOWS, [1, 2, 8]), ((0,), None, 2), ((0, 3, 0), None, 2)],
+    ids=str,
+)
+def test_packed_attention_and_its_gradients_equal_dense_softmax(lengths, window, groups):
+    """Ragged sequences, block borders, windows, shared key heads and no tokens: exact in fp64, forward and backward."""
+    leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 2 * groups, 2, 8, torch.float64)]
+    out = attend_packed(*leaves, lengths, window)
+    parts = zip(*(x.split(lengths) for x in leaves), strict=True)
     expected = torch.cat([dense_attention(*part, window) for part in parts])
     assert_near(out, expected, 1e-14)
     assert_gradients_near(out, expected, leaves, seed=9)
@@ -113,42 +118,15 @@ def test_non_finite_values_stay_in_their_sequence(window, bad):
         assert all(torch.equal(got[i], expected[i]) for i in range(len(RAGGED)) if i != broken)
 
 
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 3, 0)], ids=str)
-def test_empty_streams_and_sequences_attend_to_nothing(lengths):
-    """A rank without rollouts still runs forward and backward: shapes hold and gradients exist."""
-    leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 4, 2, 8, torch.float64)]
-    out = attend_packed(*leaves, lengths, None)
-    expected = dense_attention(*leaves, None)
-    assert out.shape == (sum(lengths), 4, 8)
-    torch.testing.assert_close(out, expected)
-    for grad, expected_grad in zip(
-        *(torch.autograd.grad(x.sum(), leaves) for x in (out, expected)), strict=True
-    ):
-        torch.testing.assert_close(grad, expected_grad)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_gradients_reach_exactly_the_visible_keys(window):
-    """The last token of the middle sequence moves its own window's keys and values, and no other bit of the stream."""
-    lengths = (140, 133, 140)
-    leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 4, 2, 8)]
-    last = sum(lengths[:2]) - 1
-    _, grad_k, grad_v = torch.autograd.grad(attend_packed(*leaves, lengths, window)[last].sum(), leaves)
-    reached = torch.zeros(sum(lengths), dtype=torch.bool)
-    reached[lengths[0] if window is None else last - window + 1 : last + 1] = True
-    assert torch.equal(grad_v.abs().sum((1, 2)) > 0, reached)
-    assert torch.equal(grad_k.abs().sum((1, 2)) > 0, reached)
-
-
-def test_layouts_count_positions_from_zero_in_each_sequence():
-    """`positions` and `cu_seqlens` say where the sequences are. Pitfall 3."""
-    layout = PackedLayout((3, 1, 2), CPU)
+@pytest.mark.parametrize("shared", [(), ((0, 0), (1, 0), (2, 0))], ids=["unsaid", "each its own parent"])
+def test_layouts_count_positions_from_zero_in_each_sequence(shared):
+    """`positions` and `cu_seqlens` say where the sequences are; unshared, every token is a row. Pitfall 3."""
+    layout = PackedLayout((3, 1, 2), CPU, shared=shared)
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert layout.positions.dtype == torch.int64
-    assert layout.cu_seqlens.dtype == torch.int32
-    assert PackedLayout((), CPU).positions.shape == (0,)
-    assert PackedLayout((), CPU).cu_seqlens.tolist() == [0]
+    assert (layout.positions.dtype, layout.cu_seqlens.dtype) == (torch.int64, torch.int32)
+    assert layout.hidden_index.tolist() == layout.computed_tokens.tolist() == list(range(6))
+    assert layout.num_shared == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -170,30 +148,15 @@ def test_a_shared_prompt_is_computed_as_rows_of_the_first_sequence_that_has_it()
     assert layout.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 3]
     assert layout.num_shared == (0, 0, 2, 3)
     assert layout.cu_seqlens.tolist() == [0, 3, 5, 10, 14]
-    assert layout.computed_tokens[layout.hidden_index].tolist() != list(range(14)), "nothing is shared"
-    assert layout.hidden_index[layout.computed_tokens].tolist() == list(range(9)), (
-        "a row is not the token that it was kept for"
-    )
     assert {x.dtype for x in (layout.hidden_index, layout.computed_tokens, layout.positions)} == {torch.int64}
 
 
-def test_without_shared_prompts_every_token_is_a_row():
-    """Nothing said of prompts, or each sequence its own parent: the stream as it is."""
-    for shared in ((), ((0, 0), (1, 0), (2, 0))):
-        layout = PackedLayout((3, 1, 2), CPU, shared=shared)
-        assert layout.hidden_index.tolist() == layout.computed_tokens.tolist() == list(range(6))
-        assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
-        assert layout.num_shared == (0, 0, 0)
-    assert PackedLayout((), CPU).hidden_index.tolist() == PackedLayout((), CPU).computed_tokens.tolist() == []
-
-
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, window, groups, seed):
+def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, window, groups):
     """A row does not know who else begins as it does: attention over shared rows is that over the whole stream."""
-    layout = shared_layout(FAMILIES, seed)
+    layout = shared_layout(FAMILIES, groups)
     q, k, v = random_qkv(len(layout.computed_tokens), 2 * groups, 2, 16, dtype)
     got = attend(q, k, v, layout, layer=0, window=window)
     assert got.shape == q.shape
@@ -250,25 +213,25 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
 ):
     """Their queries, keys, limits and windows for shared prompts, with a dense softmax in the kernel's place."""
 
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, window_size):
+    def flash(q, k, *others, causal, window_size):
         assert causal
-        assert k.shape[1] == v.shape[1] == 2, "flash-attn shares key heads itself"
-        return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+        assert k.shape[1] == 2, "flash-attn shares key heads itself"
+        return dense_varlen(q, k, *others, window_size)
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+    def varlen(q, k, *others, window_size, enable_gqa=False):
         assert enable_gqa
-        assert k.shape[1] == v.shape[1] == 2, "it shares key heads itself"
-        return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+        assert k.shape[1] == 2, "it shares key heads itself"
+        return dense_varlen(q, k, *others, window_size)
 
-    def old_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
-        assert q.shape[1] == k.shape[1] == v.shape[1], "torch 2.11 does not share key heads"
-        return dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+    def old_varlen(q, k, *others, window_size):
+        assert k.shape[1] == q.shape[1], "torch 2.11 does not share key heads"
+        return dense_varlen(q, k, *others, window_size)
 
-    chosen = old_varlen if "2.11" in kernel else varlen
-    module = types.SimpleNamespace(flash_attn_varlen_func=flash, varlen_attn=chosen)
-    monkeypatch.setitem(
-        sys.modules, "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen", module
+    module = types.SimpleNamespace(
+        flash_attn_varlen_func=flash, varlen_attn=old_varlen if "2.11" in kernel else varlen
     )
+    name = "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen"
+    monkeypatch.setitem(sys.modules, name, module)
     layout = shared_layout(FAMILIES) if shares else PackedLayout(RAGGED, CPU)
     qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
     got = attention._attend_varlen(*qkv, layout, window, kernel)
@@ -280,14 +243,12 @@ FLASH_FUNCTIONS = "flash_attn_varlen_func = flash_attn_with_kvcache = print"
 
 @pytest.fixture
 def unloaded_flash_attn():
-    """It is looked for anew, and what a test has found is forgotten."""
-    loaded = sys.modules.pop("flash_attn", None)
+    """It is imported again, and what a test has found is forgotten."""
     attention.has_flash_attn.cache_clear()
-    yield
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("flash_attn", None)
+        yield
     attention.has_flash_attn.cache_clear()
-    sys.modules.pop("flash_attn", None)
-    if loaded is not None:
-        sys.modules["flash_attn"] = loaded
 
 
 @pytest.mark.parametrize(
@@ -296,12 +257,10 @@ def unloaded_flash_attn():
         (FLASH_FUNCTIONS, ("flash", "flash"), ""),
         ("", ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
         (None, ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
-        ("raise ImportError('an undefined symbol')", ("varlen", "paged"), "an undefined symbol"),
         ("raise OSError('no such\\nlibrary')", ("varlen", "paged"), "no such library"),
-        ("raise RuntimeError('built for another torch')", ("varlen", "paged"), "built for another torch"),
         ("import flash_attn_2_cuda_of_another_torch", ("varlen", "paged"), "No module named"),
     ],
-    ids=["whole", "empty", "a folder", "ImportError", "OSError", "RuntimeError", "a missing part"],
+    ids=["whole", "empty", "a folder", "OSError", "a missing part"],
 )
 def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     source, kernels, note, tmp_path, monkeypatch, capsys, unloaded_flash_attn
@@ -335,28 +294,6 @@ def chosen_kernels():
 # Decoding.
 
 
-def make_streams(lengths, num_layers, groups, dim, dtype, seed):
-    """For each layer q, k, v of sequences that share their first lengths[0] tokens and differ in the rest."""
-    prompt, *rests = lengths
-    layers = []
-    for layer in range(num_layers):
-        shared = random_qkv(prompt, 2 * groups, 2, dim, dtype, seed + 100 * layer)
-        own = [
-            random_qkv(n, 2 * groups, 2, dim, dtype, seed + 100 * layer + 10 * i + 10)
-            for i, n in enumerate(rests)
-        ]
-        layers.append([tuple(torch.cat(pair) for pair in zip(shared, x, strict=True)) for x in own])
-    return [[layer[i] for layer in layers] for i in range(len(rests))]
-
-
-def gather_rows(streams, layer, spans):
-    """q, k, v of the tokens start..end of each stream, end to end."""
-    rows = [
-        [x[start:end] for x in stream[layer]] for stream, (start, end) in zip(streams, spans, strict=True)
-    ]
-    return [torch.cat(x) for x in zip(*rows, strict=True)]
-
-
 def assert_same(got, expected, is_exact):
     """Bitwise where products are batch-invariant; on another BLAS within 1e-5 (fp32) or bf16's rounding."""
     if is_exact:
@@ -365,85 +302,72 @@ def assert_same(got, expected, is_exact):
         assert_near(got, expected, 1e-5 if got.dtype == torch.float32 else 2e-2)
 
 
-def packed_rows(streams, windows, lengths):
-    """Packed attention over the first lengths[i] tokens of each stream: [stream][layer] -> [L, H, C]."""
-    spans = [(0, n) for n in lengths]
-    layers = [
-        attend_packed(*gather_rows(streams, layer, spans), lengths, window).split(lengths)
-        for layer, window in enumerate(windows)
-    ]
-    return list(zip(*layers, strict=True))
-
-
 class Decoding:
-    """A cache of these layers and what goes through it: rows (stream, number in the cache, packed attention)."""
+    """A cache of layers with these windows, and the rows that go through it.
 
-    def __init__(
-        self, windows, groups=2, dim=16, dtype=torch.float32, *, num_tokens=12 * BLOCK, max_sequences=6
-    ):
-        self.windows, self.shape = windows, (groups, dim, dtype)
+    A row is its number in the cache and, for each layer, q, k and v of all its tokens, those to come too, with what
+    packed attention makes of them.
+    """
+
+    def __init__(self, windows, groups=2, dim=16, dtype=torch.float32):
+        self.windows, self.shape = windows, (2 * groups, 2, dim, dtype)
         self.is_exact = min_queries(dim, dtype) is not None
+        shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
         self.cache = KVCache(
-            windows,
-            num_tokens=num_tokens,
-            max_sequences=max_sequences,
-            dtype=dtype,
-            device=CPU,
-            num_kv_heads=2,
-            head_dim=dim,
-            num_query_groups=groups,
+            windows, num_tokens=60 * BLOCK, max_sequences=30, dtype=dtype, device=CPU, **shape
         )
 
     def start(self, samples, steps):
         """Prefill prompts {length: members}, and fork their members, which have room for this many steps."""
-        families, parents = [], []
-        for prompt, n in samples.items():
-            lengths = (prompt, *([steps] * n))
-            streams = make_streams(lengths, len(self.windows), *self.shape, seed=1000 * prompt)
-            packed = packed_rows(streams, self.windows, [prompt + steps] * n)
-            parents.append((streams[0], self.cache.add(prompt), packed[0]))
-            families.append((parents[-1][1], streams, packed))
-        self._check_prefill(parents)
+        families = [
+            (self.cache.add(prompt), self._members(prompt, count, steps)) for prompt, count in samples.items()
+        ]
+        parents = [(number, members[0]) for number, members in families]
+        layout = self.cache.prefill_layout([number for number, _ in parents])
+        self._check(parents, layout, [(0, prompt) for prompt in samples])
         return [
-            (stream, parent if i == 0 else self.cache.fork(parent), x)
-            for parent, streams, packed in families
-            for i, (stream, x) in enumerate(zip(streams, packed, strict=True))
+            (number if i == 0 else self.cache.fork(number), member)
+            for number, members in families
+            for i, member in enumerate(members)
         ]
 
-    def _check_prefill(self, rows):
-        """Prefill whole prompts; what comes out must be the first rows of the longer sequences."""
-        layout = self.cache.prefill_layout([cached for _, cached, _ in rows])
-        spans = [(0, self.length_of(row)) for row in rows]
-        self._check(rows, layout, spans)
+    def _members(self, prompt, count, steps):
+        """The layers of sequences that share their prompt and differ in the rest."""
+        seeds = itertools.count(1000 * prompt, 3)
+        lengths = [prompt + steps] * count
+        layers = []
+        for window in self.windows:
+            shared = random_qkv(prompt, *self.shape, next(seeds))
+            own = [random_qkv(steps, *self.shape, next(seeds)) for _ in range(count)]
+            qkv = [[torch.cat(pair) for pair in zip(shared, x, strict=True)] for x in own]
+            packed = attend_packed(*map(torch.cat, zip(*qkv, strict=True)), lengths, window)
+            layers.append([(*x, out) for x, out in zip(qkv, packed.split(lengths), strict=True)])
+        return list(zip(*layers, strict=True))
 
     def decode(self, rows):
-        """Decode one token of each row; what comes out must be its row in the packed attention."""
-        for _, cached, _ in rows:
-            assert self.cache.extend(cached)
+        """Decode one token of each row."""
+        for number, _ in rows:
+            assert self.cache.extend(number)
         layout = self.layout_of(rows)
-        spans = [(self.length_of(row) - 1, self.length_of(row)) for row in rows]
+        spans = [(length_of(self.cache, number) - 1, length_of(self.cache, number)) for number, _ in rows]
         assert layout.positions.tolist() == [start for start, _ in spans]
         self._check(rows, layout, spans)
 
     def _check(self, rows, layout, spans):
+        """What comes out for the tokens start..end of each row must be what packed attention makes of them."""
         for layer, window in enumerate(self.windows):
-            q, k, v = gather_rows([stream for stream, _, _ in rows], layer, spans)
-            got = attend(q, k, v, layout, layer=layer, window=window)
-            parts = zip(rows, spans, strict=True)
-            expected = torch.cat([packed[layer][start:end] for (*_, packed), (start, end) in parts])
-            assert_same(got, expected, self.is_exact)
+            parts = [
+                [x[start:end] for x in layers[layer]]
+                for (_, layers), (start, end) in zip(rows, spans, strict=True)
+            ]
+            q, k, v, expected = map(torch.cat, zip(*parts, strict=True))
+            assert_same(attend(q, k, v, layout, layer=layer, window=window), expected, self.is_exact)
 
     def layout_of(self, rows):
-        return self.cache.decode_layout(torch.tensor([cached for _, cached, _ in rows]))
-
-    def length_of(self, row):
-        return length_of(self.cache, row[1])
-
-    def blocks_of(self, rows):
-        """For each row the first block and the table of each pool."""
-        return [[tables.of_row(cached) for tables in self.cache.tables] for _, cached, _ in rows]
+        return self.cache.decode_layout(torch.tensor([number for number, _ in rows]))
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (8, 8), (2, 32), (4, 64)])
 @pytest.mark.parametrize("windows", [(None, None), (5, None, 5), (128,), (130, 1)], ids=str)
 @pytest.mark.parametrize(
@@ -461,17 +385,39 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
     for family_tables in zip(*decoding.blocks_of(rows[:3]), strict=True):
         first, _ = family_tables[0]
         assert first > 0 or len({blocks[0] for _, blocks in family_tables}) == 1, "full blocks are not shared"
+=======
+@pytest.mark.parametrize(
+    ("windows", "groups", "dim", "steps"),
+    [
+        ((None, None), 1, 8, 16),
+        ((5, None, 5), 8, 8, 16),
+        ((128,), 4, 64, 16),
+        ((130, 1), 2, 32, 16),
+        ((None,), 2, 16, 140),
+        ((130,), 2, 16, 140),
+        ((128, None), 2, 16, 140),
+        ((1,), 2, 16, 140),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtype):
+    """Sampling and scoring attend to the same bits: shared prompts, block borders, windows, reused blocks, order.
+
+    Blocks not in use are NaN at every moment, so what a block held before reaches no result.
+    """
+    decoding = Decoding(windows, groups, dim, dtype)
+    poison(decoding.cache)
+    rows = decoding.start({131: 3, 256: 2, 7: 2, 127: 1, 383: 1, 1: 1, 128: 2, 100: 2}, steps)
+>>>>>>> main
     for step in range(steps):
+        poison(decoding.cache)
         decoding.decode(rows if step % 2 else rows[::-1])
-    for gone in (rows.pop(0), rows.pop(3)):  # the parent of a family that goes on, and a member of another
-        cache.free(gone[1])
-    rows += decoding.start({150: 1}, steps)
-    for _ in range(steps):
-        decoding.decode(rows)
-    prefixes = packed_rows([stream for stream, _, _ in rows], windows, list(map(decoding.length_of, rows)))
-    for prefix, row in zip(prefixes, rows, strict=True):  # a later token moves no earlier row
-        for layer in range(len(windows)):
-            assert_same(prefix[layer], row[2][layer][: decoding.length_of(row)], decoding.is_exact)
+        if step in (7, 90):
+            for gone in (0, 3):  # the parent of a family that goes on, and a member of another
+                decoding.cache.free(rows.pop(gone)[0])
+            poison(decoding.cache)
+            rows += decoding.start({60 + step: 2}, steps)
 
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
@@ -481,49 +427,22 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, dtype):
 )
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
-    decoding = Decoding(windows, groups, dim, dtype, num_tokens=60 * BLOCK, max_sequences=30)
+    decoding = Decoding(windows, groups, dim, dtype)
     cache = decoding.cache
     poison(cache)
     rows = decoding.start({389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10)
     for cached in decoding.layout_of(rows).caches:
-        plan = cached.read.index
-        assert plan.num_sharing == 9 > plan.num_users
-        assert len(plan.shared) >= 4
-        assert plan.blocks.shape[1] >= 3
+        assert cached.read.index.num_sharing == 9 > cached.read.index.num_users
     for _ in range(4):
         decoding.decode(rows)
     for i in (20, 12, 9, 5, 2, 0):  # the parents of both groups among them
-        cache.free(rows.pop(i)[1])
-    before = decoding.blocks_of(rows)
-    cache.compact()
-    assert before != decoding.blocks_of(rows), "nothing has moved"
-    poison(cache)
-    for _ in range(3):
-        decoding.decode(rows)
+        cache.free(rows.pop(i)[0])
     while len(rows) > 1:  # down to fewer rows than a product must have
-        cache.free(rows.pop(-2)[1])
-        if len(rows) in (16, 8, 3, 2, 1):
+        cache.free(rows.pop(-2)[0])
+        if len(rows) in (15, 14, 8, 2, 1):
             cache.compact()
             poison(cache)
-        if len(rows) in (8, 2, 1):
             decoding.decode(rows)
-
-
-@pytest.mark.parametrize("windows", [(None,), (130,), (128, None), (1,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_block_held_before_never_reaches_a_result(windows, dtype):
-    """Blocks not in use are NaN at every moment: prefills, forks, growth over two borders and newcomers stay exact."""
-    steps = 140
-    decoding = Decoding(windows, dtype=dtype, num_tokens=60 * BLOCK, max_sequences=20)
-    poison(decoding.cache)
-    rows = decoding.start({100: 2, 127: 1, 128: 2, 129: 2, 1: 1, 256: 1}, steps)
-    for step in range(steps):
-        poison(decoding.cache)
-        decoding.decode(rows)
-        if step in (40, 90):
-            decoding.cache.free(rows.pop(-2)[1])
-            poison(decoding.cache)
-            rows += decoding.start({60 + step: 2}, steps)
 
 
 def test_a_broken_row_stays_alone_when_decoding():
@@ -536,33 +455,7 @@ def test_a_broken_row_stays_alone_when_decoding():
     decoding.decode(rows[1:])
 
 
-@pytest.mark.parametrize("window", [None, 128, 1])
-def test_a_plan_kept_from_another_step_is_right_for_it(window):
-    """A step that changes no block table has the plan of the step before, and its own mask."""
-    decoding = Decoding((window,))
-    rows = decoding.start({127: 1, 100: 1}, 140)
-    plans, tables = [], []
-    for _ in range(140):
-        decoding.decode(rows)
-        plans.append(decoding.layout_of(rows).caches[0].read.index)
-        tables.append(decoding.blocks_of(rows))
-    for i in range(1, 140):
-        assert (plans[i] is plans[i - 1]) == (tables[i] == tables[i - 1])
-    assert len({id(plan) for plan in plans}) <= 5, "planned again although no table had changed"
-
-
-def test_rows_that_hold_the_blocks_of_rows_that_are_gone_read_their_own():
-    """Freed and taken again in the same order, the block tables are equal; the tokens are others."""
-    decoding = Decoding((None,))
-    for step in range(2):
-        rows = decoding.start({140 + 3 * step: 2, 20 + 3 * step: 1}, 4)
-        decoding.decode(rows)
-        assert [blocks for ((_, blocks),) in decoding.blocks_of(rows)] == [[0, 1], [0, 3], [2]]
-        for _, cached, _ in rows:
-            decoding.cache.free(cached)
-
-
-@pytest.mark.parametrize("differs_below", [1, 2, 3, 4, 5, 8, 9, 17, 33])
+@pytest.mark.parametrize("differs_below", [1, 2, 3, 5, 16, 17])
 def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(differs_below, monkeypatch):
     """On a library whose products of fewer rows round otherwise it asks for more; where 16 do not do there is none."""
 

@@ -14,22 +14,22 @@ from support.rollouts import in_two_branches
 CPU = torch.device("cpu")
 
 
-def make_batch(lengths, seed=0):
+def make_batch(lengths):
     """A batch with every declared field set to different numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    total, fields = sum(lengths), {}
-    for field in dataclasses.fields(Batch):
-        if field.name == "table_index":
-            fields["table_index"] = torch.arange(len(lengths)) * 10
-        elif field.name == "loss_mask":
-            fields["loss_mask"] = torch.rand(total, generator=generator) < 0.5
-        elif field.name == "tokens":
-            fields["tokens"] = torch.randint(1, 1000, (total,), generator=generator)
-        elif field.name == "prefixes":
-            fields["prefixes"] = tuple(PromptPrefix(i, 1) for i in range(len(lengths)))
-        elif field.name != "lengths":
-            fields[field.name] = torch.rand(total, generator=generator)
-    return Batch(tuple(lengths), **fields)
+    generator = torch.Generator().manual_seed(0)
+    streams = {
+        field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
+    }
+    return Batch(
+        **{
+            **streams,
+            "lengths": tuple(lengths),
+            "tokens": (1000 * streams["tokens"]).long(),
+            "loss_mask": streams["loss_mask"] < 0.5,
+            "table_index": torch.arange(len(lengths)) * 10,
+            "prefixes": tuple(PromptPrefix(i, 1) for i in range(len(lengths))),
+        }
+    )
 
 
 def tensor_fields(batch):

@@ -20,14 +20,13 @@ from minirl.errors import InputError
 from minirl.files import durable, redaction
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.model.weights import load_replica, named_parameters
 from minirl.ranks import time_account
 from minirl.report import logger
 from minirl.report.logger import Logger
 from minirl.run import embedded_model
+from support.jobs import ROOT, SLACK
 from support.models import RAW_CONFIG, make_folder
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -42,22 +41,6 @@ def tied(tmp_path):
     return make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
 
 
-def change_config(folder, **keys):
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | keys))
-
-
-def change_tensors(folder, change):
-    """The folder with the dictionary of its tensors changed."""
-    tensors = dict(named_parameters(load_replica(folder, dtype=torch.float32)))
-    raw = json.loads((folder / "config.json").read_text())
-    change(tensors)
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    save_folder(folder, tensors, config=raw, tokenizer_from=None)
-
-
 def load(folder):
     return load_replica(folder, dtype=torch.float32)
 
@@ -65,17 +48,11 @@ def load(folder):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_row_32_weights_that_are_not_finite_are_named(folder, value):
     """A bit flip or a diverged run must not be trained on."""
-    change_tensors(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].data[3].fill_(value))
-    with pytest.raises(
-        InputError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*not finite"
-    ):
-        load(folder)
-
-
-def test_row_32_missing_weights_are_named(folder):
-    """transformers would make up random ones."""
-    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(InputError, match=r"missing tensors \['model\.norm\.weight'\]"):
+    path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensors[name][3] = value
+    save_file(tensors, path)
+    with pytest.raises(InputError, match=rf"model\.safetensors: {name} .*not finite"):
         load(folder)
 
 
@@ -88,145 +65,85 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
         load(folder)
 
 
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def test_row_33_an_index_that_promises_a_head_that_is_not_there_is_named(tied):
     """Also of a tied head, which no parameter needs."""
     (tied / "model.safetensors").rename(tied / "a.safetensors")
-    weight_map = dict.fromkeys([*load_file(tied / "a.safetensors"), "lm_head.weight"], "a.safetensors")
-    (tied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write_index(tied, dict.fromkeys([*load_file(tied / "a.safetensors"), "lm_head.weight"], "a.safetensors"))
     with pytest.raises(InputError, match=r"lacks tensors \['lm_head\.weight'\] that the index promises"):
         load(tied)
 
 
 def test_row_33_a_shard_that_the_index_promises_is_named(folder):
-    """The index is there, the file is not."""
-    names = named_parameters(load(folder))
-    weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    """The index is there, the file is not; a single file wins over an index, as in transformers."""
+    expected = named_parameters(load(folder))
+    write_index(folder, dict.fromkeys(expected, "model-00001-of-00001.safetensors"))
+    got = named_parameters(load(folder))
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError, match=r"model-00001-of-00001\.safetensors: no whole safetensors file"):
         load(folder)
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 1, Tensor.bfloat16], ids=["values", "dtype"])
 def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tied, change):
-    """transformers would use the stored one; another dtype differs by its rounding. An equal one is redundant."""
+    """transformers would use the stored one; another dtype differs by its rounding."""
     path = tied / "model.safetensors"
     tensors = load_file(path)
-    expected = named_parameters(load(tied))
-    embedding = tensors["model.embed_tokens.weight"]
-    save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
-    got = named_parameters(load(tied))
-    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
-    save_file(tensors | {"lm_head.weight": change(embedding)}, path)
+    save_file(tensors | {"lm_head.weight": change(tensors["model.embed_tokens.weight"])}, path)
     with pytest.raises(InputError, match=r"lm_head\.weight differs .* set it to false, or remove the tensor"):
         load(tied)
 
 
-def test_a_single_file_wins_over_an_index_beside_it(folder):
-    """As in transformers: what the index names is not even looked for. Fault 33."""
-    expected = load(folder)
-    index = {"weight_map": dict.fromkeys(named_parameters(expected), "old-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    got = named_parameters(load(folder))
-    assert all(torch.equal(got[name], weight) for name, weight in named_parameters(expected).items())
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("config.json", "{", r"config\.json: not JSON: .* line 1, column 2"),
-        ("config.json", "[1]", r"config\.json: expected a JSON object, got \[1\]"),
-        ("config.json", "[" * 100_000, r"config\.json: cannot be read"),
-        (
-            "config.json",
-            '{"vocab_size": 5, "vocab_size": 6}',
-            r"config\.json: cannot be read: key 'vocab_size' is there twice",
-        ),
-        ("model.safetensors.index.json", "no", r"index\.json: not JSON"),
-        ("model.safetensors.index.json", "{}", r"index\.json: has no weight_map"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', r"weight_map names 1; expected a file"),
-        (
-            "model.safetensors.index.json",
-            '{"weight_map": {"a": "../x"}}',
-            r"weight_map names '\.\./x'; expected",
-        ),
-        ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/x"}}', r"weight_map names '/etc/x'"),
+        ("{", r"config\.json: not JSON: .* line 1, column 2"),
+        ("[1]", r"config\.json: expected a JSON object, got \[1\]"),
+        ("[" * 100_000, r"config\.json: cannot be read"),
+        ('{"vocab_size": 5, "vocab_size": 6}', "cannot be read: key 'vocab_size' is there twice"),
     ],
 )
-def test_row_33_a_json_file_that_cannot_be_used_is_named_with_its_fault(folder, name, content, message):
-    """No traceback, and no file outside of the folder is opened."""
-    if name != "config.json":
-        (folder / "model.safetensors").unlink()
-    (folder / name).write_text(content)
+def test_row_33_a_config_that_cannot_be_read_is_named_with_its_fault(folder, content, message):
+    """No traceback."""
+    (folder / "config.json").write_text(content)
     with pytest.raises(InputError, match=message):
         load(folder)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"hidden_size": None}, "'hidden_size' expected int, got NoneType"),
-        ({"vocab_size": "33"}, "vocab_size='33'; expected a positive integer"),
-        ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0; expected a positive integer"),
-        ({"head_dim": True}, "head_dim=True; expected a positive integer"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
-        ({"max_position_embeddings": None}, "'max_position_embeddings' expected int, got NoneType"),
-        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str (value: 'no')"),
-        ({"num_attention_heads": 3}, "num_attention_heads=3 is no multiple of num_key_value_heads=2"),
-    ],
-)
-def test_row_33_a_value_of_another_type_is_named(folder, keys, message):
-    """Sizes, numbers and switches, before any tensor is read."""
-    change_config(folder, **keys)
-    with pytest.raises(InputError, match=re.escape(message)):
+@pytest.mark.parametrize("file", [1, "../x", "..", "/etc/x", "\ud800.safetensors"])
+def test_row_33_an_index_that_names_what_is_no_file_of_the_folder_is_refused(folder, file):
+    """No other file is opened; half a surrogate pair is no name, though JSON can hold it."""
+    (folder / "model.safetensors").unlink()
+    write_index(folder, {"a": file})
+    with pytest.raises(
+        InputError, match=re.escape(f"weight_map names {file!r}; expected a file in the same")
+    ):
         load(folder)
 
 
-def test_row_33_a_missing_size_is_named(folder):
-    """Each that has no default."""
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"):
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
-        with pytest.raises(InputError, match=f"config.json: has no {key}"):
-            load(folder)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"vocab_size": 40}, r"shape \[33, 32\], the model's has \[40, 32\]"),
-        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
-        ({"hidden_size": 64}, "shape"),
-        ({"num_hidden_layers": 3}, r"missing tensors \['model\.layers\.2"),
-        ({"num_hidden_layers": 1}, r"unexpected tensors \['model\.layers\.1"),
-    ],
-    ids=["vocabulary", "tied", "hidden", "more layers", "fewer layers"],
-)
-def test_row_33_weights_that_do_not_fit_the_config_are_named(folder, keys, message):
-    """Another vocabulary, width or number of layers, and a head of its own that config.json ties."""
-    change_config(folder, **keys)
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("content", "message"), [("no", "not JSON"), ("{}", "has no weight_map")])
+def test_row_33_an_index_that_cannot_be_used_is_named_with_its_fault(folder, content, message):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match=rf"index\.json: {message}"):
         load(folder)
 
 
 def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path):
     """No network (a closed loopback port), nothing in the cache: the id, the flag and the hub's reason."""
     script = "from minirl.model.weights import resolve_folder; resolve_folder('owner/missing')"
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path),
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-    }
-    began = time.monotonic()
+    nowhere = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-c", script]
+    began = time.monotonic()
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | nowhere, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert time.monotonic() - began < 10
-    assert (
-        "InputError: --model owner/missing: neither a local folder nor available from the hub" in done.stderr
-    )
+    assert time.monotonic() - began < 10 * SLACK
+    assert "InputError: --model owner/missing: neither a local folder nor available from" in done.stderr
 
 
 class Canary:
@@ -244,7 +161,7 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(
-        InputError, match=r"no model\.safetensors and no index; convert other formats to safetensors"
+        InputError, match=rf"{folder}: no model\.safetensors and no index; convert other formats"
     ):
         load(folder)
     assert not (tmp_path / "canary").exists()
@@ -253,7 +170,8 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
 def test_row_35_code_that_comes_with_a_model_is_not_run(folder, tmp_path):
     """config.json asks for it by auto_map: refused by name."""
     (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
-    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_own.Model"})
+    config = RAW_CONFIG | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="auto_map"):
         read_config(folder)
     assert not (tmp_path / "canary").exists()
@@ -284,6 +202,24 @@ def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
     assert 0.003 <= seconds["decode"] <= elapsed < 1
 
 
+SECRETS = {
+    "MY_API_KEY": "very-secret-value!",
+    "DB_PASS": "hunter2",
+    "PG_PASSWORD_2": "pa55",
+    "CI_PAT": "Zugang!1",
+    "COMPOSER_AUTH": "login-basic",
+}
+OTHERS = {
+    "PATTERN": "a passing pattern",
+    "GIT_AUTHOR_NAME": "the author's path",
+    "MY_PATH": "/usr/bin/true",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MAX_TOKENS": "4096",
+    "AUTH_TYPE": "basic",
+    "USE_KEY": "true",
+}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -308,20 +244,7 @@ def test_row_48_secrets_are_taken_out_of_what_is_written(one_process, monkeypatc
     None: a text without a secret, though with values of variables whose names are much like a secret's.
     """
     expected = text if expected is None else expected
-    secrets = {"MY_API_KEY": "very-secret-value!", "DB_PASS": "hunter2", "PG_PASSWORD_2": "pa55"}
-    secrets |= {"CI_PAT": "Zugang!1", "COMPOSER_AUTH": "login-basic"}
-    others = {
-        "PATTERN": "a passing pattern",
-        "GIT_AUTHOR_NAME": "the author's path",
-        "MY_PATH": "/usr/bin/true",
-    }
-    others |= {
-        "TOKENIZERS_PARALLELISM": "false",
-        "MAX_TOKENS": "4096",
-        "AUTH_TYPE": "basic",
-        "USE_KEY": "true",
-    }
-    for name, value in (secrets | others).items():
+    for name, value in (SECRETS | OTHERS).items():
         monkeypatch.setenv(name, value)
     assert redaction.redacted(text) == expected
     started = []

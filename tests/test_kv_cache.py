@@ -1,21 +1,20 @@
 """Accounting of the block pools: who holds which block, what a fork shares, what a window keeps."""
 
+import itertools
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minirl.generation.kv_cache import KVCache
 from minirl.model.attention import DecodeLayout, PackedLayout
-from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode
+from minirl.model.portable_attention import BLOCK, index_decode
 from support.caches import length_of
 
 FULL = (None, None)
 WINDOWED = (200, 200)
 MIXED = (None, 100, 300, 100)
-ALL_WINDOWS = pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (1,), (128, None), (129,)], ids=str)
 
 
 def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -> KVCache:
@@ -31,10 +30,14 @@ def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -
     )
 
 
-def tables_of(cache: KVCache, row: int) -> list[SimpleNamespace]:
-    """The sequence's block table in each pool."""
-    in_pools = [tables.of_row(row) for tables in cache.tables]
-    return [SimpleNamespace(first=first, blocks=blocks) for first, blocks in in_pools]
+def tables_of(cache: KVCache, row: int) -> list[tuple[int, list[int]]]:
+    """In each pool the number of the sequence's first block, and its blocks."""
+    return [tables.of_row(row) for tables in cache.tables]
+
+
+def blocks_of(cache: KVCache, row: int) -> list[int]:
+    """The sequence's blocks in the first pool."""
+    return tables_of(cache, row)[0][1]
 
 
 def first_visible_block(window: int | None, position: int) -> int:
@@ -43,217 +46,117 @@ def first_visible_block(window: int | None, position: int) -> int:
 
 def snapshot(cache: KVCache, sequences: list[int]) -> tuple:
     pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.free_lists]
-    return pools, [
-        (length_of(cache, s), [(t.first, list(t.blocks)) for t in tables_of(cache, s)]) for s in sequences
-    ]
+    return pools, [(length_of(cache, s), tables_of(cache, s)) for s in sequences]
 
 
 def check_accounting(cache: KVCache, sequences: list[int]) -> None:
     """Every property that must hold after any operation."""
     for i, (pool, blocks) in enumerate(zip(cache.pools, cache.free_lists, strict=True)):
-        held = Counter(block for s in sequences for block in tables_of(cache, s)[i].blocks)
+        held = Counter(block for s in sequences for block in tables_of(cache, s)[i][1])
         assert blocks.references == [held[b] for b in range(len(blocks.references))]
         assert sorted(blocks.free) == [b for b in range(len(blocks.references)) if not held[b]]
         places: dict[int, int] = {}
         for sequence in sequences:
-            table, length = tables_of(cache, sequence)[i], length_of(cache, sequence)
-            assert len(set(table.blocks)) == len(table.blocks)
-            assert table.first + len(table.blocks) == (length - 1) // BLOCK + 1, (
-                "the last block is the last token's"
-            )
+            (first, table), length = tables_of(cache, sequence)[i], length_of(cache, sequence)
+            assert len(set(table)) == len(table)
+            assert first + len(table) == (length - 1) // BLOCK + 1, "the last block is not the last token's"
             border = (length - 1) // BLOCK * BLOCK
-            assert first_visible_block(pool.window, border) <= table.first, (
-                "a block is held that the first token of the last block does not see"
-            )
-            assert table.first <= first_visible_block(pool.window, length), (
-                "a block that the next token sees is gone"
-            )
-            for place, block in enumerate(table.blocks, table.first):
+            assert first_visible_block(pool.window, border) <= first, "a block that nobody sees is held"
+            assert first <= first_visible_block(pool.window, length), "a block that is seen next is gone"
+            for place, block in enumerate(table, first):
                 assert places.setdefault(block, place) == place, "one block stands at two places"
-                if held[block] > 1:
-                    assert (place + 1) * BLOCK <= length, (
-                        "a shared block is not full: two sequences would write it"
-                    )
+                is_full = (place + 1) * BLOCK <= length
+                assert is_full or held[block] == 1, "two sequences would write a block"
 
 
-def check_empty(cache: KVCache) -> None:
-    check_accounting(cache, [])
-    for blocks in cache.free_lists:
-        assert len(blocks.free) == len(blocks.references)
+def can_add(cache: KVCache, length: int) -> bool:
+    """Each pool has room for what it would keep."""
+    end = (length - 1) // BLOCK + 1
+    needed = [end - first_visible_block(pool.window, length) for pool in cache.pools]
+    return all(len(blocks.free) >= n for blocks, n in zip(cache.free_lists, needed, strict=True))
 
 
-@ALL_WINDOWS
+def can_fork(cache: KVCache, sequence: int) -> bool:
+    return length_of(cache, sequence) % BLOCK == 0 or all(blocks.free for blocks in cache.free_lists)
+
+
+def can_extend(cache: KVCache, sequence: int) -> bool:
+    """Not at the border of a block, or each pool has a free one, counting what has left the window."""
+    length = length_of(cache, sequence)
+    parts = zip(cache.pools, cache.free_lists, tables_of(cache, sequence), strict=True)
+    spare = []
+    for pool, blocks, (first, table) in parts:
+        left = table[: first_visible_block(pool.window, length) - first]
+        spare.append(len(blocks.free) + sum(blocks.references[block] == 1 for block in left))
+    return length % BLOCK != 0 or min(spare) > 0
+
+
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (1,), (128, None), (129,)], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_the_books(windows, seed):
-    """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls."""
+    """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls; and a
+    call is refused exactly when a pool lacks blocks, and then takes nothing."""
     rng = random.Random(seed)
     cache = make_cache(windows, num_blocks=rng.choice([5, 12]), max_sequences=rng.choice([4, 64]))
     live: list[int] = []
-    refused: Counter[str] = Counter()
-    done: Counter[str] = Counter()
+    refused, done = Counter(), Counter()
     for _ in range(250):
         kind = rng.choice(["add", "fork", "fork", "extend", "extend", "free"])
-        if kind == "add":
-            made = cache.add(rng.choice([1, 127, 128, 129, 256, rng.randint(1, 500)]))
-            live += [made] if made is not None else []
-            refused[kind] += made is None
-        elif kind == "fork" and live:
-            made = cache.fork(rng.choice(live))
-            live += [made] if made is not None else []
-            refused[kind] += made is None
-        elif kind == "extend" and live:
+        before = snapshot(cache, live)
+        if kind == "extend" and live:
             sequence = rng.choice(live)
             for _ in range(rng.choice([1, 1, 130])):
-                if not cache.extend(sequence):
+                is_possible = can_extend(cache, sequence)
+                assert cache.extend(sequence) == is_possible
+                if not is_possible:
                     refused[kind] += 1
                     break
         elif kind == "free" and live and rng.random() < 0.7:
             cache.free(live.pop(rng.randrange(len(live))))
+        elif kind == "add" or (kind == "fork" and live):
+            length = rng.choice([1, 127, 128, 129, 256, rng.randint(1, 500)])
+            parent = rng.choice(live or [0])
+            is_possible = can_add(cache, length) if kind == "add" else can_fork(cache, parent)
+            made = cache.add(length) if kind == "add" else cache.fork(parent)
+            assert (made is not None) == is_possible
+            if made is None:
+                refused[kind] += 1
+                assert snapshot(cache, live) == before
+            else:
+                live.append(made)
         done[kind] += 1
         check_accounting(cache, live)
     assert min(done.values()) > 20
-    assert refused["add"] + refused["fork"] + refused["extend"] > 10, (
-        "the pool was never full: nothing was tested"
-    )
-    rng.shuffle(live)
+    assert refused.total() > 10, "the pool was never full: nothing was tested"
     for sequence in live:
         cache.free(sequence)
-    check_empty(cache)
+    check_accounting(cache, [])
 
 
 def test_blocks_are_handed_out_lowest_first():
     """The live part of a pool stays dense: decoding reads the pool up to its highest live block."""
     cache = make_cache(num_blocks=6)
     a, b = cache.add(300), cache.add(200)
-    assert [t.blocks for s in (a, b) for t in tables_of(cache, s)] == [[0, 1, 2], [3, 4]]
+    assert (blocks_of(cache, a), blocks_of(cache, b)) == ([0, 1, 2], [3, 4])
     cache.free(a)
-    assert tables_of(cache, cache.add(200))[0].blocks == [0, 1]
-    assert tables_of(cache, cache.add(200))[0].blocks == [2, 5]
-
-
-@pytest.mark.parametrize("length", [100, 129, 300, 511])
-def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length):
-    """The copy holds the same keys and values in a block of its own; the full ones are the same blocks, held twice."""
-    cache = make_cache()
-    parent = cache.add(length)
-    pool, blocks = cache.pools[0], cache.free_lists[0]
-    pool.keys.normal_()
-    pool.values.normal_()
-    full = length // BLOCK
-    num_free = len(blocks.free)
-    child = cache.fork(parent)
-    ours, theirs = tables_of(cache, parent)[0].blocks, tables_of(cache, child)[0].blocks
-    assert theirs[:full] == ours[:full]
-    assert len(theirs) == full + 1
-    assert theirs[full] != ours[full]
-    assert len(blocks.free) == num_free - 1
-    assert [blocks.references[b] for b in ours] == [2] * full + [1]
-    assert torch.equal(pool.keys[:, theirs[full]], pool.keys[:, ours[full]])
-    assert torch.equal(pool.values[:, theirs[full]], pool.values[:, ours[full]])
-    before = pool.keys[:, ours].clone()
-    assert cache.extend(child)
-    write_last(cache, [child], [1e6])
-    assert torch.equal(pool.keys[:, ours], before), "a fork's token landed in its parent's block"
-    cache.free(parent)
-    assert [blocks.references[b] for b in theirs] == [1] * (full + 1)
+    assert [blocks_of(cache, cache.add(200)) for _ in range(2)] == [[0, 1], [2, 5]]
 
 
 @pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
-def test_a_fork_at_a_block_border_shares_everything_and_needs_no_free_block(windows):
-    """With all blocks full there is nothing to copy, so a full pool is no reason to refuse."""
-    cache = make_cache(windows, num_blocks=2)
-    parent = cache.add(2 * BLOCK)
-    assert any(not blocks.free for blocks in cache.free_lists)
+@pytest.mark.parametrize("length", [100, 129, 256, 300])
+def test_a_fork_shares_full_blocks_and_takes_one_for_a_partial_one(windows, length):
+    """At a border there is nothing to copy, so a full pool is no reason to refuse."""
+    cache = make_cache(windows, num_blocks=length // BLOCK + (2 if length % BLOCK else 0))
+    parent = cache.add(length)
     child = cache.fork(parent)
-    assert child is not None, "refused a fork that takes no block"
-    assert [t.blocks for t in tables_of(cache, child)] == [t.blocks for t in tables_of(cache, parent)]
+    assert child is not None, "refused a fork that has room"
+    for (first, ours), (child_first, theirs) in zip(
+        tables_of(cache, parent), tables_of(cache, child), strict=True
+    ):
+        num_full = length // BLOCK - first
+        assert child_first == first
+        assert theirs[:num_full] == ours[:num_full]
     check_accounting(cache, [parent, child])
-
-
-def test_a_fork_without_room_is_refused_and_takes_nothing():
-    """None, and the books as before."""
-    cache = make_cache(num_blocks=2)
-    parent = cache.add(BLOCK + 1)
-    before = snapshot(cache, [parent])
-    assert cache.fork(parent) is None
-    assert snapshot(cache, [parent]) == before
-
-
-@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (None, 100)], ids=str)
-@pytest.mark.parametrize("max_sequences", [2, 64])
-def test_add_is_refused_exactly_when_a_pool_lacks_blocks_and_takes_nothing(windows, max_sequences):
-    """If and only if each pool has room for what it would keep there is a sequence; a refusal leaves no trace."""
-    for occupied in (0, 1, 150, 400, 700):
-        for length in (1, 127, 128, 129, 250, 256, 300, 385, 640, 900, 1100):
-            cache = make_cache(windows, num_blocks=8, max_sequences=max_sequences)
-            live = [cache.add(occupied)] if occupied else []
-            assert None not in live, (
-                "a sequence alone in the cache was refused, although every pool has room for it"
-            )
-            room = [
-                len(blocks.free) - ((length - 1) // BLOCK + 1 - first_visible_block(pool.window, length))
-                for pool, blocks in zip(cache.pools, cache.free_lists, strict=True)
-            ]
-            before = snapshot(cache, live)
-            made = cache.add(length)
-            assert (made is not None) == (min(room) >= 0), (
-                f"{length} tokens beside {occupied}: spare blocks {room}"
-            )
-            if made is None:
-                assert snapshot(cache, live) == before
-            else:
-                assert [len(blocks.free) for blocks in cache.free_lists] == room
-
-
-@ALL_WINDOWS
-def test_extend_is_refused_exactly_when_a_needed_block_is_missing(windows):
-    """False only at a block border without a free block; then the length stays and a freed block lets it go on."""
-    cache = make_cache(windows, num_blocks=4, max_sequences=3)
-    growing, other = cache.add(1), cache.add(1)
-    blocker = []
-    while (made := cache.add(1)) is not None:
-        blocker.append(made)
-    for expected_length in range(2, 2 * BLOCK + 40):
-        length = length_of(cache, growing)
-        kept = [
-            [
-                b
-                for place, b in enumerate(t.blocks, t.first)
-                if length % BLOCK or place >= first_visible_block(pool.window, length)
-            ]
-            for t, pool in zip(tables_of(cache, growing), cache.pools, strict=True)
-        ]
-        released = [len(t.blocks) - len(k) for t, k in zip(tables_of(cache, growing), kept, strict=True)]
-        spare = [len(blocks.free) + n for blocks, n in zip(cache.free_lists, released, strict=True)]
-        possible = length % BLOCK != 0 or min(spare) > 0
-        assert cache.extend(growing) == possible
-        check_accounting(cache, [growing, other, *blocker])
-        assert [t.blocks[: len(k)] for t, k in zip(tables_of(cache, growing), kept, strict=True)] == kept
-        if not possible:
-            assert length_of(cache, growing) == length
-            assert not cache.extend(growing), "refused once, granted without a block coming free"
-            cache.free(blocker.pop())
-            assert cache.extend(growing)
-        assert length_of(cache, growing) == expected_length
-    check_accounting(cache, [growing, other, *blocker])
-
-
-@pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 130, 300])
-def test_a_windowed_pool_keeps_only_the_blocks_its_window_sees(window):
-    """However long a sequence grows, its table stays as long as the window needs at the start of a block."""
-    cache = make_cache((window, None), num_blocks=20, max_sequences=2)
-    windowed, full = (next(i for i, p in enumerate(cache.pools) if p.window == w) for w in (window, None))
-    sequence = cache.add(1)
-    for length in range(2, 12 * BLOCK):
-        assert cache.extend(sequence)
-        assert length_of(cache, sequence) == length
-        table = tables_of(cache, sequence)[windowed]
-        last = (length - 1) // BLOCK
-        assert table.first == first_visible_block(window, last * BLOCK)
-        assert len(table.blocks) == last - table.first + 1
-        assert len(table.blocks) <= -(-(window - 1) // BLOCK) + 1
-        assert len(tables_of(cache, sequence)[full].blocks) == (length - 1) // BLOCK + 1
-    check_accounting(cache, [sequence])
 
 
 @pytest.mark.parametrize("window", [1, 100, 128, 129, 300])
@@ -263,112 +166,95 @@ def test_a_windowed_pool_has_room_for_its_sequences_at_any_length(window):
     assert len(cache.free_lists[0].references) < 20
     first = cache.add(1000)
     live = [first, cache.fork(first), cache.add(3000)]
-    assert None not in live
-    for step in range(700):
-        for sequence in live:
-            assert cache.extend(sequence), (
-                f"refused at {length_of(cache, sequence)} tokens after {step} steps"
-            )
+    for _ in range(700):
+        assert all(cache.extend(sequence) for sequence in live)
     check_accounting(cache, live)
 
 
-def write_last(cache: KVCache, sequences: list[int], values: list[float]) -> DecodeLayout:
-    """Store a value as the key, and its negative as the value, of each sequence's last token, in every layer."""
-    layout = cache.decode_layout(torch.tensor(sequences))
-    store(layout, values)
-    return layout
-
-
 def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
+    """Store a value as the key, and its negative as the value, of each token, in every layer."""
     x = torch.tensor(values, dtype=torch.float32)[:, None, None]
     for layer, (pool, index) in layout.pool_of_layer.items():
         layout.caches[pool].store(index, x + layer, -(x + layer))
 
 
-def block_of_slot(plan: DecodeIndex, slot: int) -> int:
-    """The block that a slot's queries meet: the live ones come first, then the shared ones."""
-    num_own = plan.num_live * plan.num_users
-    if slot < num_own:
-        return slot // plan.num_users
-    return int(plan.shared[(slot - num_own) // plan.num_sharing])
-
-
 def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
-    """Each row reads its own history at every position that it sees, through the block table and through the slots."""
+    """Each row reads its own history through its block table, at every position that it sees and at no other."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
     for layer, (pool, index) in layout.pool_of_layer.items():
         cached = layout.caches[pool]
-        read, plan, window = cached.read, cached.read.index, cached.pool.window
-        rows, n = plan.blocks.shape
-        score, out = plan.score.view(rows, 2, n), plan.out.view(n, -1, 2)
-        assert plan.unused.shape[:2] == out.shape[:2]
+        read, window = cached.read, cached.pool.window
         for b, history in enumerate(histories):
             first = len(history) - int(read.lengths[b])
             oldest = 0 if window is None else max(0, len(history) - window)
-            assert first <= oldest
             visible = [i + first for i, x in enumerate(read.mask[b, 0, 0].tolist()) if x == 0]
             assert visible == list(range(oldest, len(history)))
-            num_blocks = (len(history) - 1 - first) // BLOCK + 1
-            assert plan.unused[:, b, 0, 0].tolist() == [entry >= num_blocks for entry in range(n)]
             for position in {oldest, len(history) - 1, *range(oldest, len(history), 37)}:
                 entry, offset = divmod(position - first, BLOCK)
-                block = int(plan.blocks[b, entry])
-                for g in range(2):
-                    product = int(score[b, g, entry])
-                    assert int(out[entry, b, g]) == product
-                    assert int(plan.prob[product]) == (b * 2 + g) * n + entry
-                    assert product % 2 == g
-                    assert int(plan.query[product // 2]) == b
-                    assert block_of_slot(plan, product // 2) == block
+                block = int(read.blocks[b, entry])
                 assert cached.pool.keys[index, block, 0, 0, offset].item() == history[position] + layer
                 assert cached.pool.values[index, block, 0, offset, 0].item() == -history[position] - layer
 
 
-@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (1,)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
 def test_every_sequence_reads_back_its_own_tokens(windows, seed):
-    """After prefills, forks, frees and decodes in any order, block tables lead to what each sequence wrote itself."""
-    rng = random.Random(seed)
-    cache = make_cache(windows, num_blocks=14)
-    live: list[tuple[int, list[float]]] = []
-    counter, decoded, forked = 0, 0, 0
-    for _ in range(40):
-        kind = rng.choice(["prefill", "fork", "decode", "decode", "free", "compact"])
+    """After any operations in any order, block tables lead to what each sequence wrote itself, by a plan that equals
+    one made now, and is made again only where a table has changed."""
+    rng, numbers = random.Random(seed), map(float, itertools.count(1))
+    cache = make_cache(windows, num_blocks=16)
+    histories: dict[int, list[float]] = {}
+    reused = made_again = 0
+    for _ in range(150):
+        kind = rng.choice(["prefill", "fork", "decode", "decode", "decode", "free", "compact", "reorder"])
         if kind == "compact":
             cache.compact()
             for blocks in cache.free_lists:
                 used = [block for block, references in enumerate(blocks.references) if references]
                 assert used == list(range(len(used))), "a hole is left below a block in use"
-            check_accounting(cache, [s for s, _ in live])
+            check_accounting(cache, list(histories))
         elif kind == "prefill":
             lengths = [rng.choice([1, 128, 129, rng.randint(1, 400)]) for _ in range(rng.randint(1, 2))]
-            made = [s for s in map(cache.add, lengths) if s is not None]
+            made = [row for row in map(cache.add, lengths) if row is not None]
+            new = {row: list(itertools.islice(numbers, length_of(cache, row))) for row in made}
             if made:
-                histories = [
-                    [float(counter := counter + 1) for _ in range(length_of(cache, s))] for s in made
-                ]
-                store(cache.prefill_layout(made), [x for h in histories for x in h])
-                live += list(zip(made, histories, strict=True))
-        elif kind == "fork" and live:
-            sequence, history = rng.choice(live)
-            child = cache.fork(sequence)
+                store(cache.prefill_layout(made), list(itertools.chain(*new.values())))
+            histories |= new
+        elif kind == "reorder":
+            histories = dict(rng.sample(list(histories.items()), len(histories)))
+        elif kind == "fork" and histories:
+            parent = rng.choice(list(histories))
+            child = cache.fork(parent)
             if child is not None:
-                live.append((child, list(history)))
-                forked += 1
-        elif kind == "free" and len(live) > 2:
-            cache.free(live.pop(rng.randrange(len(live)))[0])
-        elif kind == "decode" and live:
-            for _ in range(rng.choice([1, 20])):
-                rows = [pair for pair in rng.sample(live, rng.randint(1, len(live))) if cache.extend(pair[0])]
-                if rows:
-                    new = [float(counter := counter + 1) for _ in rows]
-                    layout = write_last(cache, [s for s, _ in rows], new)
-                    for (_, history), x in zip(rows, new, strict=True):
-                        history.append(x)
-                    check_readable(layout, [h for _, h in rows])
-                    decoded += len(rows)
-    assert decoded > 100
-    assert forked > 3
+                histories[child] = list(histories[parent])
+        elif kind == "free" and len(histories) > 2:
+            row = rng.choice(list(histories))
+            cache.free(row)
+            del histories[row]
+        elif kind == "decode":
+            for row in list(histories):
+                if cache.extend(row):
+                    histories[row].append(next(numbers))
+                else:
+                    cache.free(row)
+                    del histories[row]
+            if not histories:
+                continue
+            rows, before = list(histories), list(cache._last_index)
+            layout = cache.decode_layout(torch.tensor(rows))
+            store(layout, [history[-1] for history in histories.values()])
+            check_readable(layout, list(histories.values()))
+            for i, (last, cached) in enumerate(zip(before, layout.caches, strict=True)):
+                plan = cached.read.index
+                tables = [tables_of(cache, row)[i][1] for row in rows]
+                shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(tables)))
+                for name, value in vars(index_decode(tables, **shape)).items():
+                    assert torch.equal(torch.as_tensor(getattr(plan, name)), torch.as_tensor(value)), name
+                is_kept = last is not None and last.index is plan
+                is_same = last is not None and (last.rows, last.version) == (rows, cache.tables[i].version)
+                assert is_kept == is_same
+                reused, made_again = reused + is_kept, made_again + (not is_kept)
+    assert min(reused, made_again) > 10
 
 
 def test_compact_moves_the_highest_blocks_into_the_lowest_holes():
@@ -379,69 +265,12 @@ def test_compact_moves_the_highest_blocks_into_the_lowest_holes():
     pool = cache.pools[0]
     pool.keys.copy_(torch.arange(12.0).view(1, 12, 1, 1, 1).expand_as(pool.keys))
     pool.values.copy_(-pool.keys.transpose(-1, -2))
-    assert [tables_of(cache, s)[0].blocks for s in (parent, other, child)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [3, 4, 6],
-    ]
+    assert [blocks_of(cache, s) for s in (parent, other, child)] == [[0, 1, 2], [3, 4, 5], [3, 4, 6]]
     cache.free(parent)
-    cache.compact()
-    assert [tables_of(cache, s)[0].blocks for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
-    assert pool.keys[0, :4, 0, 0, 0].tolist() == [4, 5, 6, 3]
-    assert pool.values[0, :4, 0, 0, 0].tolist() == [-4, -5, -6, -3]
+    for _ in range(2):
+        cache.compact()
+        assert [blocks_of(cache, s) for s in (other, child)] == [[3, 0, 1], [3, 0, 2]]
+        assert pool.keys[0, :4, 0, 0, 0].tolist() == [4, 5, 6, 3]
+        assert pool.values[0, :4, 0, 0, 0].tolist() == [-4, -5, -6, -3]
     check_accounting(cache, [other, child])
-    tables = [tables_of(cache, s)[0].blocks for s in (other, child)]
-    cache.compact()
-    assert [tables_of(cache, s)[0].blocks for s in (other, child)] == tables
-    assert tables_of(cache, cache.add(1))[0].blocks == [4]
-
-
-@pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_plan_is_never_that_of_other_tables(windows, seed):
-    """After any operations in any order, equal to a plan made now; the same one again where no table has changed."""
-    rng = random.Random(seed)
-    cache, live = make_cache(windows, num_blocks=16), []
-    reused = made_again = 0
-    for _ in range(150):
-        kind = rng.choice(["add", "fork", "extend", "extend", "free", "compact", "reorder"])
-        if kind in ("add", "fork") and (live or kind == "add"):
-            made = (
-                cache.fork(rng.choice(live))
-                if kind == "fork"
-                else cache.add(rng.choice([1, 127, 128, 200, 300]))
-            )
-            live += [made] if made is not None else []
-        elif kind == "extend" and live:
-            live = [s for s in live if cache.extend(s) or cache.free(s)]
-        elif kind == "free" and len(live) > 1:
-            cache.free(live.pop(rng.randrange(len(live))))
-        elif kind == "compact":
-            cache.compact()
-        elif kind == "reorder":
-            rng.shuffle(live)
-        rows = [
-            s for s in live if length_of(cache, s) % BLOCK
-        ]  # a sequence at a border has no block yet for its next token
-        if not rows:
-            continue
-        before = list(cache._last_index)
-        caches = cache.decode_layout(torch.tensor(rows)).caches
-        for pool in range(len(cache.pools)):
-            plan = caches[pool].read.index
-            tables = [list(tables_of(cache, s)[pool].blocks) for s in rows]
-            shape = dict(num_kv=1, groups=2, min_users=cache.min_users, num_padded=max(16, len(rows)))
-            for name, value in vars(index_decode(tables, **shape)).items():
-                same = (
-                    torch.equal(getattr(plan, name), value)
-                    if torch.is_tensor(value)
-                    else getattr(plan, name) == value
-                )
-                assert same, name
-            last = before[pool]
-            is_kept = last is not None and last.index is plan
-            assert is_kept == (
-                last is not None and (last.rows, last.version) == (rows, cache.tables[pool].version)
-            )
-            reused, made_again = reused + is_kept, made_again + (not is_kept)
-    assert min(reused, made_again) > 20
+    assert blocks_of(cache, cache.add(1)) == [4]

@@ -32,25 +32,21 @@ from support.worked import (
     DR_GRPO,
     GRPO,
     LENGTHS,
+    OLD,
     REWARDS,
     RLOO,
+    SAMPLED,
     TRL,
     assert_six_decimals,
     double,
     flat,
 )
 
-OLD = double(
-    [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
-)
 NEW = double(
     [-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80]
 )
 REF = double(
     [-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60]
-)
-SAMPLED = double(
-    [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
 )
 RHO = [
     1.020201,
@@ -94,21 +90,17 @@ def ratio_of(new=NEW, old=OLD, level="token", lengths=LENGTHS):
     return importance_ratio(new, old, level=level, lengths=lengths, loss_mask=everywhere)
 
 
-def clipped(bounds, level="token", *, new=NEW, old=OLD, estimator=DR_GRPO):
-    return clipped_policy_loss(ratio_of(new, old, level), advantages_of(estimator), **bounds)
+def clipped(bounds, level="token", *, new=NEW, estimator=DR_GRPO):
+    return clipped_policy_loss(ratio_of(new, level=level), advantages_of(estimator), **bounds)
 
 
-def cispo(bounds, *, new=NEW, old=OLD):
-    return cispo_loss(new, ratio_of(new, old), advantages_of(), **bounds)
+def cispo(bounds, *, new=NEW):
+    return cispo_loss(new, ratio_of(new), advantages_of(), **bounds)
 
 
-def corrected(correction, low, high, *, old=OLD):
-    rho = importance_weights(old, SAMPLED, correction=correction, low=low, high=high, lengths=LENGTHS)
-    return rho * clipped(PPO, old=old)
-
-
-def objectives(loss):
-    return [float((weights_of(norm) * loss).sum()) for norm in NORMS]
+def corrected(correction, low, high):
+    rho = importance_weights(OLD, SAMPLED, correction=correction, low=low, high=high, lengths=LENGTHS)
+    return rho * clipped(PPO)
 
 
 def gradient(objective, new=NEW):
@@ -122,39 +114,28 @@ def gradient(objective, new=NEW):
 WORKED_LOSSES = {
     "ppo": (lambda: clipped(PPO), [0.078844, 0.015368, 0.034494]),
     "clip_higher": (lambda: clipped(CLIP_HIGHER), [0.072415, 0.009118, 0.031682]),
-    "dual_clip_3": (lambda: clipped({**PPO, "dual_clip": 3}), [0.078844, 0.015368, 0.034494]),
-    "dual_clip_1.5": (lambda: clipped({**PPO, "dual_clip": 1.5}), [0.064463, 0.005302, 0.028203]),
-    "ppo_grpo_advantages": (lambda: clipped(PPO, estimator=GRPO), [0.164699, 0.032103, 0.072056]),
-    "gspo_wide": (lambda: clipped(PPO, "sequence_mean"), [0.044387, -0.011913, 0.019419]),
     "gspo": (lambda: clipped(GSPO, "sequence_mean"), [0.069861, 0.011568, 0.030564]),
     "cispo_cap": (lambda: cispo(CAP), [-0.050295, 0.005015, -0.022004]),
     "cispo_two_bounds": (lambda: cispo(PPO), [-0.057675, -0.001588, -0.025233]),
-    "reinforce": (lambda: cispo(PPO, old=NEW), [-0.054286, 0.000703, -0.023750]),
     "k1": (lambda: kl_penalty(NEW, REF, "k1"), [0.140714, 0.116875, 0.061563]),
     "k2": (lambda: kl_penalty(NEW, REF, "k2"), [0.058568, 0.052905, 0.025623]),
     "k3": (lambda: kl_penalty(NEW, REF, "k3"), [0.053030, 0.048344, 0.023201]),
-    "k1_of_the_sampler": (lambda: kl_penalty(SAMPLED, OLD, "k1"), [-0.001429]),
-    "k3_of_the_sampler": (lambda: kl_penalty(SAMPLED, OLD, "k3"), [0.058028]),
     "sft": (lambda: sft_loss(NEW), [0.791429, 0.730208]),
     "token_truncated_to_2": (lambda: corrected("token_truncate", 0, 2), [0.175697, 0.086424, 0.076867]),
     "token_masked_to_half_and_2": (lambda: corrected("token_mask", 0.5, 2), [0.027450, -0.014821, 0.012009]),
-    "token_truncated_to_half_and_5": (lambda: corrected("token_truncate", 0.5, 5), [0.211454]),
     "sequence_truncated_to_2": (lambda: corrected("sequence_truncate", 0, 2), [0.403799, 0.255107, 0.176662]),
-    "sequence_masked_to_2": (lambda: corrected("sequence_mask", 0, 2), [-0.114025, -0.107370, -0.049886]),
     "sequence_masked_to_half_and_2": (
         lambda: corrected("sequence_mask", 0.5, 2),
         [-0.062127, -0.061960, -0.027181],
     ),
-    "decoupled_no_cap": (lambda: corrected("token_truncate", 0, math.inf), [0.213083, 0.112595, 0.093224]),
-    "decoupled_masked_to_2": (lambda: corrected("token_mask", 0, 2), [0.013007, -0.027458, 0.005691]),
-    "bypass": (lambda: clipped(PPO, old=SAMPLED), [0.196739, 0.098170, 0.086073]),
 }
 
 
 @pytest.mark.parametrize(("loss", "expected"), WORKED_LOSSES.values(), ids=WORKED_LOSSES)
 def test_losses_equal_the_worked_numbers_under_every_norm(loss, expected):
     """sum(weight * loss) is the published objective for the token mean, the sequence mean and the constant."""
-    assert_six_decimals(objectives(loss())[: len(expected)], expected)
+    found = [(weights_of(norm) * loss()).sum() for norm in NORMS]
+    assert_six_decimals(found[: len(expected)], expected)
 
 
 WORKED_OBJECTIVES = {
@@ -276,9 +257,7 @@ def test_gradients_equal_the_worked_numbers(loss, norm, expected):
         (-1, 5, 0, 5, 5),
         (-1, 5, 3, 3, 0.0),
         (-1, 2.9, 3, 2.9, 2.9),
-        (-1, 0.5, 3, 0.8, 0.0),
         (1, 5, 3, -1.2, 0.0),
-        (1, 0.5, 3, -0.5, -0.5),
         (0, 5, 3, 0.0, 0.0),
     ],
 )
@@ -423,6 +402,15 @@ def test_long_completion_that_moved_far_is_clipped_without_nan(level, advantage)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: group_advantages(REWARDS, baseline="mean", norm="std"),
+            r"'std'.*none, group_std, batch_std",
+        ),
+        (
+            lambda: group_advantages(REWARDS, baseline="greedy", norm="none"),
+            r"'greedy'.*mean, leave_one_out, none",
+        ),
+        (lambda: weights_of("mean"), r"'mean'.*token_mean, sequence_mean, constant"),
         (lambda: kl_penalty(NEW, REF, "k4"), r"'k4'.*k1, k2, k3"),
         (lambda: ratio_of(level="sequence"), r"'sequence'.*token, sequence_mean, sequence_sum"),
         (
@@ -466,16 +454,12 @@ VALUES, NEW_VALUES = double([0.5, 0.4, 0.6, 0.8]), double([0.9, 0.35, 0.2, 1.1])
 RETURNS = double([1.027475, 1.060500, 1.190000, 1.000000])
 
 
-@pytest.mark.parametrize(
-    ("clip", "tokens", "mean", "num_clipped"),
-    [(0.2, [0.053620, 0.252405, 0.490050, 0.005000], 0.200269, 1), (0.0, None, 0.188895, 0)],
-)
-def test_value_loss_equals_the_worked_numbers(clip, tokens, mean, num_clipped):
+def test_value_loss_equals_the_worked_numbers():
     """Half the greater of the two squared errors; without a clip half the plain one."""
-    loss = value_loss(NEW_VALUES, VALUES, RETURNS, clip=clip)
-    assert_six_decimals(loss.mean(), mean)
-    assert_six_decimals(loss, ((NEW_VALUES - RETURNS).square() / 2).tolist() if tokens is None else tokens)
-    assert int(is_value_clipped(NEW_VALUES, VALUES, RETURNS, clip=clip).sum()) == num_clipped
+    values = NEW_VALUES, VALUES, RETURNS
+    assert_six_decimals(value_loss(*values, clip=0.2), [0.053620, 0.252405, 0.490050, 0.005000])
+    assert_six_decimals(value_loss(*values, clip=0.0), [0.008125, 0.252405, 0.490050, 0.005000])
+    assert is_value_clipped(*values, clip=0.2).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
@@ -555,9 +539,8 @@ def test_the_script_trains_on_what_can_teach(flags, greedy, expected):
         (lambda advantages, new, entropy: 0.0, False),
         (lambda advantages, new, entropy: 0.1 * (0.5 - entropy).relu(), True),
         (lambda advantages, new, entropy: -0.01 * new, True),
-        (lambda advantages, new, entropy: -advantages.exp() * new, True),
     ],
-    ids=["none", "hinge", "cross-entropy", "exp"],
+    ids=["none", "hinge", "cross-entropy"],
 )
 def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
     """Wherever the term has it, as a hinge on the entropy has, only where it is low."""

@@ -11,10 +11,9 @@ from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
 from minirl.model.rotation import rotate
 from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica, load_weights, named_parameters
+from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score
-from support.layouts import layout_of, shuffled_members
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
@@ -31,8 +30,16 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
 CASES = {
     "llama": ("Llama", {}, (None, None)),
-    "llama_tied_mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, (None, None)),
-    "llama_mqa": ("Llama", {"num_key_value_heads": 1, "intermediate_size": 131}, (None, None)),
+    "llama_tied_mha": (
+        "Llama",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "mlp_bias": True},
+        (None, None),
+    ),
+    "llama_mqa": (
+        "Llama",
+        {"num_key_value_heads": 1, "intermediate_size": 131, "attention_bias": True},
+        (None, None),
+    ),
     "llama_head_dim": ("Llama", {"head_dim": 8, "rms_norm_eps": 0.1}, (None, None)),
     "llama_rope_llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}, (None, None)),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, (None, None)),
@@ -58,8 +65,10 @@ CASES = {
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
 
 
-def make_checkpoint(family, overrides, auto_class=AutoModelForCausalLM):
+def make_checkpoint(name, scalar_head):
     """A transformers model with weights at which every feature matters: norms off 1, biases off 0, sharp attention."""
+    family, overrides, _ = CASES[name]
+    auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     keys = {
         "vocab_size": 199,
         "hidden_size": 64,
@@ -73,6 +82,8 @@ def make_checkpoint(family, overrides, auto_class=AutoModelForCausalLM):
     }
     if family == "Qwen3":
         keys["head_dim"] = 16
+    if scalar_head:
+        keys["num_labels"] = 1
     config = getattr(transformers, f"{family}Config")(**keys | overrides)
     model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(str(overrides)))
@@ -99,13 +110,7 @@ def checkpoints(tmp_path_factory):
 
     def get(name, *, scalar_head=False):
         if (name, scalar_head) not in made:
-            family, overrides, _ = CASES[name]
-            if scalar_head:
-                model = make_checkpoint(
-                    family, overrides | {"num_labels": 1}, AutoModelForSequenceClassification
-                )
-            else:
-                model = make_checkpoint(family, overrides)
+            model = make_checkpoint(name, scalar_head)
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
             made[name, scalar_head] = (model, folder)
@@ -152,21 +157,18 @@ def assert_equal_gradients(model, got, oracle, expected):
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_logits_equal_transformers_packed_and_alone(name, checkpoints):
-    """Every feature of every family means what it means in transformers, whole streams or single sequences."""
+def test_logits_equal_transformers(name, checkpoints):
+    """Every feature of every family means what it means in transformers, in a packed stream of sequences."""
     oracle, folder = checkpoints(name)
     model = load(folder)
     assert model.config.layer_windows == CASES[name][2]
     tokens = random_tokens(model, LENGTHS)
-    parts = tokens.split(LENGTHS)
-    expected = [oracle(part[None]).logits[0] for part in parts]
-    assert torch.cat(expected).std() >= 1
-    for part, logits_here in zip(parts, expected, strict=True):
-        assert relative_error(logits(model, part, [len(part)]), logits_here) <= 1e-5
     packed = logits(model, tokens, LENGTHS)
     assert packed.dtype == torch.float32
-    for got, logits_here in zip(packed.split(LENGTHS), expected, strict=True):
-        assert relative_error(got, logits_here) <= 1e-5
+    for got, part in zip(packed.split(LENGTHS), tokens.split(LENGTHS), strict=True):
+        expected = oracle(part[None]).logits[0]
+        assert expected.std() >= 0.8
+        assert relative_error(got, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,42 +189,24 @@ def test_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@torch.no_grad()
-def test_reward_model_scores_equal_transformers_packed_alone_and_padded(name, checkpoints):
-    """A saved classifier scores each sequence of a stream as transformers does alone or padded. Pitfall 18."""
-    oracle, folder = checkpoints(name, scalar_head=True)
-    model = load_replica(folder, dtype=torch.float32, scalar_head=True)
-    tokens = random_tokens(model, LENGTHS) % (model.config.vocab_size - 1)  # the last id is the padding
-    parts, nothing = tokens.split(LENGTHS), torch.zeros(len(tokens), dtype=torch.bool)
-    alone = torch.cat([oracle(part[None]).logits[0] for part in parts])
-    oracle.config.pad_token_id = model.config.vocab_size - 1
-    padded = oracle(torch.nn.utils.rnn.pad_sequence(parts, True, oracle.config.pad_token_id)).logits[:, 0]
-    assert alone.std() >= 0.5
-    _, packed = scalar_outputs(model, tokens, PackedLayout(LENGTHS, CPU), select=nothing)
-    for expected in (alone, padded):
-        assert relative_error(packed, expected) <= 1e-5
-    for part, expected in zip(parts, alone, strict=True):
-        got = scalar_outputs(model, part, PackedLayout((len(part),), CPU), select=nothing[: len(part)])[1]
-        assert relative_error(got, expected[None]) <= 1e-5
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_values_and_parameter_gradients_equal_transformers(name, checkpoints):
-    """A value is the classifier's number for the state before its token; the gradient of each parameter follows."""
+def test_values_scores_and_their_gradients_equal_transformers(name, checkpoints):
+    """A value is the classifier's number for the state before its token; a packed sequence's score is that of a padded
+    one in transformers. The gradient of each parameter follows. Pitfall 18."""
     oracle, folder = checkpoints(name, scalar_head=True)
     model, lengths = load(folder), (1, 150, 30)
-    tokens = random_tokens(model, lengths, seed=1)
+    padding = model.config.vocab_size - 1
+    tokens = random_tokens(model, lengths, seed=1) % padding
     layout = PackedLayout(lengths, CPU)
     values, after = scalar_outputs(model, tokens, layout, select=layout.positions > 0)
-    states = [
-        oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths)
-    ]
+    parts = tokens.split(lengths)
+    states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in parts]
     expected = torch.cat([torch.cat([torch.zeros(1), state[:-1]]) for state in states])
     assert expected.std() >= 0.5
     assert relative_error(values, expected) <= 1e-5
-    last = torch.stack([state[-1] for state in states])
-    assert relative_error(after, last) <= 1e-5
-    assert_equal_gradients(model, torch.cat([values, after]), oracle, torch.cat([expected, last]))
+    oracle.config.pad_token_id = padding
+    scores = oracle(torch.nn.utils.rnn.pad_sequence(parts, True, padding)).logits[:, 0]
+    assert relative_error(after, scores) <= 1e-5
+    assert_equal_gradients(model, torch.cat([values, after]), oracle, torch.cat([expected, scores]))
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -294,95 +278,23 @@ def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, ch
         assert torch.equal(got, alone) if is_exact else relative_error(got, alone) <= 1e-5
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, ()], ids=["sequences", "no tokens"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_an_empty_stream_gives_zero_gradients(name, recompute, checkpoints):
-    """A rank without tokens runs the same forward and backward: every parameter gets zeros, none gets None or NaN."""
-    model = load(checkpoints(name)[1], recompute_layers=recompute)
-    nothing = torch.empty(0, dtype=torch.int64)
-    layout = PackedLayout((), CPU)
-    assert model(nothing, layout.positions, layout).shape == (0, model.config.hidden_size)
-    logprobs, entropies = score(model, nothing, layout, select=nothing.bool(), temperature=1.0)
-    assert logprobs.shape == entropies.shape == (0,)
-    (logprobs.sum() + entropies.sum()).backward()
-    for key, param in named_parameters(model).items():
-        assert param.grad is not None, key
-        assert torch.equal(param.grad, torch.zeros_like(param)), key
-
-
-# Prompt, then the own tokens of each member; members of all families are shuffled, so few are beside their parent.
-FAMILIES = [
-    (1, 3, 140),
-    (127, 1, 2, 60),
-    (128, 5, 128, 1, 20),
-    (129, 1, 130, 7, 2, 40),
-    (300, 20, 1),
-    (0, 150),
-    (40, 9),
-]
-
-
-def shared_stream(model, families, seed=0):
-    """Tokens of these families' sequences end to end, and the layouts with and without shared prompts."""
-    members = shuffled_members(families, seed)
-    prompts = [random_tokens(model, [prompt], seed=i) for i, (prompt, *_) in enumerate(families)]
-    own = [random_tokens(model, [n], seed=50 + j) for j, (_, n) in enumerate(members)]
-    tokens = torch.cat(
-        [x for (prompt, _), y in zip(members, own, strict=True) for x in (prompts[prompt.ordinal], y)]
-    )
-    shared = layout_of(members)
-    return tokens, shared, PackedLayout(shared.lengths, CPU)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*FEATURES, "qwen3_mixed_windows", "mistral_window_one_block"])
-@torch.no_grad()
-def test_hidden_states_of_shared_prompts_equal_those_of_each_sequences_own(name, dtype, checkpoints):
-    """Bit for bit where products are batch-invariant: prompts of 1 to 300 tokens, up to five members, unshared ones."""
-    model, is_exact = load_exact(checkpoints(name)[1], dtype)
-    for seed in range(2):
-        tokens, shared, alone = shared_stream(model, FAMILIES, seed)
-        assert torch.equal(tokens[shared.computed_tokens][shared.hidden_index], tokens)
-        got = model(tokens[shared.computed_tokens], shared.positions, shared)
-        expected = model(tokens, alone.positions, alone)
-        assert len(got) == sum(prompt + sum(owns) for prompt, *owns in FAMILIES) < len(expected) - 900
-        got = got[shared.hidden_index]
-        assert torch.equal(got, expected) if is_exact else relative_error(got, expected) <= 1e-5
-
-
-def shared_gradients(model, tokens, layout):
-    """What every parameter gets from a weighted sum of logprobs and entropies."""
-    starts = PackedLayout(layout.lengths, CPU).positions == 0
-    model.zero_grad()
-    outputs = torch.stack(score(model, tokens, layout, select=~starts, temperature=0.7))
-    (outputs * torch.linspace(-1, 2, outputs.numel(), dtype=outputs.dtype).view_as(outputs)).sum().backward()
-    return {key: param.grad for key, param in named_parameters(model).items()}
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in FEATURES[:3])]
-)
-def test_gradients_of_shared_prompts_equal_those_of_each_sequences_own(name, checkpoints):
-    """In fp64, every parameter, prompt tokens under the loss too.
-
-    `recompute_layers` runs each layer twice and changes no bit of any gradient, with shared prompts or without.
-    """
-    folder = checkpoints(name)[1]
-    model, recomputing = load(folder).double(), load(folder, recompute_layers=True).double()
-    tokens, shared, alone = shared_stream(model, FAMILIES)
-    calls = []
-    for one in (model, recomputing):
-        one.model.layers[0].mlp.register_forward_pre_hook(lambda module, _: calls.append(module))
-    got, expected = (shared_gradients(model, tokens, layout) for layout in (shared, alone))
-    assert len(calls) == 2
-    recomputed = [shared_gradients(recomputing, tokens, layout) for layout in (shared, alone)]
-    assert len(calls) == 2 + 4
-    scale = max(float(grad.norm()) for grad in expected.values())
-    for key, grad in expected.items():
-        assert grad.norm() > 1e-12 * scale, key
-        assert (got[key] - grad).norm() <= 1e-12 * max(float(grad.norm()), 1e-2 * scale), key
-        assert torch.equal(recomputed[0][key], got[key]), key
-        assert torch.equal(recomputed[1][key], grad), key
+def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths, checkpoints):
+    """Nor do they without tokens: every parameter then gets zeros, and none gets None or NaN."""
+    layout = PackedLayout(lengths, CPU)
+    gradients, calls = [], []
+    for recompute in (False, True):
+        model = load(checkpoints(name)[1], recompute_layers=recompute)
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: calls.append(mlp))
+        tokens = random_tokens(model, lengths)
+        outputs = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+        torch.stack(outputs).sum().backward()
+        gradients.append({key: param.grad for key, param in named_parameters(model).items()})
+    assert len(calls) == 1 + 2
+    for key, grad in gradients[0].items():
+        assert torch.equal(gradients[1][key], grad), key
+        assert (grad.norm() > 0) == bool(lengths), key
 
 
 @pytest.fixture(scope="module")
@@ -399,38 +311,19 @@ def stories(data_folder):
     return folder, oracle, [tokenizer(text)["input_ids"] for text in texts]
 
 
-@torch.no_grad()
-def test_logits_of_a_real_checkpoint_equal_transformers(stories):
-    """stories260K: logits on its own greedy text are transformers', packed and alone."""
-    folder, oracle, prompts = stories
-    model = load(folder)
-    sequences = [
-        oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0] for prompt in prompts
-    ]
-    lengths = [len(sequence) for sequence in sequences]
-    packed = logits(model, torch.cat(sequences), lengths).split(lengths)
-    for got, sequence in zip(packed, sequences, strict=True):
-        expected = oracle(sequence[None]).logits[0]
-        assert relative_error(got, expected) <= 1e-5
-        assert relative_error(logits(model, sequence, [len(sequence)]), expected) <= 1e-5
-
-
 def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(stories):
-    """stories260K: 100 greedy tokens of three prompts, decoded together, are the oracle's, token for token."""
+    """stories260K: 100 greedy tokens of three prompts, decoded together, and their logits are transformers'."""
     folder, oracle, prompts = stories
-    engine = Engine(load(folder), max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    model, stop_ids = load(folder), frozenset({1})
+    engine = Engine(model, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
-        Request(
-            tuple(prompt),
-            RolloutId(i, 0),
-            key=i,
-            max_new_tokens=100,
-            temperature=0.0,
-            stop_ids=frozenset({1}),
-        )
+        Request(tuple(prompt), RolloutId(i, 0), i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)
         for i, prompt in enumerate(prompts)
     ]
     for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):
         expected = oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100)[0]
         assert rollout.tokens.tolist() == expected.tolist()
         assert len(rollout.completion) == 100 or rollout.completion[-1] == 1
+        with torch.no_grad():
+            got = logits(model, expected, [len(expected)])
+            assert relative_error(got, oracle(expected[None]).logits[0]) <= 1e-5

@@ -32,13 +32,17 @@ SIZES = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-FLAGS = "--num-steps 1 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --max-new-tokens 14 --lr 1e-3 "
+FLAGS = "--model {folder}/policy --data {folder}/rows.jsonl --run-name oracle "
+FLAGS += (
+    "--num-steps 1 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --max-new-tokens 14 --lr 1e-3 "
+)
 FLAGS += f"--reward episode --entropy-coef {ENTROPY_COEF} --max-grad-norm 0 --max-tokens-per-microbatch 120"
 SCRIPTS = {
     "grpo": (train_grpo, ""),
     "ppo": (
         train_ppo,
-        f"--gamma {GAMMA} --gae-lambda {LAMBDA} --bootstrap-truncated --value-model VALUE --value-lr 1e-3",
+        f"--gamma {GAMMA} --gae-lambda {LAMBDA} --bootstrap-truncated --value-lr 1e-3 "
+        "--value-model {folder}/value",
     ),
 }
 
@@ -162,8 +166,11 @@ def whitened(branches, estimates):
     ]
 
 
-def policy_loss(model, branches, advantages, weight, recorded):
-    """The loss, whose logprobs and advantages are those that were recorded of the run."""
+def check_policy(folder, branches, advantages, weight, recorded, metrics, gradients):
+    """The policy's loss and gradients; logprobs and advantages are those that were recorded of the run."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     total = 0.0
     for branch, advantage in zip(branches, advantages, strict=True):
         logprobs = model(torch.tensor([branch.ids])).logits[0].log_softmax(-1)[branch.sampled - 1]
@@ -177,7 +184,9 @@ def policy_loss(model, branches, advantages, weight, recorded):
             sampled, used, *_ = recorded[tuple(branch.ids)]
             assert_close(sampled, new.detach())
             assert_close(used, advantage)
-    return total
+    total.backward()
+    assert_close(metrics["policy/loss"], total.detach())
+    assert_gradients(model, gradients)
 
 
 def assert_close(got, expected):
@@ -213,9 +222,7 @@ def step_of(one_rank, folders):
     from transformers import AutoTokenizer
 
     def step(script):
-        flags = f"{FLAGS} {SCRIPTS[script][1]} --model POLICY --data ROWS --run-name oracle"
-        for name, path in (("POLICY", "policy"), ("VALUE", "value"), ("ROWS", "rows.jsonl")):
-            flags = flags.replace(name, str(folders / path))
+        flags = f"{FLAGS} {SCRIPTS[script][1]}".format(folder=folders)
         (recorded,) = one_rank.run(recorded_step, script, flags.split(), folders / "runs")
         lines = (folders / "runs" / "oracle" / "rollouts" / "000001.jsonl").read_text().splitlines()
         tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
@@ -232,19 +239,14 @@ def step_of(one_rank, folders):
 
 def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
     """Rewards of turns, of a branch and of both; some do not apply."""
-    from transformers import LlamaForCausalLM
-
     recorded, (gradients,), branches, weight, metrics = step_of("grpo")
-    model = LlamaForCausalLM.from_pretrained(folders / "policy", dtype=torch.float64)
-    loss = policy_loss(model, branches, group_relative(branches), weight, recorded)
-    loss.backward()
-    assert_close(metrics["policy/loss"], loss.detach())
-    assert_gradients(model, gradients)
+    advantages = group_relative(branches)
+    check_policy(folders / "policy", branches, advantages, weight, recorded, metrics, gradients)
 
 
 def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
     """Turns are paid where they end; branches that were cut off are bootstrapped, and the others of the episode not."""
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import LlamaForSequenceClassification
 
     recorded, (of_value, of_policy), branches, weight, metrics = step_of("ppo")
     critic = LlamaForSequenceClassification.from_pretrained(folders / "value", dtype=torch.float64)
@@ -263,9 +265,5 @@ def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(
     assert_gradients(critic, of_value)
     old, expected = torch.cat(olds), torch.cat(returns)
     assert_close(metrics["value/explained_var"], 1 - (expected - old).var() / expected.var())
-
-    model = LlamaForCausalLM.from_pretrained(folders / "policy", dtype=torch.float64)
-    loss = policy_loss(model, branches, whitened(branches, estimates), weight, recorded)
-    loss.backward()
-    assert_close(metrics["policy/loss"], loss.detach())
-    assert_gradients(model, of_policy)
+    advantages = whitened(branches, estimates)
+    check_policy(folders / "policy", branches, advantages, weight, recorded, metrics, of_policy)

@@ -3,14 +3,12 @@
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.generation.sampling import sample
 from minirl.model import batch_invariance
@@ -23,6 +21,7 @@ from minirl.training.frozen_models import FrozenModel, unparked, values_of
 from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
+from support.memory import allocated_bytes
 
 CPU = torch.device("cpu")
 VOCAB = 37
@@ -31,9 +30,7 @@ PROMPTS = (4, 1, 30, 100, 2)
 TEMPERATURE = 0.7
 
 
-def make_model(
-    dtype: torch.dtype = torch.float64, *, tied: bool = False, scalar_head: bool = False
-) -> Transformer:
+def make_model(dtype=torch.float64, *, tied=False, scalar_head=False):
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -63,7 +60,7 @@ def make_model(
     return model
 
 
-def make_batch(lengths: tuple[int, ...] = LENGTHS, prompts: tuple[int, ...] = PROMPTS) -> Batch:
+def make_batch(lengths=LENGTHS, prompts=PROMPTS):
     """Sequences whose completions have a gap, as after a tool's answer; the first completion token is selected."""
     mask = torch.zeros(sum(lengths), dtype=torch.bool)
     for part, prompt in zip(mask.split(lengths), prompts, strict=False):
@@ -73,14 +70,14 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS, prompts: tuple[int, ...] = PR
     return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), table_index=torch.arange(len(lengths)))
 
 
-def states_of(model: Transformer, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def states_of(model, batch):
     """Each sequence alone: its tokens, where they are selected, and the hidden states."""
     parts = (stream.split(batch.lengths) for stream in (batch.tokens, batch.loss_mask))
     for tokens, mask in zip(*parts, strict=True):
         yield tokens, mask, model(tokens, torch.arange(len(tokens)), PackedLayout((len(tokens),), CPU))
 
 
-def reference_scores(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+def reference_scores(model, batch):
     """Position by position: log_softmax of full logits in the model's dtype."""
     logprobs, entropies = [], []
     for tokens, mask, states in states_of(model, batch):
@@ -93,7 +90,7 @@ def reference_scores(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def reference_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+def reference_values(model, batch):
     """Token by token: the head on the state before it, and on the last state."""
     values, after = [], []
     for tokens, mask, states in states_of(model, batch):
@@ -103,23 +100,21 @@ def reference_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.stack(values), torch.stack(after)
 
 
-def score_batch(model: Transformer, batch: Batch, **kwargs: int) -> tuple[Tensor, Tensor]:
+def score_batch(model, batch, **kwargs):
     return score(
         model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE, **kwargs
     )
 
 
-def predict_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+def predict_batch(model, batch):
     return scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_mask)
 
 
-def function_of(model: Transformer) -> Callable[[Transformer, Batch], tuple[Tensor, Tensor]]:
+def function_of(model):
     return predict_batch if model.config.scalar_head else score_batch
 
 
-def assert_equal_gradients(
-    model: Transformer, results: Sequence[Sequence[Tensor]], *, atol: float, rtol: float
-) -> None:
+def assert_equal_gradients(model, results, *, atol, rtol):
     """Two ways to the same results give every parameter the same gradient, which is not 0."""
     gradients = []
     for parts in results:
@@ -164,7 +159,7 @@ def test_results_are_fp32_and_close_to_fp64(dtype, scalar_head):
         torch.testing.assert_close(x.double(), y, atol=allowed, rtol=0)
 
 
-def head_inputs(rows: int = 11, vocab: int = 19) -> tuple[Tensor, Tensor, Tensor]:
+def head_inputs(rows=11, vocab=19):
     generator = torch.Generator().manual_seed(2)
     hidden, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (rows, vocab))
     targets = torch.randint(0, vocab, (rows,), generator=generator)
@@ -241,37 +236,19 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
-class LargestTemporaries(TorchDispatchMode):
-    """Bytes of every new storage that an operation returns, in the block."""
-
-    def __init__(self, *known: Tensor):
-        super().__init__()
-        self.known, self.sizes = {x.untyped_storage().data_ptr() for x in known}, list[int]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
-                self.sizes.append(x.untyped_storage().nbytes())
-        return result
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
-def test_no_temporary_is_as_large_as_the_logits_or_the_head_but_its_gradient(dtype, entropy_weight):
-    """Forward and backward hold one chunk of one tile, or one tile of the head: no [M, V], no fp32 [V, D]."""
-    chunk, tile, rows, vocab, width = 64, 128, 300, 5000, 32
+def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weight):
+    """Forward and backward hold one chunk of one tile, or one tile of the head, beside the head's gradient."""
+    rows, vocab, width = 300, 20_000, 32
     hidden, head = (torch.randn(n, width).to(dtype).requires_grad_() for n in (rows, vocab))
-    with LargestTemporaries(hidden, head) as seen:
-        outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), 1.0, chunk, tile)
+
+    def train():
+        outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), 1.0, 64, 128)
         (outputs[0].sum() + entropy_weight * outputs[1].sum()).backward()
-    allowed = 4 * max(chunk * tile, rows * width, tile * width, rows * 40)  # the last: 40 tiles' normalisers
-    large = [size for size in seen.sizes if size > allowed]
-    assert set(large) == {head.grad.nbytes}
-    assert len(seen.sizes) > 100
-    with LargestTemporaries(hidden, head) as seen:
-        torch.log_softmax(hidden @ head.t(), -1).sum().backward()
-    assert max(seen.sizes) > 10 * allowed  # the recorder sees what it should
+
+    peak, _ = allocated_bytes(train)
+    assert head.nbytes < peak < head.nbytes + 4 * vocab * width / 2
 
 
 @pytest.mark.parametrize("tile", [8, 4, 2])
@@ -282,9 +259,8 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
     head[4, 1] = torch.nan
     hidden = torch.ones(2, 3, requires_grad=True)
     logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0, 4]), 1.0, 8, tile)
-    assert logprobs.isnan().all()
     (logprobs.sum() + entropy_weight * entropies.sum()).backward()
-    assert hidden.grad.isnan().all()
+    assert torch.cat([logprobs, hidden.grad.flatten()]).isnan().all()
 
 
 @pytest.mark.parametrize("tile", [8, 3, 2, 1])
@@ -329,7 +305,7 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scala
 # Groups, whose prompt is computed once.
 
 
-def make_groups(seed: int = 0) -> Batch:
+def make_groups(seed=0):
     """A batch of shuffled groups with prompts around a block's border, and a pair of equal rollouts among them."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
@@ -349,18 +325,18 @@ def make_groups(seed: int = 0) -> Batch:
     return Batch(lengths, tokens, torch.cat(mask), zeros, table_index=index, prefixes=prefixes)
 
 
-def without_prompts(batch: Batch) -> Batch:
+def without_prompts(batch):
     return dataclasses.replace(batch, prefixes=())
 
 
-def frozen_values(model: Transformer, batch: Batch, cut: list[list[int]]) -> tuple[Tensor, Tensor]:
+def frozen_values(model, batch, cut):
     """Values [T] and, of each sequence, the one after its last token [N], as a `FrozenModel` adds them to a batch."""
     frozen = FrozenModel(model, values_of, names=["values", "end_values"], device=CPU, max_tokens=999)
     batch = frozen.add_to(batch, cut)
     return batch.values, batch.end_values[batch.last_index]
 
 
-def tolerance(model: Transformer) -> float:
+def tolerance(model):
     """0 where this machine's products give a row the same bits in any batch."""
     dtype = model.model.norm.weight.dtype
     return 0 if model.config.is_batch_invariant(dtype, CPU) else 1e-6 if dtype == torch.float32 else 0.1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.model.attention import PackedLayout
-from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.config import RopeScaling
 from minirl.model.families import config_from_dict, read_config, scalar_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
@@ -29,7 +27,6 @@ from minirl.model.weights import (
     resolve_folder,
     save_folder,
 )
-from minirl.training.scoring import scalar_outputs
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,6 +54,8 @@ OPTIONAL_KEYS = {
     "qwen3": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
 }
 QWEN = {"model_type": "qwen2", "num_hidden_layers": 3}
+SLIDING = QWEN | {"sliding_window": 5, "use_sliding_window": True}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -83,15 +82,6 @@ def load_value_model(folder):
     return model
 
 
-@torch.no_grad()
-def values_and_scores(model):
-    """What `predict` says of two sequences, and their tokens."""
-    tokens = torch.arange(12) % model.config.vocab_size
-    layout = PackedLayout((5, 7), torch.device("cpu"))
-    values, after = scalar_outputs(model, tokens, layout, select=layout.positions > 0)
-    return torch.cat([values, after]), tokens.split([5, 7])
-
-
 def assert_equal_parameters(model, expected):
     expected = expected if isinstance(expected, dict) else named_parameters(expected)
     assert named_parameters(model).keys() == expected.keys()
@@ -107,83 +97,23 @@ def edit_tensors(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def put_tensor(folder, name, shape):
-    """Replace or add the folder's tensor by one of this shape; None: remove it."""
-    edit_tensors(folder, lambda t: t.pop(name) if shape is None else t.update({name: torch.ones(shape)}))
-
-
-def test_config_keys_keep_their_meaning_and_defaults():
-    """Shape keys pass through under their own names; what Llama's file may leave out has Llama's default."""
-    assert config_from_dict(TINY) == ModelConfig(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        max_position_embeddings=32,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        layer_windows=(None, None),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
-    )
-    bare = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
-    default = LlamaConfig(num_attention_heads=4)
-    assert config_from_dict(bare).num_key_value_heads == default.num_key_value_heads == 4
-    assert config_from_dict(bare).rms_norm_eps == default.rms_norm_eps
-    assert config_from_dict(TINY | {"head_dim": 8}).head_dim == 8
-    assert config_from_dict(TINY | {"tie_word_embeddings": True}).tie_word_embeddings
-
-
 @pytest.mark.parametrize(
-    ("family", "keys", "expected"),
+    ("keys", "is_scaled"),
     [
-        ("llama", {}, (False, False, False, False)),
-        ("llama", {"attention_bias": True}, (True, True, False, False)),
-        ("llama", {"mlp_bias": True}, (False, False, True, False)),
-        ("mistral", {}, (False, False, False, False)),
-        ("qwen2", {}, (True, False, False, False)),
-        ("qwen3", {"head_dim": 8}, (False, False, False, True)),
-        ("qwen3", {"head_dim": 8, "attention_bias": True}, (True, True, False, True)),
-    ],
-)
-def test_features_follow_from_family_and_keys(family, keys, expected):
-    """(q/k/v bias, o bias, MLP bias, q/k norm) of each family."""
-    config = config_from_dict(TINY | {"model_type": family} | keys)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
-
-
-@pytest.mark.parametrize(
-    ("keys", "theta", "is_scaled"),
-    [
-        ({}, 10000.0, False),
-        ({"rope_theta": 500.0}, 500.0, False),
-        ({"rope_theta": 500.0, "rope_scaling": None}, 500.0, False),
-        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}}, 500.0, False),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, 500.0, False),
-        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 500.0, True),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | LLAMA3}, 500.0, True),
-        (
-            {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3},
-            500.0,
-            True,
-        ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, 500.0, False),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3}, 500.0, True),
-        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}, 500.0, True),
+        ({"rope_theta": 500.0, "rope_scaling": None}, False),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, False),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, True),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, False),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3}, True),
+        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}, True),
     ],
     ids=str,
 )
-def test_rope_is_read_from_both_places(keys, theta, is_scaled):
+def test_rope_is_read_from_both_places(keys, is_scaled):
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
     config = config_from_dict(TINY | keys)
-    assert config.rope_theta == theta
+    assert config.rope_theta == 500.0
     assert config.rope_scaling == (RopeScaling(**LLAMA3) if is_scaled else None)
 
 
@@ -191,29 +121,10 @@ def test_rope_is_read_from_both_places(keys, theta, is_scaled):
     ("keys", "windows"),
     [
         ({"model_type": "llama", "sliding_window": None, "layer_types": None}, (None, None)),
-        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
-        ({"model_type": "mistral", "sliding_window": 5}, (5, 5)),
         ({"model_type": "mistral", "sliding_window": 5, "use_sliding_window": False}, (5, 5)),
         (QWEN | {"sliding_window": 5, "max_window_layers": 0}, (None, None, None)),
-        (
-            QWEN | {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1},
-            (None, None, None),
-        ),
-        (QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, (None, 5, 5)),
-        (
-            QWEN | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3},
-            (None, None, None),
-        ),
-        (
-            QWEN
-            | {
-                "sliding_window": 5,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
-            (5, None, 5),
-        ),
+        (SLIDING | {"max_window_layers": 3}, (None, None, None)),
+        (SLIDING | {"max_window_layers": 1, "layer_types": MIXED}, (5, None, 5)),
     ],
     ids=str,
 )
@@ -228,13 +139,10 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
-        ({"use_layer_scale": True}, "use_layer_scale=True"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -243,7 +151,6 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "attention_factor": 2.0} | LLAMA3}, "attention_factor"),
         ({"rope_theta": None}, "rope_theta=None"),
-        ({"rope_theta": "1e4"}, "rope_theta='1e4'"),
         ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta of rope is both"),
         ({"rope_scaling": {"type": "llama3", "rope_type": "default"}}, "type of rope is both"),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 9.0}}, "differ; remove one"),
@@ -255,13 +162,6 @@ def test_windows_follow_the_family_rules(keys, windows):
         ),
         # Keys of other families: transformers does not look at them, or they are another model's.
         ({"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-        ({"layer_types": ["full_attention", "full_attention"]}, "layer_types"),
-        ({"max_window_layers": 1}, "max_window_layers=1 is not supported for llama"),
-        (
-            {"model_type": "mistral", "max_window_layers": 1},
-            "max_window_layers=1 is not supported for mistral",
-        ),
         (
             {"model_type": "mistral", "attention_bias": True},
             "attention_bias=True is not supported for mistral",
@@ -269,36 +169,47 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2}, "layer_types"),
         (QWEN | {"sliding_window": 0}, "sliding_window=0"),
         (QWEN | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers.*None"),
-        (QWEN | {"layer_types": "full_attention"}, "layer_types.*'full_attention'"),
         ({"is_causal": None}, "is_causal=None"),
         ({"architectures": "LlamaForCausalLM"}, "architectures.*'LlamaForCausalLM'"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
         ({"architectures": ["LlamaForCausalLM", "LlamaForSequenceClassification"]}, "expected one name"),
+        ({"hidden_size": None}, "'hidden_size' expected int, got NoneType"),
+        ({"vocab_size": "33"}, "vocab_size='33'; expected a positive integer"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0; expected a positive integer"),
+        ({"head_dim": True}, "head_dim=True; expected a positive integer"),
+        ({"max_position_embeddings": None}, "'max_position_embeddings' expected int, got NoneType"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"head_dim": 5}, "head_dim`?=5"),
         ({"hidden_size": 18}, r"hidden size \(18\) is not a multiple of the number of attention heads \(4\)"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000; expected a positive integer, 1048576 at most"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        (
-            QWEN | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"]},
-            "layer_types",
-        ),
-        (
-            QWEN
-            | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["chunked_attention"] * 3},
-            "chunked_attention",
-        ),
+        (SLIDING | {"layer_types": ["full_attention"]}, "layer_types"),
+        (SLIDING | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     ],
     ids=str,
 )
 def test_what_changes_the_numbers_and_is_not_supported_is_refused_by_name(keys, named):
-    """No config key is silently ignored when it may mean another model. Pitfall 8."""
-    with pytest.raises(ValueError, match=named):
+    """No config key is silently ignored when it may mean another model, or has a bad value.
+
+    Fault 33, pitfall 8.
+    """
+    with pytest.raises(InputError, match=named):
         config_from_dict(TINY | keys)
 
 
-@pytest.mark.parametrize("value", [None, False, 0, {}, True])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"]
+)
+def test_row_33_a_missing_size_is_named(key):
+    """Each that has no default."""
+    with pytest.raises(InputError, match=f"config.json: has no {key}"):
+        config_from_dict({k: v for k, v in TINY.items() if k != key})
+
+
+@pytest.mark.parametrize("value", [None, False, {}])
 def test_a_key_that_is_not_known_is_refused_whatever_its_value(value):
     """Off is not neutral: `is_causal: false` makes another model. Fault 33."""
     for key in ("some_new_feature", "qkv_bias"):
@@ -309,13 +220,16 @@ def test_a_key_that_is_not_known_is_refused_whatever_its_value(value):
 # What published config.json have beside `TINY`'s keys, by the families that have it.
 PUBLISHED = {
     "Llama 2": {"max_length": 4096, "pretraining_tp": 1, "rope_scaling": None, "torch_dtype": "float16"},
-    "Llama 3.2": {
+    "Llama 3.2 of Unsloth": {
         "attention_bias": False,
         "eos_token_id": [128001, 128008, 128009],
         "head_dim": 4,
         "mlp_bias": False,
         "rope_scaling": {"rope_type": "llama3"} | LLAMA3,
         "rope_theta": 500000.0,
+        "unsloth_fixed": True,
+        "unsloth_version": "2024.9",
+        "_attn_implementation_autoset": True,
     },
     "SmolLM2": {
         "is_llama_config": True,
@@ -324,9 +238,7 @@ PUBLISHED = {
         "rope_theta": 100000,
         "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
     },
-    "Unsloth": {"unsloth_fixed": True, "unsloth_version": "2024.9", "_attn_implementation_autoset": True},
     "Mistral 0.1": {"model_type": "mistral", "sliding_window": 4096, "attention_dropout": 0.0},
-    "Mistral 0.3": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
     "Qwen2.5": {
         "model_type": "qwen2",
         "max_window_layers": 28,
@@ -424,12 +336,13 @@ def test_scalar_config_asks_for_the_same_trunk_with_a_head_of_one_label(tmp_path
 
 
 @pytest.mark.parametrize("num_labels", [2, 3])
-@pytest.mark.parametrize("scalar_head", [None, False, True])
+@pytest.mark.parametrize("scalar_head", [None, True])
 def test_a_classifier_of_several_labels_is_refused(tmp_path, num_labels, scalar_head):
     """Two labels are transformers' default and not in its config.json: such a model is no reward model either."""
-    keys = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures")}
-    config = LlamaConfig(**keys, num_labels=num_labels)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    classes = ["LlamaForSequenceClassification"]
+    LlamaConfig.from_dict(TINY | {"num_labels": num_labels, "architectures": classes}).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ValueError, match=r"config\.json.*one label"):
         read_config(tmp_path, scalar_head=scalar_head)
 
@@ -453,107 +366,76 @@ def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path,
     model = load_value_model(save(source, tmp_path / "saved", tie_word_embeddings=tied))
     trunk = {name: param for name, param in named_parameters(source).items() if name != "lm_head.weight"}
     assert_equal_parameters(model, trunk | {"score.weight": torch.zeros(1, 16)})
-    assert torch.equal(values_and_scores(model)[0], torch.zeros(14))
     assert model.score.weight.requires_grad
 
 
-def test_a_value_model_from_a_classifier_starts_with_its_scores(tmp_path):
-    """A reward model's own head is where its values begin."""
+def test_a_value_model_from_a_classifier_starts_with_its_head(tmp_path):
+    """A reward model's own scores are where its values begin."""
     source = random_model(scalar_head=True)
-    model = load_value_model(save(source, tmp_path / "saved"))
-    assert_equal_parameters(model, source)
-    got, _ = values_and_scores(model)
-    assert torch.equal(got, values_and_scores(source)[0])
-    assert got.std() > 0.1
+    assert_equal_parameters(load_value_model(save(source, tmp_path / "saved")), source)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", False)],
-)
-def test_a_saved_value_model_has_equal_scores_in_transformers_and_here(tmp_path, family, tied, dtype):
-    """A value model trained from a language model's folder is a classifier checkpoint of its family, bit for bit."""
-    keys = {
-        "model_type": family,
-        "architectures": [f"{CLASSES[family]}ForCausalLM"],
-        "tie_word_embeddings": tied,
-    }
-    model = load_value_model(save(random_model(**keys), tmp_path / "policy", **keys)).to(dtype)
-    model.score.weight.data = torch.linspace(-1, 1, 16)[None].to(dtype)
-    folder = save(model, tmp_path / "value", **keys)
-    loaded, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype="auto", output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(loaded).__name__ == f"{CLASSES[family]}ForSequenceClassification"
-    assert_equal_parameters(model, dict(loaded.named_parameters()))
-    replica = load_replica(folder, dtype=dtype, scalar_head=True)
-    assert_equal_parameters(replica, model)
-    got, sequences = values_and_scores(replica.float())
-    expected = torch.cat([loaded.float()(part[None]).logits[0].detach() for part in sequences])
-    assert expected.abs().min() > 0.01
-    torch.testing.assert_close(got[-2:], expected, rtol=1e-5, atol=1e-6)
+def load_policy(folder):
+    load_weights(random_model(), folder)
+
+
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
 @pytest.mark.parametrize(
-    ("is_classifier", "name", "shape", "said"),
+    ("load", "is_classifier", "name", "shape", "said"),
     [
-        (True, "score.weight", None, "missing.*score.weight"),
-        (True, "score.weight", [2, 16], r"score.weight.*\[2, 16\].*\[1, 16\]"),
-        (True, "score.bias", [1], "unexpected.*score.bias"),
-        (True, "model.norm.weight", None, "missing.*model.norm.weight"),
-        (False, "model.norm.weight", None, "missing.*model.norm.weight"),
-        (False, "score.weight", [1, 16], "unexpected.*score.weight"),
+        (load_value_model, True, "score.weight", None, "missing.*score.weight"),
+        (load_value_model, True, "score.weight", [2, 16], r"score.weight.*\[2, 16\].*\[1, 16\]"),
+        (load_value_model, True, "score.bias", [1], "unexpected.*score.bias"),
+        (load_value_model, True, "model.norm.weight", None, "missing.*model.norm.weight"),
+        (load_value_model, False, "model.norm.weight", None, "missing.*model.norm.weight"),
+        (load_value_model, False, "score.weight", [1, 16], "unexpected.*score.weight"),
+        (load_policy, False, "lm_head.weight", None, "missing.*lm_head.weight"),
+        (load_policy, False, Q_BIAS, [16], f"unexpected.*{Q_BIAS}"),
+        (load_policy, False, UP_PROJ, [16, 20], rf"{UP_PROJ}.*\[16, 20\].*\[20, 16\]"),
+        (load_policy, False, UP_PROJ, [20, 1], rf"{UP_PROJ}.*\[20, 1\].*\[20, 16\]"),
     ],
 )
-def test_a_folder_that_does_not_fit_a_value_model_is_refused_by_name(
-    tmp_path, is_classifier, name, shape, said
+def test_tensors_that_do_not_fit_the_config_are_refused_by_name(
+    tmp_path, load, is_classifier, name, shape, said
 ):
-    """Only a language model's missing head is made up: a classifier's is never taken to be 0, and none is dropped."""
+    """Never a half-loaded model; and only a language model's missing value head is made up. Faults 32 and 33."""
     folder = save(random_model(scalar_head=is_classifier), tmp_path / "saved")
-    put_tensor(folder, name, shape)
-    with pytest.raises(ValueError, match=said):
-        load_value_model(folder)
+    edit_tensors(folder, lambda t: t.pop(name) if shape is None else t.update({name: torch.ones(shape)}))
+    with pytest.raises(InputError, match=said):
+        load(folder)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("max_shard_size", ["5GB", "2KB"])
 def test_files_of_transformers_load_equal_whole_and_sharded(tmp_path, tied, max_shard_size):
     """One safetensors file or an index with many: the parameters are the oracle's, bit for bit."""
-    keys = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures")}
-    oracle = AutoModelForCausalLM.from_config(LlamaConfig(**keys, tie_word_embeddings=tied))
+    oracle = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(TINY | {"tie_word_embeddings": tied}))
     oracle.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     is_sharded = max_shard_size == "2KB"
     assert (tmp_path / "model.safetensors.index.json").exists() == is_sharded
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == is_sharded
     model = Transformer(read_config(tmp_path))
     load_weights(model, tmp_path)
     assert_equal_parameters(model, dict(oracle.named_parameters()))
     assert ("lm_head.weight" in named_parameters(model)) != tied
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_dtype_of_training_is_read_as_transformers_reads_it(tmp_path, dtype):
-    """Converted to fp32, whatever the file has."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(tmp_path, stored, dtype):
+    """Converted to the dtype asked for, whatever the file has."""
     folder = save(random_model(), tmp_path / "saved")
-    edit_tensors(folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()}))
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_equal_parameters(load_replica(folder, dtype=torch.float32), dict(oracle.named_parameters()))
+    edit_tensors(folder, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()}))
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    replica = load_replica(folder, dtype=dtype)
+    assert_equal_parameters(replica, dict(oracle.named_parameters()))
+    assert not any(param.requires_grad for param in replica.parameters())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (torch.int8, "I8"),
-        (torch.uint8, "U8"),
-        (torch.int64, "I64"),
-        (torch.bool, "BOOL"),
-        (torch.float8_e4m3fn, "F8_E4M3"),
-        (torch.float8_e5m2, "F8_E5M2"),
-        (torch.complex64, "C64"),
-    ],
-    ids=str,
+    ("dtype", "name"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")]
 )
 def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dtype, name):
     """Quantized weights have their scales elsewhere: as they are they would be another model's. Fault 33."""
@@ -563,8 +445,6 @@ def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dt
     said = rf"{key} has dtype {name}; expected one of F32, BF16, F16, F64: quantized"
     with pytest.raises(InputError, match=said):
         load_replica(folder, dtype=torch.float32)
-    with pytest.raises(InputError, match=said):
-        load_weights(random_model(), folder)
 
 
 def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
@@ -573,43 +453,6 @@ def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
     config = config_from_dict(TINY | {"vocab_size": 2**20, "hidden_size": 2**20, "intermediate_size": 2**20})
     with pytest.raises(InputError, match="shape"):
         check_weights(config, folder)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_replica_is_frozen_and_in_the_dtype_asked_for(tmp_path, dtype):
-    """A reference model has the folder's weights and no gradients."""
-    source = random_model()
-    replica = load_replica(save(source, tmp_path / "saved"), dtype=dtype)
-    assert_equal_parameters(replica, named_parameters(source.to(dtype)))
-    assert not any(param.requires_grad for param in replica.parameters())
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("model.layers.1.mlp.up_proj.weight", None, "missing.*model.layers.1.mlp.up_proj.weight"),
-        ("lm_head.weight", None, "missing.*lm_head.weight"),
-        ("model.layers.2.extra", [3], "unexpected.*model.layers.2.extra"),
-        ("model.layers.0.self_attn.q_proj.bias", [16], "unexpected.*model.layers.0.self_attn.q_proj.bias"),
-        ("model.norm.weight", [17], r"model.norm.weight.*\[17\].*\[16\]"),
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            [16, 20],
-            r"model.layers.0.mlp.up_proj.weight.*\[16, 20\].*\[20, 16\]",
-        ),
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            [20, 1],
-            r"model.layers.0.mlp.up_proj.weight.*\[20, 1\].*\[20, 16\]",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_the_config_are_refused_by_name(tmp_path, name, shape, said):
-    """A checkpoint that is not this model is an error that names the tensor, never a half-loaded model."""
-    folder = save(random_model(), tmp_path / "saved")
-    put_tensor(folder, name, shape)
-    with pytest.raises(ValueError, match=said):
-        load_weights(random_model(), folder)
 
 
 def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
@@ -627,54 +470,31 @@ def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
     assert_equal_parameters(model, source)
 
 
-def shard_with_index(folder, tensors, index):
-    """Write `tensors` as one shard, and an index that says where the tensors are."""
-    save_file(tensors, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def test_an_index_that_promises_a_tensor_its_file_lacks_is_refused(tmp_path):
-    """No parameter keeps its random start because a shard was cut short."""
-    source = random_model()
-    tensors = {name: param.detach() for name, param in named_parameters(source).items()}
-    index = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
-    shard_with_index(tmp_path, {k: v for k, v in tensors.items() if k != "model.norm.weight"}, index)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        load_weights(random_model(), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["\ud800.safetensors", "../model.safetensors", "..", 7])
-def test_an_index_that_names_what_is_no_file_of_the_folder_is_refused(tmp_path, name):
-    """Half a surrogate pair too, which JSON can hold and no file's name."""
-    tensors = {key: param.detach() for key, param in named_parameters(random_model()).items()}
-    shard_with_index(tmp_path, tensors, dict.fromkeys(tensors, name))
-    with pytest.raises(
-        InputError, match=re.escape(f"weight_map names {name!r}; expected a file in the same")
-    ):
-        load_weights(random_model(), tmp_path)
-
-
-def test_a_folder_without_safetensors_is_not_found(tmp_path):
-    """Other formats are not guessed at: the error says what is missing and where."""
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(InputError, match=f"{tmp_path}.*safetensors"):
-        load_weights(random_model(), tmp_path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, tied, dtype):
-    """The folder is a Hugging Face checkpoint in the weights' dtype, whatever dtype the source's config.json had.
-
-    Fault 33.
-    """
-    source = random_model(dtype, tie_word_embeddings=tied)
-    folder = save(source, tmp_path / "deep" / "saved", tie_word_embeddings=tied, torch_dtype="float16")
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+@pytest.mark.parametrize(
+    ("family", "tied", "scalar_head"),
+    [
+        ("llama", True, False),
+        ("llama", False, False),
+        ("llama", True, True),
+        ("mistral", False, True),
+        ("qwen2", True, True),
+        ("qwen3", False, True),
+    ],
+)
+def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, family, tied, scalar_head, dtype):
+    """The folder is a checkpoint of its family in the weights' dtype, whatever dtype the source's config.json had: a
+    language model, or with a scalar head a classifier. Fault 33."""
+    keys = {"model_type": family, "tie_word_embeddings": tied, "torch_dtype": "float16"}
+    keys["architectures"] = [f"{CLASSES[family]}ForCausalLM"]
+    source = random_model(dtype, scalar_head=scalar_head, **keys)
+    folder = save(source, tmp_path / "deep" / "saved", **keys)
+    auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    loaded, info = auto_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded).__name__.startswith(CLASSES[family])
     assert_equal_parameters(source, dict(loaded.named_parameters()))
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    again = Transformer(read_config(folder)).to(dtype)
+    again = Transformer(read_config(folder, scalar_head=scalar_head)).to(dtype)
     load_weights(again, folder)
     assert_equal_parameters(again, source)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
@@ -757,12 +577,6 @@ def test_an_existing_folder_is_never_overwritten(tmp_path):
     assert_equal_parameters(load_replica(folder, dtype=torch.float32), first)
 
 
-def test_a_local_folder_resolves_to_itself(tmp_path):
-    """Whatever has a config.json is taken as it is."""
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_folder(str(tmp_path)) == tmp_path
-
-
 @pytest.mark.parametrize("name", [".", "./nowhere", "{tmp}", "{tmp}/nowhere"])
 def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypatch, name):
     """What looks like a path never becomes a request to the hub; the error names it and the flag."""
@@ -775,7 +589,7 @@ def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypa
 
 
 def test_other_names_are_hub_ids(tmp_path, monkeypatch):
-    """An id is fetched without pickles; a failure names the id, the folder that is not there and the hub's reason."""
+    """An id is fetched without pickles, unless a folder has its name; a failure names the id and the hub's reason."""
     patterns = []
 
     def download(name, allow_patterns):
@@ -793,3 +607,6 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
     )
     with pytest.raises(InputError, match=r"owner/missing.*no such repository"):
         resolve_folder("owner/missing")
+    Path("owner/missing").mkdir(parents=True)
+    Path("owner/missing/config.json").touch()
+    assert resolve_folder("owner/missing") == Path("owner/missing")
