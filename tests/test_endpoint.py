@@ -307,7 +307,7 @@ def test_what_continues_nothing_is_a_branch_as_a_function_begins_one(load):
     assert rollouts_of(load("in_branches")) == rollouts_of(of_branches)
 
 
-@pytest.mark.parametrize("name", ["in_loop", "in_thread"])
+@pytest.mark.parametrize("name", [pytest.param("in_loop", marks=pytest.mark.slow), "in_thread"])
 def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
     """The program is run again, and gets the answers that it got."""
     options = {"decode_budget": 6, "max_staleness": 3}

@@ -303,7 +303,7 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
     assert (tmp_path / "seen").exists()
 
 
-@pytest.mark.parametrize("name", ["calculator", "overlapped"])
+@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "overlapped"])
 def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
     """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
     options = {"decode_budget": 6, "max_staleness": 3}
