@@ -34,18 +34,6 @@ from support.engines import (
     run,
 )
 
-<<<<<<< HEAD
-ALL_VARIANTS = [(attention, dtype) for attention in WINDOWS for dtype in (torch.float32, torch.bfloat16)]
-SOME_VARIANTS = [
-    ("mixed", torch.float32),
-    ("full", torch.bfloat16),
-    ("windowed", torch.float32),
-    ("mixed", torch.bfloat16),
-]
-
-
-=======
->>>>>>> main
 FAST_VARIANTS = [("full", torch.float32), ("mixed", torch.bfloat16)]
 VARIANTS = [
     pytest.param(*variant, marks=[] if variant in FAST_VARIANTS else pytest.mark.slow)
