@@ -15,7 +15,7 @@ from support.scheduling import Load, requests_of, stub_engine
 LOADS = {
     "room": Load(256, 65_536, 16, 8, 200, 350),
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
-    "long prompts, tight": Load(32, 8_192, 6, 16, 1000, 300),
+    "long prompts, tight": Load(64, 16_384, 16, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
 }
 LARGE_LOADS = {
