@@ -15,7 +15,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
-from minirl.run.load_prompts import load_tokenizer, prompt_streams
+from minirl.run.load_prompts import load_prompts
 from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
@@ -423,10 +423,9 @@ def test_the_flag_of_template_arguments_reaches_the_prompts_or_is_refused(tmp_pa
 
     def prompt_of(text, **flags):
         config = RunConfig(chat_template_kwargs=text, **flags)
-        tokenizer = load_tokenizer(config, tmp_path, (), None)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        prompts, _ = prompt_streams(config, task, tokenizer, model_config, 32)
-        return tokenizer.backend.decode(prompts.prompt_ids(0))
+        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), workers=None)
+        return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
 
     assert prompt_of('{"enable_thinking": false}', chat=True).endswith(NO_THOUGHT)
     assert prompt_of(None, chat=True).endswith("<|im_start|>assistant\n")

@@ -166,9 +166,11 @@ def leaves_it_at_two(episode: Episode):
 def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else(function):
     """It cuts the turn in which it is reached, and is the reason also where the function ends by itself then."""
     for rollout in rollouts_of(function, limits=EpisodeLimits(max_sampled_tokens=10)):
-        assert num_sampled(rollout) == 10
+        assert (num_sampled(rollout), rollout.finish_reason) == (10, "max_tokens")
         assert len(rollout.completion) > 10
-        assert rollout.finish_reason == "max_tokens"
+
+
+def test_a_limit_that_is_not_reached_is_not_the_reason():
     for rollout in rollouts_of(leaves_it_at_two, limits=EpisodeLimits(max_sampled_tokens=15)):
         assert (num_sampled(rollout), rollout.finish_reason) == (14, "turn_length")
         assert not rollout.is_truncated
@@ -233,29 +235,20 @@ def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
     assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_worker"),
-    [
-        ("yields_end", False),
-        ("calls_end", False),
-        ("yields_end", True),
-        ("calls_end", True),
-        ("yields_end_async", True),
-        ("calls_end_async", True),
-    ],
-)
-def test_an_episode_ends_with_the_reason_that_it_gives(load, name, is_worker):
+@pytest.mark.parametrize("where", ["here", "worker", "async"])
+@pytest.mark.parametrize("name", ["yields_end", "calls_end"])
+def test_an_episode_ends_with_the_reason_that_it_gives(load, name, where):
     """Yielded or called before the end, in this process and in another one; only limits count as such."""
-    collector = make_collector(
-        rollout=load(name) if is_worker else HERE[name], prompts=Prompts(lambda _: 60), group_size=8
-    )
+    rollout = HERE[name] if where == "here" else load(name + "_async" * (where == "async"))
+    collector = make_collector(rollout=rollout, prompts=Prompts(lambda _: 60), group_size=8)
     groups = collector.collect(4)
     rollouts = groups.rewarded.rollouts
     keys = [collector._prompts.key(rollout.rollout_id) for rollout in rollouts]
-    assert [r.finish_reason for r in rollouts] == [END_REASONS[key % len(END_REASONS)] for key in keys]
-    assert {r.finish_reason for r in rollouts} == set(END_REASONS)
-    assert groups.table.is_truncated.tolist() == [r.finish_reason in CUT_OFF for r in rollouts]
-    assert {num_sampled(r) for r in rollouts} == {3}
+    reasons = [rollout.finish_reason for rollout in rollouts]
+    assert reasons == [END_REASONS[key % len(END_REASONS)] for key in keys]
+    assert {*reasons} == {*END_REASONS}
+    assert groups.table.is_truncated.tolist() == [reason in CUT_OFF for reason in reasons]
+    assert {num_sampled(rollout) for rollout in rollouts} == {3}
 
 
 def test_a_function_that_has_yielded_its_end_is_closed():
@@ -322,77 +315,72 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
-    options = {"decode_budget": 6, "max_staleness": 8, "prompts": prompts}
-    first = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=60.0), **options)
+    first, second = (
+        make_collector(prompts, rollout=load("naps"), limits=limits, decode_budget=6, max_staleness=8)
+        for limits in (EpisodeLimits(max_seconds=60.0), EpisodeLimits(max_seconds=0.01))
+    )
     first.collect(2)
     paused = [record for record in rollout_records(first) if record["finish_reason"] is None]
-    second = make_collector(rollout=load("naps"), limits=EpisodeLimits(max_seconds=0.01), **options)
-    rollouts = resumed(first, second).collect(2, weight_version=1).rewarded.rollouts
     kept = {tuple(record["id"][:2]): len(record["branches"][0]["tokens"]) for record in paused}
     assert kept
-    for rollout in rollouts:
-        rollout_id = (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample)
+    for rollout in resumed(first, second).collect(2, weight_version=1).rewarded.rollouts:
         assert rollout.finish_reason == "timeout"
-        assert len(rollout.completion) >= kept.get(rollout_id, 1)
+        assert len(rollout.completion) >= kept.get(tuple(rollout.rollout_id)[:2], 1)
 
 
-def test_row_61_the_record_of_branches_is_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
-    """In a process of its own too; turn by turn its segments are those of `turns`."""
-    here = rollouts_of(HERE["out_of_order"], prompts=chat_prompts())
-    in_worker = rollouts_of(load("out_of_order"), prompts=chat_prompts())
-    assert [rollout.episode for rollout in in_worker] == [rollout.episode for rollout in here]
-    for rollout in here:
-        view = view_of(rollout, "", letter_tokenizer(CHAT, chat=True))
-        sampled = [(s["branch"], s["num_tokens"]) for s in view["segments"] if s["kind"] == "sampled"]
-        assert sampled == [(turn.branch, turn.num_tokens) for turn in rollout.episode.turns]
-        assert [branch for branch, _ in sampled] == [0, 1, 2, 2]
-        assert view["messages"][0]["content"] == "two"
+@pytest.mark.parametrize(
+    ("function", "is_chat"),
+    [(calculator, False), (replying, True), (branching, True), (HERE["out_of_order"], True)],
+    ids=["text", "messages", "branches", "out of order"],
+)
+def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(function, is_chat):
+    """The segments are the runs of the loss mask, but for turns that follow one another; texts are those of the ids.
 
-
-def test_the_record_of_branches_has_the_tokens_of_each_behind_its_prompt():
-    for rollout in rollouts_of(branching, prompts=chat_prompts()):
-        segments = view_of(rollout, "", letter_tokenizer(CHAT, chat=True))["segments"]
+    A branch's begin with its prompt, if that is not the row's. They outlive a checkpoint.
+    """
+    prompts = chat_prompts(200) if is_chat else Prompts()
+    for rollout in rollouts_of(function, prompts=prompts):
+        prompt = prompts.row(rollout.rollout_id.prompt_ordinal).prompt
+        view = view_of(rollout, prompt, prompts.tokenizer)
+        segments = view["segments"]
         for branch in rollout.branches:
             number = branch.rollout_id.branch
             own = [segment for segment in segments if segment["branch"] == number]
-            prompts = [segment["num_tokens"] for segment in own if segment["kind"] == "prompt"]
-            assert prompts == ([branch.num_prompt_tokens] if number else [])
+            prompt_sizes = [segment["num_tokens"] for segment in own if segment["kind"] == "prompt"]
+            assert prompt_sizes == ([branch.num_prompt_tokens] if number else [])
             start = 0 if number else branch.num_prompt_tokens
-            assert sum(segment["num_tokens"] for segment in own) == len(branch.tokens) - start
-            text = letter_tokenizer(CHAT, chat=True).decode(branch.tokens[start:], skip_special_tokens=False)
-            assert "".join(segment["text"] for segment in own) == text
-        sampled = [segment["num_tokens"] for segment in segments if segment["kind"] == "sampled"]
-        assert sampled == [turn.num_tokens for turn in rollout.episode.turns]
-        assert sum(sampled) == rollout.num_sampled
-
-
-@pytest.mark.parametrize(("function", "is_chat"), [(calculator, False), (replying, True)])
-def test_the_record_of_an_episode_has_all_its_tokens_in_order_and_outlives_a_checkpoint(function, is_chat):
-    """The segments are the runs of the loss mask, but for turns that follow one another; texts are those of the ids."""
-    prompts = chat_prompts(200) if is_chat else Prompts()
-    for rollout in rollouts_of(function, prompts=prompts):
-        record = rollout.episode
-        row = prompts.row(rollout.rollout_id.prompt_ordinal)
-        view = view_of(rollout, row.prompt, prompts.tokenizer)
-        mask = rollout.loss_mask[rollout.num_prompt_tokens :].tolist()
-        kinds = [segment["kind"] for segment in view["segments"] for _ in range(segment["num_tokens"])]
-        assert [kind == "sampled" for kind in kinds] == mask
-        sampled = [segment for segment in view["segments"] if segment["kind"] == "sampled"]
-        assert [segment["num_tokens"] for segment in sampled] == [turn.num_tokens for turn in record.turns]
-        for turn in record.turns:
-            assert all(mask[turn.start : turn.start + turn.num_tokens])
-        text = letter_tokenizer().decode(rollout.completion, skip_special_tokens=False)
-        assert "".join(segment["text"] for segment in view["segments"]).replace(" ", "") == text.replace(
-            " ", ""
-        )
-        roles = [message["role"] for message in view["messages"]]
-        tools = ["tool", "tool", "tool", "assistant", "user", "assistant"] if is_chat else []
-        assert roles == ["user", "assistant", *tools][: len(roles)]
+            is_sampled = [
+                segment["kind"] == "sampled" for segment in own for _ in range(segment["num_tokens"])
+            ]
+            assert is_sampled == branch.loss_mask[start:].tolist()
+            text = prompts.tokenizer.decode(branch.tokens[start:], skip_special_tokens=False)
+            assert "".join(segment["text"] for segment in own).replace(" ", "") == text.replace(" ", "")
+        sampled = [(s["branch"], s["num_tokens"]) for s in segments if s["kind"] == "sampled"]
+        assert sampled == [(turn.branch, turn.num_tokens) for turn in rollout.episode.turns]
         finished = finished_record(rollout)
-        saved = json.loads(json.dumps(finished["episode"]))
-        again = finished_rollout(finished | {"episode": saved})
-        assert again.episode == record
-        assert view_of(again, row.prompt, prompts.tokenizer) == view
+        again = finished_rollout(finished | {"episode": json.loads(json.dumps(finished["episode"]))})
+        assert again.episode == rollout.episode
+        assert view_of(again, prompt, prompts.tokenizer) == view
+
+
+def test_the_messages_of_a_record_are_those_of_the_episode():
+    roles = ["user", "assistant", "tool", "tool", "tool", "assistant", "user", "assistant"]
+    prompts = chat_prompts(200)
+    for rollout in rollouts_of(replying, prompts=prompts):
+        messages = view_of(rollout, "", prompts.tokenizer)["messages"]
+        assert [message["role"] for message in messages] == roles[: len(messages)]
+
+
+def test_row_61_branches_are_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
+    """In a process of its own too."""
+    here, in_worker = (
+        rollouts_of(f, prompts=chat_prompts()) for f in (HERE["out_of_order"], load("out_of_order"))
+    )
+    assert [rollout.episode for rollout in in_worker] == [rollout.episode for rollout in here]
+    for rollout in here:
+        assert [turn.branch for turn in rollout.episode.turns] == [0, 1, 2, 2]
+        view = view_of(rollout, "", letter_tokenizer(CHAT, chat=True))
+        assert view["messages"][0]["content"] == "two"
 
 
 def test_the_record_of_one_answer_has_a_turn_and_no_texts():
@@ -459,10 +447,10 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
 def test_a_limit_that_has_no_effect_is_refused():
     with pytest.raises(InputError, match=r"--max-episode-seconds 3\.0: has no effect without --rollout"):
         check_shared(RunConfig(max_episode_seconds=3.0))
-    with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
-        check_limits(RunConfig(max_sampled_tokens=9), 9)
-    with pytest.raises(InputError, match="--decode-budget 10: has no effect, --max-new-tokens is not gr"):
-        check_limits(RunConfig(decode_budget=10), 9)
-    check_limits(RunConfig(max_sampled_tokens=8, decode_budget=8), 9)
+    for flag in ("max_sampled_tokens", "decode_budget"):
+        said = f"--{flag.replace('_', '-')} 9: has no effect, --max-new-tokens is not gr"
+        with pytest.raises(InputError, match=said):
+            check_limits(RunConfig(**{flag: 9}), 9)
+        check_limits(RunConfig(**{flag: 8}), 9)
     # Its branches may have more together.
     check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

@@ -1,7 +1,6 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -14,7 +13,6 @@ import train_grpo
 import train_ppo
 from minirl.data.task import Row
 from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
@@ -23,8 +21,16 @@ from minirl.rewards.reward_workers import load_reward
 from minirl.rewards.rewarded import turn_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
-from minirl.training.batch import exchange, pack
-from support.collecting import Prompts, chat_prompts, collected, make_collector, resumed, rollout_records
+from minirl.training.batch import exchange
+from support.collecting import (
+    Prompts,
+    chat_prompts,
+    collected,
+    in_workers,
+    make_collector,
+    resumed,
+    rollout_records,
+)
 from support.scripts import read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
@@ -43,13 +49,9 @@ def giving(episode):
 
 
 async def giving_async(episode):
-    episode.reward(0.5, "early")
-    yield episode.generate(max_tokens=5, stop="e")
-    episode.reward(len(episode.turns[-1].ids), "early")
-    episode.reward(10, "early")
-    yield episode.generate(after="abc", max_tokens=4)
-    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
-    episode.reward(1100.0, "early")
+    for asked in giving(episode):
+        yield asked
+    episode.reward(1000.0, "early")
     episode.reward(float(sum(episode.turns[-1].ids)), "total")
 
 
@@ -90,17 +92,13 @@ def load(tmp_path):
     """`load(name)`: a rollout or reward function of a file, in its workers, which are killed at the end."""
     functions = (giving, giving_async, playing, of_last_turn)
     source = "import os\n\n" + "\n\n".join(map(inspect.getsource, functions))
-    loaded = []
+    with in_workers(tmp_path, timeout_s=20.0) as load_function:
 
-    def load_one(name, more="", *, is_reward=False, **options):
-        (tmp_path / "mine.py").write_text(source + more)
-        make = load_reward if is_reward else load_rollout
-        loaded.append(make(f"{tmp_path}/mine.py:{name}", **{"timeout_s": 20.0, **options}))
-        return loaded[-1]
+        def load_one(name, more="", **options):
+            (tmp_path / "mine.py").write_text(source + more)
+            return load_function(name, **options)
 
-    yield load_one
-    for workers in loaded:
-        workers.close() if hasattr(workers, "compute") else workers.stop()
+        yield load_one
 
 
 @pytest.mark.parametrize("where", ["here", "giving", "giving_async"])
@@ -114,15 +112,6 @@ def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
         first = rollout.episode.turns[0]
         assert first.rewards == {"early": first.end - first.start + 10.0}
         assert rollout.episode.turns[1].rewards == {}
-
-
-def test_a_number_that_is_returned_is_the_reward_without_a_name():
-    def one(episode):
-        turn = yield episode.generate()
-        return len(turn.ids)
-
-    groups = collector_of({"mine": EpisodeReward()}, one).collect(2)
-    assert groups.rewards.flatten().tolist() == [len(r.completion) for r in groups.rewarded.rollouts]
 
 
 HOSTILE = {
@@ -159,9 +148,7 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
     ("values", "message"),
     [
         ([math.nan], r"f:\d+: 'total' is nan; a reward is a finite number"),
-        ([False], r"f:\d+: 'total' is False; a reward is"),
         (["1"], r"f:\d+: 'total' is '1'; a reward is"),
-        ([None], r"f:\d+: 'total' is None; a reward is"),
         ([1e12, 1e12], r"f:\d+: 'total' adds up to 2000000000000.0; a reward is"),
     ],
 )
@@ -173,19 +160,6 @@ def test_row_24_what_is_given_is_checked_at_once(values, message):
 
     with pytest.raises(RolloutError, match=f"episode.reward, for the row at {message}"):
         collector_of(OF_EPISODE, mine).collect(2)
-
-
-def test_rewards_that_no_reward_of_the_run_takes_are_refused_with_the_flags():
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
-        episode.reward(1.0, "style")
-        return 1.0
-
-    expected = (
-        r"gives rewards \('reward', 'style'\) that the run does not have: add --reward episode episode:style"
-    )
-    with pytest.raises(RolloutError, match=expected):
-        collector_of({"sums": lambda completions: [0.0] * len(completions)}, mine).collect(1)
 
 
 def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
@@ -236,25 +210,6 @@ def test_a_reward_that_is_returned_as_none_does_not_apply():
     assert not turn_rewards(groups.rewarded.rollouts, {"early": 1.0}).any()
 
 
-def test_an_episode_that_is_run_again_in_another_process_gives_each_reward_once(load):
-    dies_once = """
-def dies_once(episode):
-    for turn in giving(episode):
-        if len(episode.turns) == 2 and episode.row.place == "f:3":
-            try:
-                open(__file__ + ".died", "x").close()
-            except FileExistsError:
-                pass
-            else:
-                os._exit(3)
-        yield turn
-    return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
-"""
-    groups = collector_of(OF_EPISODE, load("dies_once", dies_once), group_size=1).collect(40)
-    assert groups.rewards[:, 0].tolist() == [by_hand(rollout) for rollout in groups.rewarded.rollouts]
-    assert groups.rewards.max() > 1000
-
-
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
     """With groups judged whole; the steps are those of an uninterrupted run, which are those without a budget."""
@@ -266,49 +221,34 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
 
     expected = collected(collector_of(functions, rollout(), **options), 4, 2)
     first = collector_of(functions, rollout(), **options)
-    before = collected(first, 2, 2)
-    kinds = {record["finish_reason"] is None for record in rollout_records(first)}
-    assert kinds == {True, False}
+    assert collected(first, 2, 2) == expected[:2]
+    assert {record["finish_reason"] is None for record in rollout_records(first)} == {True, False}
     second = collector_of(functions, rollout(), **options)
-    resumed(first, second)
-    assert before == expected[:2]
-    for step in (2, 3):
-        groups = second.collect(2, weight_version=step)
-        found = [
-            (r.rollout_id, r.tokens.tolist(), x)
-            for r, x in zip(groups.rewarded.rollouts, groups.rewarded.rewards.tolist(), strict=True)
-        ]
-        assert found == [(row[0], row[2], row[-1]) for row in expected[step]]
-        for rollout_made, row in zip(groups.rewarded.rollouts, expected[step], strict=True):
-            assert by_hand(rollout_made) == row[-1][:2]
+    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
 
 
-def test_turn_rewards_add_up_to_the_column_times_its_weight():
-    """By hand: at the last token of the first and of the third turn; what is left at the last token."""
+def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
+    """By hand: at the last token of the first and of the third turn; with what is left they add up to the reward."""
     groups = collector_of(OF_EPISODE, giving).collect(2)
     rollouts = groups.rewarded.rollouts
-    weights = {"total": 0.5, "early": 0.25}
-    stream = turn_rewards(rollouts, weights)
-    assert stream.dtype == torch.float32
-    parts = stream.split([len(rollout.tokens) for rollout in rollouts])
-    for rollout, part in zip(rollouts, parts, strict=True):
+    of_turns = turn_rewards(rollouts, {"total": 0.5, "early": 0.25})
+    assert of_turns.dtype == torch.float32
+    expected = []
+    for rollout in rollouts:
         first, second, third = rollout.episode.turns
-        expected = torch.zeros(len(rollout.tokens))
-        expected[rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.end - first.start + 10)
-        expected[rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
-        assert torch.equal(part, expected)
+        expected.append(torch.zeros(len(rollout.tokens)))
+        expected[-1][rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.num_tokens + 10)
+        expected[-1][rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
         assert second.rewards == {}
-    mask = torch.cat([rollout.loss_mask for rollout in rollouts])
-    lengths = torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts])
-    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25], dtype=torch.float64)
-    kl = torch.zeros(int(mask.sum()), dtype=torch.float64)
-    of_turns = stream[mask].double()
-    rewards = token_rewards(scores, kl, lengths, kl_coef=0.1, of_turns=of_turns)
-    sums = torch.stack([part.sum() for part in rewards.split(lengths.tolist())])
-    torch.testing.assert_close(sums, scores, rtol=0, atol=1e-9)
-    is_last = torch.zeros(len(kl), dtype=torch.bool)
-    is_last[lengths.cumsum(0) - 1] = True
-    assert torch.equal(rewards[~is_last], of_turns[~is_last])
+    assert torch.equal(of_turns, torch.cat(expected))
+    sampled = of_turns[torch.cat([rollout.loss_mask for rollout in rollouts])].double()
+    lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
+    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25]).double()
+    rewards = token_rewards(
+        scores, torch.zeros(len(sampled)).double(), lengths, kl_coef=0.1, of_turns=sampled
+    )
+    torch.testing.assert_close(sequence_sums(rewards, lengths.tolist()), scores, rtol=0, atol=1e-9)
+    assert sorted(set((rewards != sampled).nonzero()[:, 0].tolist())) == (lengths.cumsum(0) - 1).tolist()
 
 
 def by_player(rollout):
@@ -349,19 +289,21 @@ def dies_once(episode):
     torch.testing.assert_close(groups.rewards[..., 1].flatten(), expected[:, 0, 1], rtol=0, atol=1e-6)
 
 
-def test_what_is_no_branch_with_a_turn_is_given_no_reward():
-    def mine(episode, branch):
+@pytest.mark.parametrize(
+    ("branch", "message"),
+    [
+        (lambda episode: episode.branch("b"), "branch 1 has had no turn that could be given one"),
+        (lambda episode: 3, "branch=3; expected a branch of the episode, or 'all'"),
+        (copy.copy, "expected a branch of the episode"),
+    ],
+)
+def test_what_is_no_branch_with_a_turn_is_given_no_reward(branch, message):
+    def mine(episode):
         yield episode.generate(max_tokens=3)
         episode.reward(1.0, branch=branch(episode))
 
-    hostile = {
-        "branch 1 has had no turn that could be given one": lambda episode: episode.branch("b"),
-        "branch=3; expected a branch of the episode, or 'all'": lambda episode: 3,
-        "expected a branch of the episode": lambda episode: copy.copy(episode),
-    }
-    for message, branch in hostile.items():
-        with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
-            collector_of({}, functools.partial(mine, branch=branch)).collect(1)
+    with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
+        collector_of({}, mine).collect(1)
 
 
 def advantages_of_players(rank):
@@ -454,37 +396,6 @@ def test_a_branch_returns_its_own_turns_and_the_rest_and_is_bootstrapped_if_it_w
     assert [part.tolist() for part in returns] == expected * 3
 
 
-def ppo_returns(rank):
-    """Returns of PPO with values of 0 and no discount: what is paid from a token on; and the same by hand."""
-    rollouts = collector_of(OF_EPISODE, giving).collect(2).rewarded.rollouts
-    weights = {"total": 0.5, "early": 0.25}
-    scores = (
-        torch.tensor([by_hand(r) for r in rollouts], dtype=torch.float64) @ torch.tensor([0.5, 0.25]).double()
-    )
-    batch = pack(rollouts).replace(
-        turn_rewards=turn_rewards(rollouts, weights), table_index=torch.arange(len(rollouts))
-    )
-    batch = batch.replace(values=torch.zeros(len(batch.tokens)))
-    nothing = torch.zeros(len(rollouts))
-    config = train_ppo.Config(gae_lambda=1.0)
-    _, returns = train_ppo.advantages_and_returns(
-        config, scores, nothing.bool(), torch.zeros(len(batch.tokens)), nothing, batch, kl_coef=0.0
-    )
-    expected = []
-    for rollout, score in zip(rollouts, scores.tolist(), strict=True):
-        first = rollout.episode.turns[0]
-        num_tokens, num_first = int(rollout.loss_mask.sum()), first.end - first.start
-        behind = score - 0.25 * (num_first + 10)
-        expected += [score] * num_first + [behind] * (num_tokens - num_first)
-    return returns.tolist(), expected
-
-
-def test_ppo_pays_what_a_turn_was_given_at_the_end_of_that_turn(one_rank):
-    ((returns, expected),) = one_rank.run(ppo_returns)
-    assert len(set(expected)) > 6
-    assert returns == pytest.approx(expected, abs=1e-6)
-
-
 # Groups
 
 
@@ -499,7 +410,7 @@ def pairwise(rollouts):
 
 @pytest.mark.parametrize("where", ["here", "worker"])
 def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
-    function = of_last_turn if where == "here" else load("of_last_turn", is_reward=True, num_workers=2)
+    function = of_last_turn if where == "here" else load("of_last_turn", make=load_reward, num_workers=2)
     sizes = []
 
     def size(episodes):
@@ -510,9 +421,9 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
     assert sizes == [4] * 5, "the greedy one is judged with the others"
     assert groups.greedy_rewards[:, 0, 0].tolist() == [4.0] * 5
     judged = collector_of({"last": function, **OF_EPISODE}, giving).collect(5)
-    for group in range(5):
-        of_group = [r for r in judged.rewarded.rollouts if r.rollout_id.prompt_ordinal == group]
-        assert judged.rewards[group, :, 0].tolist() == pairwise(of_group)
+    by_ordinal = itertools.groupby(judged.rewarded.rollouts, lambda r: r.rollout_id.prompt_ordinal)
+    expected = [pairwise(list(group)) for _, group in by_ordinal]
+    assert judged.rewards[..., 0].tolist() == expected
 
 
 def test_an_evaluation_judges_each_greedy_rollout_alone():
@@ -569,13 +480,13 @@ def one_is_nan(episodes):
     ],
 )
 def test_row_24_a_bad_call_for_a_group_stops_the_run(load, name, message):
-    function = load(name, BAD_GROUPS, is_reward=True)
+    function = load(name, BAD_GROUPS, make=load_reward)
     with pytest.raises(RewardError, match=message):
         collector_of({name: function, **OF_EPISODE}, giving).collect(40)
 
 
 def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
-    function = load("raises", BAD_GROUPS, is_reward=True, on_error="zero")
+    function = load("raises", BAD_GROUPS, make=load_reward, on_error="zero")
     groups = collector_of({"raises": function, **OF_EPISODE}, giving).collect(40)
     places = [row.place for row in groups.rewarded.rows]
     expected = [0.0 if place == "f:3" else 1.0 for place in places]
@@ -587,22 +498,17 @@ def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
 
 
 def test_functions_that_name_them_get_messages_and_what_was_given():
-    seen = {}
+    seen = []
 
     def mine(messages, rewards_given, completions, prompts, **others):
         assert sorted(others) == ["answer", "completion_ids"]
-        seen.update(messages=messages, given=rewards_given, completions=completions)
+        seen.extend(zip(messages, completions, rewards_given, strict=True))
         return [0.0] * len(messages)
 
-    groups = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2)
-    for i, rollout in enumerate(groups.rewarded.rollouts):
-        row, text = groups.rewarded.rows[i], groups.rewarded.texts[i]
-        assert seen["messages"][i] == [
-            {"role": "user", "content": row.prompt},
-            {"role": "assistant", "content": text},
-        ]
-        assert seen["completions"][i] == text
-        assert seen["given"][i] == rollout.episode.rewards
+    rewarded = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2).rewarded
+    for rollout, row, text, found in zip(rewarded.rollouts, rewarded.rows, rewarded.texts, seen, strict=True):
+        messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": text}]
+        assert found == (messages, text, rollout.episode.rewards)
 
 
 def chat_rows():
@@ -626,41 +532,37 @@ def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
         conversations[episode.seed] = episode.messages
 
     def mine(prompts, completions, messages, episodes):
-        for prompt, completion, conversation, episode in zip(
-            prompts, completions, messages, episodes, strict=True
-        ):
-            assert prompt + completion == conversation == episode.messages
-            seen.append(conversation)
-        return [0.0] * len(prompts)
-
-    def alone(prompts, completions):
+        seen.extend(messages)
+        for prompt, completion, conversation in zip(prompts, completions, messages, strict=True):
+            assert prompt + completion == conversation
+        assert [episode.messages for episode in episodes] == messages
         return [float(len(completion)) for completion in completions]
 
     prompts = chat_rows()
-    groups = collector_of({"mine": mine, "alone": alone}, chatting, prompts=prompts).collect(6)
-    expected = [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
-    assert seen == expected
-    assert groups.rewards[:, :, 1].flatten().tolist() == [len(messages) - 1.0 for messages in expected]
-    assert {len(messages) for messages in expected} == {2, 4}
+    groups = collector_of({"mine": mine}, chatting, prompts=prompts).collect(6)
+    assert seen == [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
+    assert {len(messages) for messages in seen} == {2, 4}
+
+
+NOT_GIVEN = "TRL's trainer gives it, minirl does not: give it a default, {0}=None"
+NO_ENVIRONMENT = "these are the objects of --environment FILE.py:CLASS, which the run does not have"
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "function", "advice"),
     [
-        *(
-            (name, f"TRL's trainer gives it, minirl does not: give it a default, {name}=None")
-            for name in ("trainer_state", "log_extra", "log_metric")
-        ),
-        ("environments", "these are the objects of --environment FILE.py:CLASS, which the run does not have"),
+        ("trainer_state", lambda completions, trainer_state: None, NOT_GIVEN),
+        ("log_extra", lambda completions, log_extra: None, NOT_GIVEN),
+        ("log_metric", lambda completions, log_metric: None, NOT_GIVEN),
+        ("environments", lambda completions, environments: None, NO_ENVIRONMENT),
     ],
 )
-def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, advice):
+def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, function, advice):
     rows = [Row("a", {"answer": "1"}, "f.jsonl:1")]
-    functions: dict = {}
-    exec(f"def mine(completions, {name}): pass\ndef fine(completions, {name}=None): return [1.0]", functions)
-    with pytest.raises(InputError, match=f"no field '{name}', which the reward mine asks for; {advice}"):
-        check_columns({"mine": functions["mine"]}, rows)
-    check_columns({"fine": functions["fine"]}, rows)
+    expected = f"no field '{name}', which the reward mine asks for; {advice.format(name)}"
+    with pytest.raises(InputError, match=expected):
+        check_columns({"mine": function}, rows)
+    check_columns({"fine": lambda completions, trainer_state=None, environments=None: None}, rows)
 
 
 def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function_asks_for_it():
@@ -715,7 +617,7 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     flags = (
         "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
     )
-    flags += " --save-every 1 --decode-budget 3 --max-staleness 2"
+    flags += " --save-every 1 --decode-budget 3 --max-staleness 2 --on-rollout-error end"
     flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
     def train(pool, name, rollout, reward, *more):
@@ -726,8 +628,11 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
 
     expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
     assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
+    assert [line["count/rollout_errors"] for line in expected] == [0, 0]
     if script == "train_ppo.py":
         return  # what a checkpoint has of them is the same
     train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
-    resumed = train(two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force")
+    resumed = train(
+        two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force --rollout-workers 2"
+    )
     assert resumed == expected

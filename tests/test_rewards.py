@@ -2,11 +2,9 @@
 
 import functools
 import json
-import math
 import time
 from contextlib import contextmanager
 
-import numpy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
@@ -18,7 +16,6 @@ from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.reward_workers import load_reward
-from minirl.rewards.rewarded import RewardedRollouts
 from support.rollouts import make_prompts, make_rollout
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
@@ -35,13 +32,6 @@ POSITIONS = 64
 
 def rewards_of(function, rows=ROWS, completions=("1", "2")):
     return compute_rewards(function, rows, completions=completions, completion_ids=[[7]] * len(completions))
-
-
-def returning(value):
-    def made_up(completions):
-        return value
-
-    return made_up
 
 
 def test_a_function_with_kwargs_gets_prompts_completions_ids_and_every_column():
@@ -67,10 +57,8 @@ def test_a_function_gets_only_the_columns_that_it_names():
     assert rewards_of(lambda completions: [len(completions), 0]) == [2.0, 0.0]
     assert rewards_of(lambda answer: answer) == [1.0, 2.0]
     assert rewards_of(lambda completions, *, level="unused": [level == ["easy", None]] * 2) == [1.0, 1.0]
-    assert rewards_of(functools.partial(lambda scale, answer: [scale * a for a in answer], 10)) == [
-        10.0,
-        20.0,
-    ]
+    scaled = functools.partial(lambda scale, answer: [scale * a for a in answer], 10)
+    assert rewards_of(scaled) == [10.0, 20.0]
 
 
 def test_a_data_column_cannot_take_the_place_of_the_completions():
@@ -86,92 +74,15 @@ def test_a_data_column_cannot_take_the_place_of_the_completions():
     assert seen == [["p"], ["sampled"], [[7]]]
 
 
-def test_no_completions_need_no_call():
-    """A rank without rollouts does not call the function on empty lists."""
-
-    def never():
-        raise AssertionError
-
-    assert compute_rewards(never, [], completions=[], completion_ids=[]) == []
-
-
 def test_an_error_in_the_function_is_not_swallowed():
     """The user's own traceback is what they need."""
-
-    def broken(completions):
-        return [1 / 0 for _ in completions]
-
     with pytest.raises(ZeroDivisionError):
-        rewards_of(broken)
+        rewards_of(lambda completions: [1 / 0])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [True, False],
-        (1, 0),
-        numpy.array([1.0, 0.0], dtype=numpy.float32),
-        [numpy.bool_(True), numpy.int64(0)],
-        torch.tensor([1.0, 0.0]),
-        [torch.tensor(1.0), torch.tensor(False)],
-    ],
-    ids=["bool", "tuple_of_int", "numpy_array", "numpy_scalars", "tensor", "tensors"],
-)
-def test_numbers_of_every_kind_become_floats(value):
-    """bool, int, numpy and 0-d tensors are numbers."""
-    rewards = rewards_of(returning(value))
-    assert rewards == [1.0, 0.0]
-    assert all(type(reward) is float for reward in rewards)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        math.nan,
-        math.inf,
-        -math.inf,
-        "1.0",
-        "",
-        [1.0],
-        {},
-        1j,
-        numpy.nan,
-        torch.tensor(math.inf),
-        10**400,
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_what_is_not_a_finite_number_is_refused_by_name(bad):
-    """Function, value, row and completion are in the error, which comes before any of it can reach a gradient."""
-    with pytest.raises(RewardError, match=r"made_up .*f\.jsonl:2.*'2': returned .*finite number") as error:
-        rewards_of(returning([1.0, bad]))
-    assert repr(bad)[:20] in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ([1.0], "1 values for 2"),
-        ([1.0] * 3, "3 values for 2"),
-        ([], "0 values for 2"),
-        (1.0, "1.0; expected a list of 2"),
-        (None, "None; expected a list of 2"),
-        (torch.tensor(1.0), "expected a list of 2"),
-        (numpy.array(1.0), "expected a list of 2"),
-    ],
-    ids=["short", "long", "empty", "scalar", "none", "zero_dim_tensor", "zero_dim_array"],
-)
-def test_another_number_of_values_is_refused_by_name(value, said):
-    """One value per completion, in a list: anything else names the function and both counts."""
-    with pytest.raises(RewardError, match=f"made_up returned .*{said}"):
-        rewards_of(returning(value))
-
-
-def test_a_long_completion_is_shortened_in_the_error():
-    """The error stays readable when the completion has thousands of characters. Fault 46."""
-    with pytest.raises(RewardError, match="made_up") as error:
-        rewards_of(returning([math.nan]), ROWS[:1], ["x" * 10_000])
-    assert len(str(error.value)) < 400
+@pytest.mark.parametrize("value", [torch.tensor([1.0, 0.0]), [torch.tensor(1.0), torch.tensor(False)]])
+def test_tensors_are_numbers(value):
+    assert rewards_of(lambda completions: value) == [1.0, 0.0]
 
 
 def test_load_reward_returns_the_named_function(tmp_path):
@@ -200,9 +111,9 @@ def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatc
 
 
 def test_none_says_that_a_reward_does_not_apply():
-    """In TRL's shape: None in the list is no error, from a function of this process and from a worker."""
-    assert rewards_of(returning([1.0, None])) == [1.0, None]
-    assert rewards_of(returning([None, None])) == [None, None]
+    """In TRL's shape: None in the list is no error."""
+    assert rewards_of(lambda completions: [1.0, None]) == [1.0, None]
+    assert rewards_of(lambda completions: [None, None]) == [None, None]
 
 
 ASYNC_REWARD = """
@@ -241,15 +152,9 @@ def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tm
 def save_model(folder, auto_class, **keys):
     """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=len(REWARD_TOKENS),
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.5,
-        **sizes,
-        **keys,
-    )
+    keys |= {"vocab_size": len(REWARD_TOKENS), "max_position_embeddings": POSITIONS}
     torch.manual_seed(0)
-    model = auto_class.from_config(config)
+    model = auto_class.from_config(LlamaConfig(initializer_range=0.5, **sizes, **keys))
     model.save_pretrained(folder)
     return model.eval()
 
@@ -273,39 +178,40 @@ def reward_folder(request, tmp_path_factory):
     return folder, score
 
 
-def load(folder, *, max_tokens=1000, park=False, device=CPU, chat=False, **options):
+def load(folder, *, chat=False, max_tokens=1000, park=False, **options):
     options |= {"chat": chat, "max_tokens": max_tokens, "park": park}
-    return load_reward_model(folder, dtype=torch.float32, device=device, **options)
+    return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
+
+
+close_to = functools.partial(pytest.approx, rel=1e-5, abs=1e-5)
 
 
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "chat", "expected"),
+    ("prompt", "options", "expected"),
     [
-        ("ab,", False, "<bos>ab,{}<eos>"),
-        (CHAT, False, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
-        ("ab,", True, "<bos><turn>user:ab,<turn>assistant:{}"),
-        (CHAT, True, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
+        ("ab,", {}, "<bos>ab,{}<eos>"),
+        (CHAT, {}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
+        ("ab,", {"chat": True}, "<bos><turn>user:ab,<turn>assistant:{}"),
+        (CHAT, {"chat": True}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
+        # Those of --chat-template-kwargs.
+        (
+            "ab,",
+            {"chat": True, "template_arguments": {"style": "brief"}},
+            "<bos>brief<turn>user:ab,<turn>assistant:{}",
+        ),
     ],
-    ids=["text", "messages", "chat", "chat_messages"],
+    ids=["text", "messages", "chat", "chat_messages", "template_arguments"],
 )
-def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, chat, expected):
+def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
     """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
     folder, oracle = reward_folder
     completions = ["", "a", " so it is.", "a" * 20]
-    got = rewards_of(load(folder, chat=chat), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
-    assert got == pytest.approx([oracle(expected.format(text)) for text in completions], rel=1e-5, abs=1e-5)
+    got = rewards_of(load(folder, **options), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
+    assert got == close_to([oracle(expected.format(text)) for text in completions])
     assert max(got) - min(got) > 0.1
-
-
-def test_a_reward_models_template_gets_the_arguments_of_the_policys(reward_folder):
-    """Those of --chat-template-kwargs."""
-    folder, oracle = reward_folder
-    got = load(folder, template_arguments={"style": "brief"})([CHAT], ["a"])
-    expected = oracle("<bos>brief<turn>system:be kind<turn>user:hello<turn>assistant:a")
-    assert got == pytest.approx([expected], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("begun", ["", "i"])
@@ -313,41 +219,40 @@ def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_fo
     """Also where the first answer continues the prompt's last message. Pitfall 18."""
     folder, oracle = reward_folder
     prompt = [*CHAT, {"role": "assistant", "content": begun}] if begun else CHAT
-    answers = [{"role": role, "content": text} for role, text in (("assistant", "is."), ("user", "so"))]
+    answers = [
+        {"role": "assistant", "content": "is."},
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "a b"},
+    ]
     text = (
         f"<bos><turn>system:be kind<turn>user:hello<turn>assistant:{begun}is.<turn>user:so<turn>assistant:a b"
     )
-    got = load(folder)([prompt], [[*answers, {"role": "assistant", "content": "a b"}]])
-    assert got == pytest.approx([oracle(text)], rel=1e-5, abs=1e-5)
+    assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
 
 
 def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):
     """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts. Pitfall 18."""
     folder, oracle = reward_folder
     prompts = make_prompts(tmp_path, [Row("ab,", {}, "f:1"), Row("xy ", {}, "f:2")])
-    rollouts = [make_rollout(prompts, o, s, f"{'word ' * s}end.<eos>") for o in (0, 1) for s in (0, 1)]
-    judged = reward_rollouts({"model": load(folder)}, prompts, rollouts)
-    texts = [f"<bos>{prompts.row(o).prompt}{'word ' * s}end.<eos>" for o in (0, 1) for s in (0, 1)]
-    assert judged.rewards[:, 0].tolist() == pytest.approx(
-        [oracle(text) for text in texts], rel=1e-5, abs=1e-5
-    )
-    assert len({round(reward, 3) for reward in judged.rewards[:, 0].tolist()}) == 4
+    completions = {(ordinal, sample): f"{'word ' * sample}end." for ordinal in (0, 1) for sample in (0, 1)}
+    rollouts = [make_rollout(prompts, *place, f"{text}<eos>") for place, text in completions.items()]
+    rewards = reward_rollouts({"model": load(folder)}, prompts, rollouts).rewards[:, 0].tolist()
+    texts = [f"<bos>{prompts.row(place[0]).prompt}{text}<eos>" for place, text in completions.items()]
+    assert rewards == close_to([oracle(text) for text in texts])
+    assert len({round(reward, 3) for reward in rewards}) == 4
 
 
 def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
     """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
     folder, _ = reward_folder
-    prompts, completions = (
-        ["ab", "c,d ", "e" * 20, "f", "g g"] * 2,
-        ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)],
-    )
+    prompts = ["ab", "c,d ", "e" * 20, "f", "g g"] * 2
+    completions = ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)]
     whole = load(folder)(prompts, completions)
     assert torch.tensor(whole).std() > 0.1
     for max_tokens in (len("<bos>") + 45, 64, 90):
+        model = load(folder, max_tokens=max_tokens)
         for places in (range(10), range(9, -1, -1), [8], [3, 8, 0]):
-            some = load(folder, max_tokens=max_tokens)(
-                [prompts[i] for i in places], [completions[i] for i in places]
-            )
+            some = model([prompts[i] for i in places], [completions[i] for i in places])
             assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
 
 
@@ -405,10 +310,8 @@ def test_overlong_penalty_is_the_reference_row():
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
     penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
-    assert rewards_of(OverlongPenalty(limit=1, buffer=0.5)) == [
-        -1.0,
-        -1.0,
-    ]  # of the ids, the stop token included
+    # Of the ids, the stop token included.
+    assert rewards_of(OverlongPenalty(limit=1, buffer=0.5)) == [-1.0, -1.0]
 
 
 def test_weighted_puts_rewards_before_what_is_only_logged():
@@ -431,7 +334,7 @@ def test_another_number_of_weights_than_rewards_is_refused(weights):
 
 
 def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
-    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfall 16. Pitfall 15."""
+    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfalls 15 and 16."""
     rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
     prompts = make_prompts(tmp_path, rows)
     ordinals = (3, 0, 1, 2, 0)
@@ -444,32 +347,26 @@ def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
     judged = reward_rollouts(functions, prompts, rollouts)
     assert judged.rollouts == rollouts
     assert judged.rows == [rows[prompts.index(ordinal)] for ordinal in ordinals]
-    assert {row.columns["answer"] for row in judged.rows} == {1, 2}
     assert judged.texts == ["b", "ab", "aab", "aaab", "aaaab"]
     assert judged.rewards.dtype == torch.float64
     answers = [row.columns["answer"] for row in judged.rows]
+    assert {*answers} == {1, 2}
     assert judged.rewards.tolist() == [[i + 2, answers[i], i + 1] for i in range(5)]
-    backwards = reward_rollouts(dict(reversed(functions.items())), prompts, rollouts)
-    assert torch.equal(backwards.rewards, judged.rewards.flip(1))
 
 
 def test_a_rank_without_rollouts_judges_nothing(tmp_path):
     """No function is called, and the rewards are [0, K], ready to be gathered with other ranks'."""
     prompts = make_prompts(tmp_path, [Row("a", {}, "f:1")])
-    judged = reward_rollouts(
-        {"never": lambda: pytest.fail("called"), "nor": lambda: pytest.fail("called")}, prompts, []
-    )
-    assert (judged.rollouts, judged.rows, judged.texts) == ([], [], [])
+    functions = dict.fromkeys(("never", "nor"), lambda: pytest.fail("called"))
+    judged = reward_rollouts(functions, prompts, [])
+    assert (judged.rollouts, judged.rows, judged.texts, judged.failed.tolist()) == ([], [], [], [])
     assert (judged.rewards.shape, judged.rewards.dtype) == ((0, 2), torch.float64)
 
 
 def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
     """Rounds of rollouts join and are picked as one: rollouts, rows, texts and rewards stay aligned."""
     prompts = make_prompts(tmp_path, [Row("a", {"answer": 1}, "f:1"), Row("b", {"answer": 2}, "f:2")])
-    functions = {
-        "letters": lambda completions: [len(text) for text in completions],
-        "answer": lambda answer: answer,
-    }
+    functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
     rollouts = [make_rollout(prompts, ordinal, 0, "a" * (ordinal + 1)) for ordinal in range(4)]
     parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
     whole = reward_rollouts(functions, prompts, rollouts)
@@ -478,9 +375,5 @@ def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
         return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist(), judged.failed.tolist()
 
     assert facts(parts[0] + parts[1] + parts[2]) == facts(whole)
-    picked = whole.select([3, 0])
-    assert facts(picked) == tuple([column[3], column[0]] for column in facts(whole))
-    assert isinstance(picked, RewardedRollouts)
-    nothing = whole.select([])
-    assert facts(nothing) == ([], [], [], [], [])
-    assert nothing.rewards.shape == (0, 2)
+    assert facts(whole.select([3, 0])) == tuple([column[3], column[0]] for column in facts(whole))
+    assert whole.select([]).rewards.shape == (0, 2)

@@ -100,10 +100,8 @@ def reference_values(model, batch):
     return torch.stack(values), torch.stack(after)
 
 
-def score_batch(model, batch, **kwargs):
-    return score(
-        model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE, **kwargs
-    )
+def score_batch(model, batch):
+    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE)
 
 
 def predict_batch(model, batch):
@@ -129,15 +127,14 @@ def assert_equal_gradients(model, results, *, atol, rtol):
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"scalar_head": True}], ids=str)
-def test_results_and_gradients_equal_the_head_position_by_position(options):
+def test_results_and_gradients_equal_the_head_position_by_position(options, monkeypatch):
     """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
 
     Logprobs, entropies, values and scores, and the gradients of every parameter. Pitfalls 1 and 13.
     """
     model, batch = make_model(**options), make_batch()
-    got = (
-        predict_batch(model, batch) if model.config.scalar_head else score_batch(model, batch, token_chunk=7)
-    )
+    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
+    got = (predict_batch if model.config.scalar_head else score_batch)(model, batch)
     expected = (reference_values if model.config.scalar_head else reference_scores)(model, batch)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-10)
@@ -159,25 +156,20 @@ def test_results_are_fp32_and_close_to_fp64(dtype, scalar_head):
         torch.testing.assert_close(x.double(), y, atol=allowed, rtol=0)
 
 
-def head_inputs(rows=11, vocab=19):
-    generator = torch.Generator().manual_seed(2)
-    hidden, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (rows, vocab))
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    return hidden.requires_grad_(), head.requires_grad_(), targets
-
-
 @pytest.mark.parametrize(
     ("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
 )
-@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=["logprobs", "entropies", "both"])
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, used, temperature):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
     Pitfalls 12 and 41.
     """
-    hidden, head, targets = head_inputs()
-    weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(n, 6, generator=generator).double().requires_grad_() for n in (11, 19))
+    targets = torch.randint(0, 19, (11,), generator=generator)
+    weights = torch.randn(2, 11, generator=generator)
     got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, tile)
     all_logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
     expected = all_logprobs.gather(1, targets[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -419,25 +411,24 @@ def test_equal_sequences_have_equal_scores(count):
     assert len(set(after.tolist())) == 1
 
 
-class CudaStub:
-    """Copies on the CPU in place of pinned and device memory. `pinned` and `on_device`: their addresses."""
+def record_copies(monkeypatch):
+    """Copies on the CPU in place of pinned and device memory, by their addresses, so that no other tensor gets one."""
+    made = {"pinned": {}, "device": {}}
 
-    def __init__(self, monkeypatch):
-        self.pinned, self.on_device = {}, {}
-        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self.pin_memory(tensor))
-        monkeypatch.setattr(Tensor, "to", lambda tensor, *args, **kwargs: self.to(tensor, *args, **kwargs))
-
-    def pin_memory(self, tensor):
-        return tensor if tensor.data_ptr() in self.pinned else self.copy(tensor, self.pinned)
-
-    def to(self, tensor, device, *, non_blocking):
-        assert (device.type, non_blocking) == ("cuda", True)
-        return tensor if tensor.data_ptr() in self.on_device else self.copy(tensor, self.on_device)
-
-    def copy(self, tensor, memory):
+    def copy(tensor, place):
+        if tensor.data_ptr() in made[place]:
+            return tensor
         copied = tensor.clone()
-        memory[copied.data_ptr()] = copied  # kept, so that no other tensor gets the address
+        made[place][copied.data_ptr()] = copied
         return copied
+
+    def to(tensor, device, *, non_blocking):
+        assert (device.type, non_blocking) == ("cuda", True)
+        return copy(tensor, "device")
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: copy(tensor, "pinned"))
+    monkeypatch.setattr(Tensor, "to", to)
+    return made
 
 
 def addresses(model):
@@ -448,24 +439,24 @@ def test_a_frozen_model_is_pinned_once_and_parking_copies_nothing(monkeypatch):
     """Each use costs one copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
     model = make_model(tied=True)
     values = [parameter.clone() for parameter in model.parameters()]
-    stub, num_uses = CudaStub(monkeypatch), 3
+    copies, num_uses = record_copies(monkeypatch), 3
     for _ in range(num_uses):
         with unparked(model, torch.device("cuda"), park=True):
-            assert addresses(model) == list(stub.on_device)[-len(values) :]
+            assert addresses(model) == list(copies["device"])[-len(values) :]
             assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert addresses(model) == list(stub.pinned)
+        assert addresses(model) == list(copies["pinned"])
         assert all(map(torch.equal, model.parameters(), values))
-    assert len(stub.on_device) == num_uses * len(values)
+    assert len(copies["device"]) == num_uses * len(values)
 
 
 def test_a_frozen_model_that_is_not_parked_goes_to_the_device_once(monkeypatch):
     """It stays there, and no host memory is pinned for it."""
-    model, stub = make_model(), CudaStub(monkeypatch)
+    model, copies = make_model(), record_copies(monkeypatch)
     for _ in range(2):
         with unparked(model, torch.device("cuda"), park=False):
-            assert addresses(model) == list(stub.on_device)
-        assert addresses(model) == list(stub.on_device)
-    assert not stub.pinned
+            assert addresses(model) == list(copies["device"])
+        assert addresses(model) == list(copies["device"])
+    assert not copies["pinned"]
 
 
 @pytest.mark.parametrize("park", [False, True])

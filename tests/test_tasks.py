@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -103,36 +104,29 @@ def test_rows_keep_place_and_columns(write):
     """Places count every line of the file; the prompt is not a column; another field may be the prompt."""
     path = write(["", GOOD, " ", GOOD])
     rows = list(read_rows(path, "prompt"))
-    assert rows == [Row("hello", {"answer": 3}, f"{path}:2"), Row("hello", {"answer": 3}, f"{path}:4")]
-    questions = read_rows(write(['{"q": "a", "prompt": null}'], "q.jsonl"), "q")
-    assert [(row.prompt, dict(row.columns)) for row in questions] == [("a", {"prompt": None})]
+    assert rows == [Row("hello", {"answer": 3}, f"{path}:{line}") for line in (2, 4)]
+    (row,) = read_rows(write(['{"q": "a", "prompt": null}'], "q.jsonl"), "q")
+    assert (row.prompt, dict(row.columns)) == ("a", {"prompt": None})
 
 
 @pytest.mark.parametrize(
-    "text",
+    "prompt",
     [
         "na\u00efve \u65e5\u672c\u8a9e \U0001f600",
         "line\u2028separator\u0085next",
         "tab\tnew\nline\r",
         " spaces kept ",
+        MESSAGES,
     ],
-    ids=["unicode", "line_separators", "escapes", "spaces"],
+    ids=["unicode", "line_separators", "escapes", "spaces", "messages"],
 )
 @pytest.mark.parametrize("ensure_ascii", [True, False])
-def test_text_arrives_as_it_was_written(write, text, ensure_ascii):
-    """BOM, CRLF, blank lines, a missing last newline and every character survive. Fault 19."""
-    line = json.dumps({"prompt": text}, ensure_ascii=ensure_ascii).encode()
+def test_text_and_messages_arrive_as_they_were_written(write, prompt, ensure_ascii):
+    """BOM, CRLF, blank lines, a missing last newline and every character survive; empty messages too. Fault 19."""
+    line = json.dumps({"prompt": prompt}, ensure_ascii=ensure_ascii).encode()
     path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
-    assert [(row.prompt, row.place) for row in read_rows(path, "prompt")] == [
-        (text, f"{path}:1"),
-        (text, f"{path}:3"),
-    ]
-
-
-def test_messages_are_a_prompt(write):
-    """Chat prompts are kept as they are, an empty system message too."""
-    path = write([json.dumps({"prompt": MESSAGES})])
-    assert read_rows(path, "prompt")[0].prompt == MESSAGES
+    rows = list(read_rows(path, "prompt"))
+    assert rows == [Row(prompt, {}, f"{path}:{number}") for number in (1, 3)]
 
 
 def test_jsonl_task_has_both_files_and_no_reward(write):
@@ -213,19 +207,14 @@ def test_extraction_of_a_hostile_completion_takes_no_time():
     assert time.perf_counter() - start < 1
 
 
-def test_scores_take_text_and_chat_completions():
-    """Right is 1 and wrong is 0; a missing answer is never equal; 18 is 18.0."""
-    completions = ["#### 18", "so 18", "#### 17", "none", [{"role": "assistant", "content": "#### 18.0"}]]
-    assert strict_score(completions, [18.0] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert flexible_score(completions, [18.0] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
-
-
-def test_a_number_in_the_prompt_does_not_score():
-    """Only the completion is judged, though the prompt holds the answer in the right format. Pitfall 19."""
-    rows = [Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")] * 2
-    for function in (strict_score, flexible_score):
-        arguments = {"completions": ["I do not know", "#### 5"], "completion_ids": [[1], [2]]}
-        assert compute_rewards(function, rows, **arguments) == [0.0, 1.0]
+def test_scores_are_of_the_completion_alone():
+    """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
+    row = Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")
+    texts = ["I do not know", "#### 5", "so 5", "#### 6"]
+    for prompt in (row.prompt, [{"role": "user", "content": row.prompt}]):
+        rows = [replace(row, prompt=prompt)] * 4
+        for function, expected in ((strict_score, [0, 1, 0, 0]), (flexible_score, [0, 1, 1, 0])):
+            assert compute_rewards(function, rows, completions=texts, completion_ids=[[1]] * 4) == expected
 
 
 def test_gsm8k_rows_have_question_instruction_and_number(write):
@@ -260,12 +249,9 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
         path = data_folder / "gsm8k" / f"{name}.jsonl"
         rows = read_gsm8k(str(path))
         assert len(rows) == count
-        solutions = [
-            json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines() if line
-        ]
+        solutions = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
         answers = [row.columns["answer"] for row in rows]
-        assert strict_score(solutions, answers) == [1.0] * count
-        assert flexible_score(solutions, answers) == [1.0] * count
+        assert strict_score(solutions, answers) == flexible_score(solutions, answers) == [1.0] * count
         assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
 
 
@@ -285,12 +271,9 @@ def test_sorting_scores_the_sorted_string_and_nothing_else():
     """Repeated digits count, and so does every character before and after."""
     task = load_sorting(num_train=50, num_eval=1)
     answers = [row.columns["answer"] for row in task.train_rows]
-    assert all(
-        answer == "".join(sorted(row.prompt[:-1]))
-        for row, answer in zip(task.train_rows, answers, strict=True)
-    )
+    assert answers == ["".join(sorted(row.prompt[:-1])) for row in task.train_rows]
     assert score(answers, answers) == [1.0] * 50
-    assert max(len(answer) for answer in answers) < task.max_new_tokens
+    assert max(map(len, answers)) < task.max_new_tokens
     wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
     assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
 
@@ -298,12 +281,9 @@ def test_sorting_scores_the_sorted_string_and_nothing_else():
 @pytest.fixture
 def mine(tmp_path):
     """The spec of a reward of one's own by its name; each returns another number."""
-    names = ("three", "four", "strict")
-    functions = [
-        f"def {name}(completions):\n    return [{i + 3}.0 for _ in completions]\n"
-        for i, name in enumerate(names)
-    ]
-    (tmp_path / "mine.py").write_text("".join(functions))
+    function = "def {}(completions):\n    return [{}.0 for _ in completions]\n"
+    names = {"three": 3, "four": 4, "strict": 5}
+    (tmp_path / "mine.py").write_text("".join(function.format(*item) for item in names.items()))
     return lambda name: f"{tmp_path}/mine.py:{name}"
 
 
@@ -315,12 +295,13 @@ def returned(functions):
 def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     """The default needs no flags; --data alone asks for a reward, of which there may be several, in order."""
     assert load_task(RunConfig()).name == "sorting"
-    task = load_task(RunConfig(data=write([GOOD]), reward=(mine("four"), mine("three"))))
+    path = write([GOOD])
+    task = load_task(RunConfig(data=path, reward=(mine("four"), mine("three"))))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
     assert [len(function.pool.workers) for function in task.rewards.values()] == [1, 1]
-    task = load_task(RunConfig(data=write([GOOD]), reward=(mine("four"),), reward_workers=2))
-    assert len(task.rewards["four"].pool.workers) == 2
     assert task.extra_scores == {}
+    task = load_task(RunConfig(data=path, reward=(mine("four"),), reward_workers=2))
+    assert len(task.rewards["four"].pool.workers) == 2
 
 
 def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
@@ -394,21 +375,18 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     """By their paths; two of one name would give one metric, and are refused."""
     first = write([GOOD] * 2, "easy.jsonl")
     second = write([GOOD] * 3, "hard.jsonl")
-    task = load_task(RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model="dir"))
+    config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model="dir")
+    task = load_task(config)
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
-    assert len(eval_rows(task)) == 5
     (tmp_path / "other").mkdir()
     again = write([GOOD], "other/easy.jsonl")
     with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
-        load_task(RunConfig(task="jsonl", data=first, eval_data=(first, again), reward_model="dir"))
+        load_task(replace(config, eval_data=(first, again)))
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_a_column_with_the_name_of_a_rewards_argument_is_refused(tmp_path, name):
+def test_a_column_with_the_name_of_a_rewards_argument_is_refused(write, name):
     """Else the reward would read the column in place of what was sampled; as the prompt's field it does no harm."""
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"prompt": "a", name: "b"}) + "\n")
-    with pytest.raises(InputError, match=rf"data\.jsonl:1: field '{name}' has the name of an argument"):
-        read_rows(str(path), "prompt")
-    path.write_text(json.dumps({name: "b"}) + "\n")
-    assert read_rows(str(path), name)[0].prompt == "b"
+    with pytest.raises(InputError, match=rf"rows\.jsonl:1: field '{name}' has the name of an argument"):
+        read_rows(write([json.dumps({"prompt": "a", name: "b"})]), "prompt")
+    assert read_rows(write([json.dumps({name: "b"})]), name)[0].prompt == "b"

@@ -124,19 +124,22 @@ def end_of(turn) -> list[int]:
 
 
 @contextmanager
-def in_workers(folder: Path, **defaults):
-    """`load(name, **options)` for functions of a folder's mine.py; their workers are killed at the end of the block."""
+def in_workers(folder: Path, make=load_rollout, **defaults):
+    """`load(name, **options)` for functions of a folder's mine.py; their workers are killed at the end of the block.
+
+    make: load_rollout or load_reward; `load` may name the other one.
+    """
     loaded = []
 
-    def load(name, **options):
-        loaded.append(load_rollout(f"{folder}/mine.py:{name}", **{**defaults, **options}))
+    def load(name, *, make=make, **options):
+        loaded.append(make(f"{folder}/mine.py:{name}", **{**defaults, **options}))
         return loaded[-1]
 
     try:
         yield load
     finally:
         for workers in loaded:
-            workers.stop()
+            workers.pool.stop()
 
 
 def make_frozen(max_tokens: int = 100) -> FrozenModel:
