@@ -456,6 +456,7 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_partial_rollouts_take_a_sixth_of_the_decode_steps_on_a_skewed_workload():
     """Without a budget a step is decoded until its longest completion ends. With one the first steps fill the stock."""
     assert decode_steps(2) == [99, 99]

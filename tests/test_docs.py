@@ -278,6 +278,7 @@ def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path,
     assert {rollout.episode.rewards["reward"] for rollout in rollouts} <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(load, tmp_path):
     (tool,) = load("def multiply", "multiply", kind="tools").tools
     assert tool["function"]["parameters"]["required"] == ["a", "b"]

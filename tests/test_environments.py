@@ -360,6 +360,7 @@ def num_letters(environments):
     return [len(environment.letters) for environment in environments]
 
 
+@pytest.mark.slow
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, monkeypatch):
     """On any number of workers, with a budget, over a checkpoint and a kill.
 

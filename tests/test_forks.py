@@ -50,7 +50,7 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param("", marks=pytest.mark.slow), "--decode-budget 2 --max-staleness 2"],
+    ["", pytest.param("--decode-budget 2 --max-staleness 2", marks=pytest.mark.slow)],
     ids=["whole", "partial"],
 )
 def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, runs, tmp_path, more):

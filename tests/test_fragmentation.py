@@ -40,7 +40,8 @@ def test_the_model_of_the_allocator_joins_free_neighbours_and_gives_back_free_se
         allocator.allocate(67 * MB, "main")
 
 
-@pytest.mark.parametrize("run", [pytest.param("defaults", marks=pytest.mark.slow), "long"])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["defaults", "long"])
 def test_a_second_step_of_1_5b_finds_its_memory_on_one_card_of_80_gb(fragmentation, run):
     """Where the cache is kept, and where it is made again. And what is used at once is what the plan says. Fault 38."""
     work = fragmentation.make_workload("qwen2.5-1.5b", 1, **fragmentation.RUNS[run])

@@ -270,7 +270,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        (SHAPES[0], 64, True, 1),
+        pytest.param(SHAPES[0], 64, True, 1, marks=pytest.mark.slow),
         (SHAPES[1], 6500, False, 1),
         pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
         pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),

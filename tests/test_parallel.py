@@ -319,9 +319,9 @@ layouts = pytest.mark.parametrize(
     ("pool", "options"),
     [
         pytest.param("one_rank", SHARDED, marks=pytest.mark.slow),
-        ("two_ranks", {}),
+        pytest.param("two_ranks", {}, marks=pytest.mark.slow),
         ("two_ranks", SHARDED),
-        ("two_ranks", {"num_shards": 1}),
+        pytest.param("two_ranks", {"num_shards": 1}, marks=pytest.mark.slow),
         ("two_ranks", {"num_shards": 1, **SHARDED}),
         pytest.param("four_ranks", SHARDED, marks=pytest.mark.slow),
         pytest.param("four_ranks", {"num_shards": 2}, marks=pytest.mark.slow),

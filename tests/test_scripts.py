@@ -101,7 +101,8 @@ def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(t
     assert found[0][1] != found[1][1]
 
 
-@pytest.mark.parametrize("script", [pytest.param("train_grpo.py", marks=pytest.mark.slow), "train_ppo.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy."""
     flags = "--num-steps 1 --prompts-per-step 8 --group-size 4 --eval-rows 4"
@@ -117,7 +118,7 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
 def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
     """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training.
 
