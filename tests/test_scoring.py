@@ -17,8 +17,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked, values_of
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 from support.memory import allocated_bytes
@@ -321,11 +320,15 @@ def without_prompts(batch):
     return dataclasses.replace(batch, prefixes=())
 
 
-def frozen_values(model, batch, cut):
-    """Values [T] and, of each sequence, the one after its last token [N], as a `FrozenModel` adds them to a batch."""
-    frozen = FrozenModel(model, values_of, names=["values", "end_values"], device=CPU, max_tokens=999)
-    batch = frozen.add_to(batch, cut)
-    return batch.values, batch.end_values[batch.last_index]
+def frozen_results(language, scalar, batch, cut):
+    """Logprobs and values [T], and of each sequence the value after its last token [N], as `FrozenModel`s add them."""
+    outputs = logprobs_as("old_logprobs", TEMPERATURE)
+    for model, of_model, names in (
+        (language, outputs, ["old_logprobs"]),
+        (scalar, values_of, ["values", "end_values"]),
+    ):
+        batch = FrozenModel(model, of_model, names=names, device=CPU, max_tokens=999).add_to(batch, cut)
+    return batch.old_logprobs, batch.values, batch.end_values[batch.last_index]
 
 
 def tolerance(model):
@@ -350,7 +353,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
     values = predict_batch(scalar, without_prompts(batch))
     assert (score_batch(language, batch)[1] - entropies).abs().max() <= tolerance(language)
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = score_old_logprobs(language, batch, cut, TEMPERATURE), *frozen_values(scalar, batch, cut)
+        got = frozen_results(language, scalar, batch, cut)
         for x, y in zip(got, (logprobs, *values), strict=True):
             assert x.dtype == torch.float32
             assert y.std() > 0.1
@@ -358,17 +361,16 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
 
 
 def test_frozen_results_of_a_part_leave_the_rest():
-    """Sequences in no microbatch have logprobs of 0, and neither values nor a score."""
+    """Sequences in no microbatch have neither logprobs nor values nor a score."""
     batch, cut = make_batch(), [[3], [1]]
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
-    logprobs = score_old_logprobs(make_model(torch.float32), batch, cut, TEMPERATURE)
-    assert not logprobs.requires_grad
-    assert torch.equal(logprobs != 0, chosen & batch.loss_mask)
-    values, after = frozen_values(make_model(torch.float32, scalar_head=True), batch, cut)
-    assert not values.requires_grad
-    assert torch.equal(~values.isnan(), chosen)
-    assert torch.equal(values[chosen] != 0, batch.loss_mask[chosen])
+    language, scalar = make_model(torch.float32), make_model(torch.float32, scalar_head=True)
+    logprobs, values, after = frozen_results(language, scalar, batch, cut)
+    for stream in (logprobs, values):
+        assert not stream.requires_grad
+        assert torch.equal(~stream.isnan(), chosen)
+        assert torch.equal(stream[chosen] != 0, batch.loss_mask[chosen])
     assert (~after.isnan()).tolist() == [False, True, False, True, False]
 
 
