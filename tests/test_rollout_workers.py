@@ -260,7 +260,9 @@ def by_id(steps):
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "slow", "overlapped"])
+@pytest.mark.parametrize(
+    "name", ["overlapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("calculator", "slow"))]
+)
 def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
     load, name, num_workers
 ):
