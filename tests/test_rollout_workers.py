@@ -313,7 +313,7 @@ def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(loa
     assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
 
 
-@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+@pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
     """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
     workers = load(name, num_workers=2)
@@ -405,7 +405,9 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("random_replies", marks=pytest.mark.slow), "random_replies_async"]
+)
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()
