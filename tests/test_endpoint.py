@@ -27,13 +27,13 @@ from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
     CHAT,
+    assert_resumes,
     chat_prompts,
     collected,
     facts,
     in_workers,
     letter_tokenizer,
     make_collector,
-    resumed,
 )
 from support.processes import is_alive
 from support.turns import SaidReader
@@ -253,13 +253,13 @@ def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logpro
 @pytest.mark.parametrize("name", [pytest.param("in_loop", marks=pytest.mark.slow), "in_thread"])
 def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
     """The program is run again, and gets the answers that it got."""
-    options = {"decode_budget": 6, "max_staleness": 3}
-    expected = rollouts_of(in_turns, 4, 2, **options)
-    first = make_collector(chat_prompts(120), rollout=load(name), **options)
-    before = collected(first, 2, 2)
-    second = make_collector(chat_prompts(120), rollout=load(name, num_workers=2), **options)
-    assert before == expected[:2]
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+
+    def collector(rollout):
+        return make_collector(chat_prompts(120), rollout=rollout, decode_budget=6, max_staleness=3)
+
+    one, two = load(name), load(name, num_workers=2)
+    steps = assert_resumes(lambda: collector(one), lambda: collector(two))
+    assert steps == collected(collector(in_turns), 4, 2)
 
 
 OPENAI = """

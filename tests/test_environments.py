@@ -45,12 +45,12 @@ from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import (
     CHAT,
     Prompts,
+    assert_resumes,
     chat_prompts,
     collected,
     in_workers,
     letter_tokenizer,
     make_collector,
-    resumed,
     sums,
 )
 from support.engines import cached_model, make_engine
@@ -378,14 +378,12 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, m
     assert len({tuple(row[2][: row[3].index(True)]) for row in steps[0]}) > 4  # of four rows
     assert any(row[3].count(False) > row[3].index(True) for row in steps[0])  # tools were called
 
-    options = {"decode_budget": 7, "max_staleness": 3}
-    expected = collected(collector(one, **options), 4)
-    begun = collector(one, **options)
-    assert collected(begun, 2) == expected[:2]
-    after = resumed(begun, collector(three, **options))
-    for worker in three.pool.workers:
-        os.kill(worker.pid, signal.SIGKILL)
-    assert collected(after, 2, first_step=2) == expected[2:]
+    def after_a_kill():
+        for worker in three.pool.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        return collector(three, decode_budget=7, max_staleness=3)
+
+    expected = assert_resumes(lambda: collector(one, decode_budget=7, max_staleness=3), after_a_kill)
     rewards = [row[-1] for step in [*steps, *expected] for row in step]
     assert all(given == seen for _, given, seen in rewards)
     assert len({seen for _, _, seen in rewards}) > 4

@@ -1,5 +1,6 @@
 """Rollout functions in worker processes: the same rollouts as in this process, whatever happens there."""
 
+import functools
 import inspect
 import os
 import re
@@ -12,6 +13,7 @@ from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
+    assert_resumes,
     branching,
     chat_prompts,
     chatting,
@@ -19,7 +21,6 @@ from support.collecting import (
     in_workers,
     make_collector,
     make_frozen,
-    resumed,
 )
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
@@ -305,12 +306,9 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
 def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
     """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
     options = {"decode_budget": 6, "max_staleness": 3}
-    expected = rollouts_of(calculator_here, 4, 2, **options)
-    assert rollouts_of(load(name), 4, 2, **options) == expected
-    first = make_collector(rollout=load(name), **options)
-    assert collected(first, 2, 2) == expected[:2]
-    second = make_collector(rollout=load(name, num_workers=2), **options)
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+    one, two = (load(name, num_workers=n) for n in (1, 2))
+    steps = assert_resumes(*(functools.partial(make_collector, rollout=f, **options) for f in (one, two)))
+    assert steps == rollouts_of(calculator_here, 4, 2, **options)
 
 
 @pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])

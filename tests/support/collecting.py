@@ -199,3 +199,16 @@ def collected(
 def rollout_records(collector):
     """The records of all rollouts that a checkpoint would hold as in flight."""
     return [record for group in collector.records() for record in group["rollouts"]]
+
+
+def assert_resumes(make, make_again=None, *, num_groups: int = 2) -> list[list[tuple]]:
+    """Four steps of a collector, which those of two are that stop and go on between them. Returns the four.
+
+    make_again: makes the one that goes on from the checkpoint, if it is another one.
+    """
+    expected = collected(make(), 4, num_groups)
+    first = make()
+    assert collected(first, 2, num_groups) == expected[:2]
+    second = resumed(first, (make_again or make)())
+    assert collected(second, 2, num_groups, first_step=2) == expected[2:]
+    return expected
