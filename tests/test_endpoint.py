@@ -159,8 +159,8 @@ def of_ids(episode):
     yield episode.generate(after=[7, 9], max_tokens=4)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
 def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
     assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
 
@@ -250,7 +250,7 @@ def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logpro
     assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
 
 
-@pytest.mark.parametrize("name", ["in_loop", "in_thread"])
+@pytest.mark.parametrize("name", [pytest.param("in_loop", marks=pytest.mark.slow), "in_thread"])
 def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
     """The program is run again, and gets the answers that it got."""
 

@@ -34,7 +34,7 @@ from support.engines import (
     run,
 )
 
-FAST_VARIANTS = [("full", torch.float32), ("mixed", torch.bfloat16)]
+FAST_VARIANTS = [("mixed", torch.float32)]
 VARIANTS = [
     pytest.param(*variant, marks=[] if variant in FAST_VARIANTS else pytest.mark.slow)
     for variant in itertools.product(WINDOWS, (torch.float32, torch.bfloat16))

@@ -270,7 +270,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
     assert asked[5][0]["content"].startswith("{'error': 'call 1: ")
 
 
-@pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
+@pytest.mark.parametrize("name", [pytest.param("Guessing", marks=pytest.mark.slow), "AsyncGuessing"])
 def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
     environment = load("environment", name, num_workers=2)
     names = [tool["function"]["name"] for tool in environment.tools]
@@ -360,6 +360,7 @@ def num_letters(environments):
     return [len(environment.letters) for environment in environments]
 
 
+@pytest.mark.slow
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, monkeypatch):
     """On any number of workers, with a budget, over a checkpoint and a kill.
 

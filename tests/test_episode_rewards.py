@@ -600,7 +600,8 @@ def episode(completion_ids):
 AWAY = ("perf/decode",)
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     one_rank, two_ranks, runs, tmp_path, script
 ):

@@ -26,6 +26,7 @@ from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
+from support import models
 from support.memory import allocated_bytes, saved_bytes
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
@@ -142,20 +143,7 @@ def test_the_example_follows_from_the_table():
     assert found == pytest.approx(expected, rel=0.03)
 
 
-QWEN_7B = config_from_dict(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    }
-)
+QWEN_1_5B, QWEN_7B, QWEN_14B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_14B))
 AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
 
 
@@ -271,7 +259,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        (SHAPES[0], 64, True, 1),
+        pytest.param(SHAPES[0], 64, True, 1, marks=pytest.mark.slow),
         (SHAPES[1], 6500, False, 1),
         pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
         pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),
@@ -393,15 +381,6 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     assert "--nproc-per-node" in choice.too_large(work, least, 1e6)
 
 
-QWEN_1_5B = dataclasses.replace(
-    QWEN_7B,
-    vocab_size=151936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
 GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144}
 FEW_TOKENS = {"num_ranks": 2, "enough_tokens": 812, "update_tokens": 812}
 
@@ -501,17 +480,6 @@ def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alo
     assert gradients == [pytest.approx(4 * formulas.num_parameters(QWEN_7B) / 8), 0]
     assert "--shard-over world" in choice.too_large(of_four, sizes, 1e9)
     assert "--shard-over" not in choice.too_large(over_all, sizes, 1e9)
-
-
-QWEN_14B = dataclasses.replace(
-    QWEN_7B,
-    hidden_size=5120,
-    intermediate_size=13824,
-    num_hidden_layers=48,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    layer_windows=(None,) * 48,
-)
 
 
 @pytest.mark.parametrize(

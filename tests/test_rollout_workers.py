@@ -260,8 +260,10 @@ def by_id(steps):
     return {row[0]: row for step in steps for row in step}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("name", ["calculator", "slow", "overlapped"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "name", ["overlapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("calculator", "slow"))]
+)
 def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
     load, name, num_workers
 ):
@@ -271,7 +273,7 @@ def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_
     assert found == rollouts_of(calculator_here, 2)
 
 
-@pytest.mark.parametrize("function", [chatting, branching])
+@pytest.mark.parametrize("function", [chatting, pytest.param(branching, marks=pytest.mark.slow)])
 def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
     options = {"decode_budget": 8, "max_staleness": 3}
     prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
@@ -300,7 +302,7 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
     assert (tmp_path / "seen").exists()
 
 
-@pytest.mark.parametrize("name", ["calculator", "overlapped"])
+@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "overlapped"])
 def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
     """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
     options = {"decode_budget": 6, "max_staleness": 3}
@@ -309,7 +311,7 @@ def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(loa
     assert steps == rollouts_of(calculator_here, 4, 2, **options)
 
 
-@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+@pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
     """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
     workers = load(name, num_workers=2)
@@ -401,7 +403,9 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("random_replies", marks=pytest.mark.slow), "random_replies_async"]
+)
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()
