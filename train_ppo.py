@@ -46,7 +46,7 @@ from minirl.objective.losses import (
 )
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
-from minirl.report.progress import show_progress
+from minirl.report.progress_bar import show_progress
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script

@@ -199,7 +199,7 @@ def measure_update(
     update_s = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
     figures["update_mfu"] = 6 * num_parameters * len(tokens) / update_s / flops
     figures["update_gib"] = peak_gib(device)
-    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, tokens, layout)
+    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, tokens)
 
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     policy.step(optimizer, lr=1e-6, max_grad_norm=1.0)
@@ -209,13 +209,11 @@ def measure_update(
     return figures
 
 
-def planned_update_bytes(policy: ShardedModel, tokens: Tensor, layout: PackedLayout) -> float:
+def planned_update_bytes(policy: ShardedModel, tokens: Tensor) -> float:
     """The memory plan of an update before the optimizer has its state: weights, masters, gradients, activations."""
     config = policy.decoder.config
     held = (2 + 4 + 4) * formulas.num_parameters(config)
-    return held + formulas.activation_bytes(
-        config, torch.bfloat16, "cuda", tokens=len(tokens), length=max(layout.lengths), recompute_layers=True
-    )
+    return held + formulas.activation_bytes(config, torch.bfloat16, tokens=len(tokens), recompute_layers=True)
 
 
 def parse_args() -> argparse.Namespace:

@@ -244,7 +244,7 @@ class Replay:
         layout = PackedLayout((PREFILLED,) * (needs.PREFILL_TOKENS // PREFILLED), META)
         self.model(empty(needs.PREFILL_TOKENS, dtype=torch.int64), layout.positions, layout)
         if self.graphs is None:
-            logits = needs.phase_bytes(self.work, self.sizes)["generate"]["graphs"]
+            logits = needs.phase_bytes(self.work, self.sizes)["generate"]["decode logits"]
             with self.tracker.on_stream("graphs"):
                 self.graphs = empty(int(logits / 4))
         if choice.can_score_beside_cache(self.work, self.sizes, FREE):

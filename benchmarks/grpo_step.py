@@ -36,8 +36,7 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table
-from minirl.training.frozen_models import unparked
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -54,7 +53,16 @@ class GrpoLoop:
         self.prompts = encode_prompts(self.tokenizer, args.prompts)
         self.policy = ShardedModel(read_config(args.model), args.model, dtype=self.dtype, device=self.device)
         self.optimizer = self.policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
-        self.reference = load_replica(args.model, dtype=self.dtype) if args.kl_coef else None
+        self.reference = None
+        if args.kl_coef:
+            self.reference = FrozenModel(
+                load_replica(args.model, dtype=self.dtype),
+                logprobs_as("ref_logprobs", 1.0),
+                names=["ref_logprobs"],
+                device=self.device,
+                max_tokens=args.max_tokens_per_microbatch,
+                park=True,
+            )
         self.engine = Engine(
             self.policy.decoder,
             max_running_requests=args.max_running_requests,
@@ -109,9 +117,7 @@ class GrpoLoop:
             loss_weights=batch.spread(weights[batch.table_index]).float(),
         ).to(self.device)
         if self.reference is not None:
-            with unparked(self.reference, self.device, park=True):
-                ref_logprobs = score_old_logprobs(self.reference, batch, microbatches, 1.0)
-            batch = batch.replace(ref_logprobs=ref_logprobs)
+            batch = self.reference.add_to(batch, microbatches)
         return batch, microbatches
 
     def backward(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError, refuse
+from minirl.files.json_files import read_json_lines
 from minirl.files.redaction import escaped
 from minirl.run.run_folder import find_run
 
@@ -52,20 +53,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     Raises InputError if no rollout is left.
     """
-    rollouts = []
     try:
-        lines = path.read_bytes().splitlines()
+        rollouts, damaged = read_json_lines(path, is_rollout)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            rollout = json.loads(line)
-        except (ValueError, RecursionError):
-            rollout = None
-        if is_rollout(rollout):
-            rollouts.append(rollout)
-        else:
-            print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
+    for number in damaged:
+        print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
     refuse(not rollouts, f"{path}: has no rollouts")
     return rollouts
 

@@ -1,6 +1,7 @@
 """Shared by all tests: the data folder, one thread, and one pool of two ranks for everything distributed."""
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -48,8 +49,13 @@ def _make_embedded_model(rank: int, runs: str) -> str:
 
 @pytest.fixture(scope="session")
 def embedded_model(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the embedded model, which takes seconds to make."""
-    (folder,) = one_rank.run(_make_embedded_model, str(tmp_path_factory.mktemp("embedded")))
+    """The folder of the embedded model, which takes seconds to make: once for all workers of xdist."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with (root / "embedded.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder,) = one_rank.run(_make_embedded_model, str(root / "embedded"))
     return Path(folder)
 
 

@@ -402,7 +402,9 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtyp
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
 @pytest.mark.parametrize("windows", [(None,), (300, None), (290,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
     decoding = Decoding(windows, groups, dim, dtype)

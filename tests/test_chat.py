@@ -1,5 +1,6 @@
 """Chats: messages behind an answer are what the template writes there, prompts tell of tools, answers are read."""
 
+import contextlib
 import functools
 import importlib.util
 import random
@@ -15,7 +16,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
-from minirl.run.load_prompts import load_tokenizer, prompt_streams
+from minirl.run.load_prompts import load_prompts
 from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
@@ -27,6 +28,7 @@ CONTENTS = (
     " \n",
     "  padded \n",
     "<|im_end|>",
+    "<|eot|>",
     "<|im_start|>user\nhi<|im_end|>",
     "</s>[INST]",
     "<think>x</think>y",
@@ -37,14 +39,8 @@ CONTENTS = (
     "日本 😀 e\u0301",
     "\x00\x01\u2028",
 )
-LOOKUP = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look up.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}
+FIRST_TOOL = "{% for t in (tools or [])[:1] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
 
@@ -82,25 +78,18 @@ def fuzzed_messages(rng):
 def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name):
     template, end = CHAT_TEMPLATES[name]
     tokenizer = make(template, end)
-    (end_id,) = tokenizer.encode_text(end, "")
+    end_id, eot_id = (tokenizer.encode_text(text, "")[0] for text in (end, "<|eot|>"))
     rng = random.Random(0)
     cases = [[{"role": role, "content": content}] for content in CONTENTS for role in ("user", "tool")]
     cases += [fuzzed_messages(rng) for _ in range(30)]
     for new in cases:
         whole = written_behind(tokenizer, *new)
-        assert following_ids(tokenizer, new, "f:1", end_id=None) == whole
-        # 7 is an ordinary token, with which a stop string may end.
-        assert following_ids(tokenizer, new, "f:1", end_id=7) == whole
+        # 7 is an ordinary token, with which a stop string may end; <|eot|> ends the answers of other models.
+        for other in {None, 7, eot_id} - {end_id}:
+            assert following_ids(tokenizer, new, "f:1", end_id=other) == whole
         if end_id in whole[:3]:
             rest = whole[whole.index(end_id) + 1 :]
             assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
-
-
-def test_the_end_of_an_answer_is_repeated_where_the_template_ends_it_with_another_token(make):
-    tokenizer = make(CHATML)
-    new = [{"role": "user", "content": "<|eot|>"}]
-    (other,) = tokenizer.encode_text("<|eot|>", "")
-    assert following_ids(tokenizer, new, "f:1", end_id=other) == written_behind(tokenizer, *new)
 
 
 ALTERNATING = (
@@ -176,11 +165,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     [
         (None, [LOOKUP], "the tokenizer of .* has no chat template, which would show them"),
         (CHATML, [LOOKUP], "the chat template of .* does not show lookup"),
-        (
-            WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"),
-            [lookup, {**LOOKUP, "function": {"name": "a"}}],
-            "show a;",
-        ),
+        (FIRST_TOOL, [lookup, {**LOOKUP, "function": {"name": "a"}}], "show a;"),
         (WITH_TOOLS, [lookup, LOOKUP], "two have the name 'lookup'"),
         (WITH_TOOLS, [untyped], "'untyped': no JSON schema can be made of it"),
         (WITH_TOOLS, [functools.partial(lookup)], "expected a function, or a schema"),
@@ -192,12 +177,6 @@ def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, template, tools, e
     """Fault 22."""
     with pytest.raises(InputError, match=f"tools: .*{error}"):
         make(template, tools=tools)
-
-
-def test_a_text_prompt_tells_of_no_tools(make, tmp_path):
-    make(WITH_TOOLS)
-    with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
-        Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))
 
 
 def trl_templates() -> list[Path]:
@@ -216,15 +195,13 @@ def test_published_templates_are_followed_or_refused_and_never_contradicted(make
     for path in trl_templates():
         tokenizer = make(path.read_text())
         for role in followed:
-            try:
-                for content in CONTENTS:
-                    new = [{"role": role, "content": content}]
+            cases = [[{"role": role, "content": content}] for content in CONTENTS]
+            with contextlib.suppress(InputError):
+                for new in cases:
                     assert following_ids(tokenizer, new, "f:1", end_id=None) == written_behind(
                         tokenizer, *new
                     )
-            except InputError:
-                continue
-            followed[role] += 1
+                followed[role] += 1
     assert followed["user"] >= 38
     assert followed["tool"] >= 26
 
@@ -309,19 +286,7 @@ def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, erro
 
 def test_any_answer_can_be_read(make):
     tokenizer = make(CHATML, tool_format="hermes")
-    parts = [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<|im_end|>",
-        "{",
-        "}",
-        GOOD_CALL,
-        "\n",
-        "é",
-        "x",
-    ]
+    parts = [*"<think> </think> <tool_call> </tool_call> <|im_end|> { } é x".split(), "\n", GOOD_CALL]
     rng = random.Random(0)
     for _ in range(500):
         message = message_of(tokenizer, "".join(rng.choices(parts, k=rng.randint(1, 9))), rng.choice(parts))
@@ -391,47 +356,54 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make)
     assert answered == "brief\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"enable_thinking": False}, None),
-        ({"enable_thinking": True, "style": "x"}, None),  # what it does anyway, by a name that it knows
-        ({"style": "x"}, None),
-        ({"enable_thinkin": False}, "'enable_thinkin' changes nothing in a prompt"),
-        ({"style": "x", "form": "xml"}, "'form' changes nothing in a prompt"),  # without tools
-        ({"add_generation_prompt": False}, "leave out 'add_generation_prompt'"),
-        ({"messages": []}, "leave out 'messages'"),
-    ],
-)
-def test_a_template_argument_that_changes_no_prompt_is_refused(make, arguments, error):
-    """Fault 43."""
-    tokenizer = make(THINKING, template_arguments=arguments)
-    if error is None:
-        tokenizer.check_arguments("--chat-template-kwargs")
-        return
-    with pytest.raises(InputError, match=f"--chat-template-kwargs: {error}"):
-        tokenizer.check_arguments("--chat-template-kwargs")
-    with_tools = make(THINKING, template_arguments={"form": "xml"})
-    with_tools.tools = [LOOKUP]
-    with_tools.check_arguments("--chat-template-kwargs")
-
-
-def test_the_flag_of_template_arguments_reaches_the_prompts_or_is_refused(tmp_path):
-    """Also on prompts that no template writes. A resume compares it, as it changes the samples."""
+@pytest.fixture
+def prompt_of(tmp_path):
+    """A run's first prompt with these arguments for the template, as JSON."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
     model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
 
-    def prompt_of(text, **flags):
-        config = RunConfig(chat_template_kwargs=text, **flags)
-        tokenizer = load_tokenizer(config, tmp_path, (), None)
+    def first_prompt(arguments, *, chat=True):
+        config = RunConfig(chat_template_kwargs=arguments, chat=chat)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        prompts, _ = prompt_streams(config, task, tokenizer, model_config, 32)
-        return tokenizer.backend.decode(prompts.prompt_ids(0))
+        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), workers=None)
+        return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
 
-    assert prompt_of('{"enable_thinking": false}', chat=True).endswith(NO_THOUGHT)
-    assert prompt_of(None, chat=True).endswith("<|im_start|>assistant\n")
-    with pytest.raises(InputError, match="--chat-template-kwargs: 'thinking' changes nothing"):
-        prompt_of('{"thinking": false}', chat=True)
-    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
-        prompt_of('{"enable_thinking": false}')
+    return first_prompt
+
+
+def test_the_flag_of_template_arguments_reaches_the_prompts(prompt_of):
+    """A resume compares it, as it changes the samples."""
+    assert prompt_of('{"enable_thinking": false}').endswith(NO_THOUGHT)
+    # What it does anyway, by a name that it knows.
+    assert prompt_of('{"enable_thinking": true}') == prompt_of(None)
+    assert prompt_of('{"style": "x"}').startswith("x\n")
     assert "chat_template_kwargs" not in FREE_FLAGS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ('{"enable_thinkin": false}', "'enable_thinkin' changes nothing in a prompt"),
+        ('{"style": "x", "form": "xml"}', "'form' changes nothing in a prompt"),  # without tools
+        ('{"add_generation_prompt": false}', "leave out 'add_generation_prompt'"),
+        ('{"messages": []}', "leave out 'messages'"),
+    ],
+)
+def test_a_template_argument_that_changes_no_prompt_is_refused(prompt_of, arguments, error):
+    """Fault 43."""
+    with pytest.raises(InputError, match=f"--chat-template-kwargs: {error}"):
+        prompt_of(arguments)
+
+
+def test_what_text_prompts_cannot_have_is_refused(prompt_of, make, tmp_path):
+    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
+        prompt_of('{"enable_thinking": false}', chat=False)
+    make(WITH_TOOLS)
+    with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
+        Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))
+
+
+def test_a_template_argument_may_change_what_is_said_of_tools(make):
+    tokenizer = make(THINKING, template_arguments={"form": "xml"})
+    tokenizer.tools = [LOOKUP]
+    tokenizer.check_arguments("--chat-template-kwargs")

@@ -282,8 +282,8 @@ OF_A_NODE = {"num_shards": 1}  # as of two nodes, of which one saves
     ("first", "second", "options", "restored_with"),
     [
         ("one_rank", "two_ranks", {}, {}),
-        ("two_ranks", "one_rank", {}, {}),
         ("two_ranks", "one_rank", OF_A_NODE, {}),
+        pytest.param("two_ranks", "one_rank", {}, {}, marks=pytest.mark.slow),
         ("two_ranks", "two_ranks", OF_A_NODE, OF_A_NODE),
         ("one_rank", "one_rank", ON_HOST, {}),
         ("two_ranks", "two_ranks", {}, ON_HOST),

@@ -206,9 +206,7 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
             assert branch.sample_logprobs[branch.num_prompt_tokens :].tolist() == asked.logprobs
 
 
-@pytest.mark.parametrize(
-    "engine_options", [{"max_running_requests": 3}, {"cache_tokens": 256}, {"max_running_requests": 2}]
-)
+@pytest.mark.parametrize("engine_options", [{"cache_tokens": 256}, {"max_running_requests": 2}])
 def test_branches_are_the_same_in_any_batch_and_with_a_small_cache(engine_options):
     def branches(**options):
         return collected(make_collector(chat_prompts(), rollout=branching, **options), 1)
@@ -385,7 +383,12 @@ TIGHT = {"cache_tokens": 512, "max_running_requests": 5}
 
 @pytest.mark.parametrize(
     ("rollout", "budget", "engine_options"),
-    [(one_turn, 7, TIGHT), (calculator, 1, {}), (calculator, 7, TIGHT), (calculator, 40, {})],
+    [
+        pytest.param(one_turn, 7, TIGHT, marks=pytest.mark.slow),
+        (calculator, 1, {}),
+        (calculator, 7, TIGHT),
+        pytest.param(calculator, 40, {}, marks=pytest.mark.slow),
+    ],
     ids=["one turn, tight", "turns, token by token", "turns, tight", "turns, roomy"],
 )
 def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothing_in_it(
@@ -401,7 +404,7 @@ def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothin
     assert taken == {rollout_id: whole[rollout_id] for rollout_id in taken}
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
     """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
     lengths = random.Random(max_staleness)
@@ -445,7 +448,7 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("max_staleness", [2, 8])
+@pytest.mark.parametrize("max_staleness", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
     """A whole step decodes until its longest completion ends; in rounds that one decodes beside those of later steps.
 
@@ -458,7 +461,12 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
 
 @pytest.mark.parametrize(
     ("rollout", "make_prompts"),
-    [(one_turn, Prompts), (calculator, Prompts), (replying, chat_prompts), (branching, chat_prompts)],
+    [
+        (one_turn, Prompts),
+        pytest.param(calculator, Prompts, marks=pytest.mark.slow),
+        pytest.param(replying, chat_prompts, marks=pytest.mark.slow),
+        (branching, chat_prompts),
+    ],
 )
 def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout, make_prompts):
     def make():

@@ -46,6 +46,7 @@ LLAMA3 = {
 THETA = {"rope_theta": 500.0}
 CLASSIFIER = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
 WINDOW = {"sliding_window": 5}
+USED = {"use_sliding_window": True}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 # name: (class, the model's own keys). Old files have `rope_theta` and `rope_scaling`, new ones `rope_parameters`.
 BASES = {
@@ -56,30 +57,16 @@ BASES = {
         {"rope_parameters": LLAMA3 | THETA, "attention_bias": True, "mlp_bias": True, "head_dim": 8},
     ),
     "mistral": ("MistralForCausalLM", THETA | WINDOW),
-    "mistral_no_window": ("MistralForCausalLM", THETA | {"sliding_window": None, "head_dim": 16}),
-    "qwen2": ("Qwen2ForCausalLM", THETA | WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
-    "qwen2_window_unused": (
-        "Qwen2ForCausalLM",
-        THETA
-        | WINDOW
-        | {
-            "use_sliding_window": False,
-            "max_window_layers": 1,
-            "use_mrope": False,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "qwen2": ("Qwen2ForCausalLM", THETA | WINDOW | USED | {"max_window_layers": 1}),
     "qwen3": (
         "Qwen3ForCausalLM",
-        {"rope_parameters": {"rope_type": "default"} | THETA, "use_sliding_window": True, "head_dim": 16}
-        | WINDOW
-        | LAYERS,
+        WINDOW | LAYERS | {"rope_parameters": {"rope_type": "default"} | THETA, "head_dim": 16, **USED},
     ),
     "qwen3_bias": ("Qwen3ForCausalLM", THETA | {"attention_bias": True, "head_dim": 8}),
     "llama_classifier": ("LlamaForSequenceClassification", THETA | CLASSIFIER),
     "qwen2_classifier": (
         "Qwen2ForSequenceClassification",
-        THETA | WINDOW | CLASSIFIER | {"use_sliding_window": True, "max_window_layers": 0},
+        THETA | WINDOW | CLASSIFIER | USED | {"max_window_layers": 0},
     ),
 }
 # The classes whose keys are added, with their defaults and with other values.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import train_grpo
@@ -18,11 +19,10 @@ from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training import sharded_model
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked, values_of
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
-from support.engines import make_engine, make_model, mixed_requests, run
+from support.engines import make_engine, make_model, mixed_requests
 from support.models import RAW_CONFIG, make_folder
 from support.pretended_cuda import CPU, CUDA, PretendedCuda
 
@@ -57,28 +57,24 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch):
     """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
     monkeypatch.setattr(paged_attention, "decode", decode)
     model = make_model("mixed", torch.float32)
-    requests = mixed_requests()
-    expected = {r.rollout_id: r for r in run(make_engine(model), requests)}
+    expected = make_engine(model).generate(mixed_requests())
     model.to(device)
     engine = Engine(model, max_running_requests=64, cache_tokens=8192, dtype=torch.float32, device=device)
     assert (engine.async_decoding, engine.cuda_graphs) == (True, True)
-    for rollout in run(engine, requests):
-        assert rollout.tokens.tolist() == expected[rollout.rollout_id].tokens.tolist()
+    for rollout, twin in zip(engine.generate(mixed_requests()), expected, strict=True):
+        assert rollout.tokens.tolist() == twin.tokens.tolist()
         assert rollout.tokens.device == CPU
 
 
 def decode(q, keys, values, blocks, lengths, *, window):
     """`paged_attention.decode`, one request after another."""
-    groups = q.shape[1] // keys.shape[1]
     out = torch.zeros_like(q)
     for i, end in enumerate(lengths.tolist()):
+        start = max(0, end - window) if window else 0
         chosen = blocks[i, : -(-end // BLOCK)].long()
-        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, :end]  # [K, n, C]
-        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, :end]
-        k, v = (x[:, -window:] if window else x for x in (k, v))
-        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
-        scores = (k @ q[i][:, :, None])[..., 0] * q.shape[-1] ** -0.5
-        out[i] = (scores.softmax(-1)[:, None] @ v)[:, 0]
+        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, start:end]  # [K, n, C]
+        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, start:end]
+        out[i] = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
     return out
 
 
@@ -126,29 +122,27 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, len
 @pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
 def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
     """Before the update all values at once, and those after the last tokens; then the loss of a microbatch."""
-    gradients, frozen = [], []
+    config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
+    names = ["values", "end_values"]
+    results = []
     for place in (CPU, device):
         torch.manual_seed(0)
-        config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
-        names = ["values", "end_values"]
         scorer = FrozenModel(model, values_of, names=names, device=place, max_tokens=999)
         scored = scorer.add_to(batch, [[2], [], [0, 1]])
-        frozen.append([getattr(scored, name).cpu() for name in names])
         micro = batch.select(lengths)
         values = value_batch(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)
         (micro.loss_weights * loss).sum().backward()
         add_value_clip(StepMetrics(), micro, values, clip=0.2)
-        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
-    assert_close(*gradients)
-    assert_close(*frozen)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append([x.cpu() for x in (scored.values, scored.end_values, *gradients)])
+    assert_close(*results)
 
 
 def assert_close(expected, got):
-    for one, other in zip(expected, got, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
@@ -156,12 +150,13 @@ def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
     results = []
     for place in (CPU, device):
         model, batch = make_model("mixed", torch.float32).requires_grad_(False), make_batch().to(place)
-        with unparked(model, place, park=True):
-            scored = score_old_logprobs(model, batch, [[2], [], [0, 1]], 0.7)
+        outputs, names = logprobs_as("ref_logprobs", 0.7), ["ref_logprobs"]
+        frozen = FrozenModel(model, outputs, names=names, device=place, max_tokens=999, park=True)
+        scored = frozen.add_to(batch, [[2], [], [0, 1]]).ref_logprobs
         assert scored.device == place
         assert next(model.parameters()).device == CPU
         results.append(scored.cpu())
-    assert_close([results[0]], [results[1]])
+    assert_close(*results)
 
 
 def updated_on_a_device(

@@ -73,11 +73,8 @@ def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
 
 def test_every_exit_code_is_documented():
     """Those of the errors that a run ends with on purpose, and no other number below 128."""
-    codes = {
-        error.exit_code
-        for _, error in inspect.getmembers(errors, inspect.isclass)
-        if hasattr(error, "exit_code")
-    }
+    classes = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
+    codes = {error.exit_code for error in classes if hasattr(error, "exit_code")}
     documented = {int(code) for row in table("operation.md") for code in re.findall(r"^\d+$", row[0])}
     assert documented == codes | {1}
 
@@ -100,23 +97,18 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_flag_that_a_page_names_exists(page):
     """Of the scripts, of torchrun, of pytest or of the commands that show a run."""
-    known = {
-        flag_of(field)
-        for config in (train_grpo.Config, train_ppo.Config)
-        for field in config.__dataclass_fields__
-    }
+    fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
+    known = set(map(flag_of, fields))
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
     known |= {*"--output --num --best --worst --help".split()}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))
-    negated = {flag.replace("--no-", "--", 1) for flag in named if flag.startswith("--no-")}
-    assert {flag for flag in named if not flag.startswith("--no-")} | negated <= known
+    assert {flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag for flag in named} <= known
 
 
 def anchors(page):
     """Of the headings of a page, as GitHub makes them."""
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
-    )
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -156,11 +148,22 @@ def python_blocks(name):
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
+def block_with(text, page):
+    """The one block of a page that has this text."""
+    (source,) = (block for block in python_blocks(page) if text in block)
+    return source
+
+
+def names_of(text, page, **names):
+    """What the block of a page with this text defines, given these names."""
+    exec(block_with(text, page), names)
+    return names
+
+
 def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
-    (notebook,) = python_blocks("rollouts.md")
-    exec(notebook, {})
+    names_of("", "rollouts.md")
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
 
 
@@ -227,18 +230,16 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
 
 
 def test_the_tools_that_a_script_tells_of_have_schemas():
-    (source,) = (block for block in python_blocks("episodes.md") if "def lookup" in block)
-    names = {"Setup": lambda config, name, tools: tool_schemas(tools), "config": None}
-    exec(source, names)
-    (schema,) = names["setup"]
+    setup = names_of(
+        "def lookup", "episodes.md", Setup=lambda config, name, tools: tool_schemas(tools), config=None
+    )
+    (schema,) = setup["setup"]
     assert schema["function"]["parameters"]["properties"]["query"]["description"] == "The term."
 
 
 def test_a_reward_of_groups_on_a_page_runs():
-    (source,) = (block for block in python_blocks("episodes.md") if "def shorter" in block)
-    names = {}
-    exec(source, names)
-    assert names["shorter"]([SimpleNamespace(text=text) for text in ("abc", "a", "ab")]) == [0.0, 2.0, 1.0]
+    shorter = names_of("def shorter", "episodes.md")["shorter"]
+    assert shorter([SimpleNamespace(text=text) for text in ("abc", "a", "ab")]) == [0.0, 2.0, 1.0]
 
 
 @pytest.fixture
@@ -246,8 +247,9 @@ def load(tmp_path):
     """`load(line, name, before)`: the block of a page with this line, behind what it leaves out, in its processes."""
 
     def load_block(line, name, before="", kind="rollout"):
-        (source,) = (block for block in python_blocks("environments.md") if line in block)
-        (tmp_path / "mine.py").write_text(before + re.sub("</query>", "e", source))
+        (tmp_path / "mine.py").write_text(
+            before + re.sub("</query>", "e", block_with(line, "environments.md"))
+        )
         return load_function(name, kind=kind)
 
     with in_workers(tmp_path) as load_function:
@@ -276,6 +278,7 @@ def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path,
     assert {rollout.episode.rewards["reward"] for rollout in rollouts} <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(load, tmp_path):
     (tool,) = load("def multiply", "multiply", kind="tools").tools
     assert tool["function"]["parameters"]["required"] == ["a", "b"]
@@ -285,8 +288,6 @@ def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(loa
     assert game.reset(target=7, prompt=[]).strip()
     assert [game.guess(3), game.guess(9), game.get_reward()] == ["higher", "lower", 0.0]
     assert [game.guess(7), game.get_reward()] == ["right", 1.0]
-    (source,) = (block for block in python_blocks("environments.md") if "def score" in block)
-    names = {}
-    exec(source, names)
+    score = names_of("def score", "environments.md")["score"]
     conversations = [[{"content": "12"}, {"content": text}] for text in ("it is 12", "no")]
-    assert names["score"](messages=conversations, answer=["12", "12"], prompts=[]) == [1.0, 0.0]
+    assert score(messages=conversations, answer=["12", "12"], prompts=[]) == [1.0, 0.0]

@@ -17,11 +17,7 @@ COUNTS = {"docs/faults.md": 61, "tests/pitfalls.md": 61}
 WITHOUT_A_TEST = {"docs/faults.md": {45}, "tests/pitfalls.md": {52}}
 REASONS = ("out of scope", "does not apply")
 FAULTS_IN_A_NAME = re.compile(r"(?:^|_)rows?[-_](\d\d)(?:_and_(\d\d))?(?!\d)")
-NUMBERS = r" (\d+(?:(?:, | and )\d+)*)"
-IN_A_TEXT = {
-    "docs/faults.md": re.compile(r"\bfaults?" + NUMBERS, re.IGNORECASE),
-    "tests/pitfalls.md": re.compile(r"\bpitfalls?" + NUMBERS, re.IGNORECASE),
-}
+IN_A_TEXT = {"docs/faults.md": r"(?i)\bfaults?", "tests/pitfalls.md": r"(?i)\bpitfalls?"}
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -60,9 +56,8 @@ def faults_in(name: str) -> set[int]:
 
 def numbers_in(text: str, document: str) -> set[int]:
     """The rows of a document that a docstring names."""
-    return {
-        int(number) for match in IN_A_TEXT[document].findall(text) for number in re.findall(r"\d+", match)
-    }
+    lists = re.findall(IN_A_TEXT[document] + r" (\d+(?:(?:, | and )\d+)*)", text)
+    return set(map(int, re.findall(r"\d+", " ".join(lists))))
 
 
 def rows_of(document: str) -> dict[int, str]:

@@ -17,31 +17,9 @@ from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
 from minirl.run.setup import Setup
+from support.models import QWEN_05B, QWEN_7B
 from support.scripts import run_in_pool
 
-QWEN_05B = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-QWEN_7B = {
-    **QWEN_05B,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
 REWARD = """
 def mean_digit(completions, answer):
     return [len(completion) / 2 for completion in completions]
@@ -53,24 +31,18 @@ TINY = "--num-steps 1 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-e
 
 @pytest.fixture
 def flags(tmp_path):
-    """A folder without weights, data with a prompt of 300 tokens, and a reward; the fields of a config."""
+    """Of a model's config: a folder without weights, data with a prompt of 300 tokens, a reward; a config's fields."""
 
-    def of_model(raw, reward="mean_digit"):
-        folder = tmp_path / "model"
-        folder.mkdir()
-        write_shape(folder)
-        (folder / "config.json").write_text(json.dumps(raw))
+    def of_model(raw):
+        (tmp_path / "model").mkdir()
+        write_shape(tmp_path / "model")
+        (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
         rows = [{"prompt": "1" * 300, "answer": "1234"}, {"prompt": "2" * 20, "answer": "2"}]
         (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (tmp_path / "rewards.py").write_text(REWARD)
-        return {
-            "dry_run": True,
-            "model": str(folder),
-            "data": str(tmp_path / "data.jsonl"),
-            "reward": (f"{tmp_path}/rewards.py:{reward}",),
-            "prompts_per_step": 128,
-            "max_new_tokens": 512,
-        }
+        paths = {"model": f"{tmp_path}/model", "data": f"{tmp_path}/data.jsonl"}
+        paths["reward"] = (f"{tmp_path}/rewards.py:mean_digit",)
+        return {"dry_run": True, "prompts_per_step": 128, "max_new_tokens": 512, **paths}
 
     return of_model
 
@@ -224,14 +196,6 @@ def test_a_script_that_lacks_the_call_trains_nothing():
         Setup(RunConfig(dry_run=True), name="old")
 
 
-def set_free(rank, num_bytes):
-    """Have runs of this process find so many bytes free; None: as many as there are."""
-    setup.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
-
-
-FREE_BYTES = setup.free_bytes
-
-
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently."""
     output = run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "sizes", runs=runs)
@@ -247,6 +211,14 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     assert "--max-tokens-per-microbatch 40 " in output
     assert "--shard-gradients on" in output
     assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
+
+
+FREE_BYTES = setup.free_bytes
+
+
+def set_free(rank, num_bytes):
+    """Have runs of this process find so many bytes free; None: as many as there are."""
+    setup.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):

@@ -27,13 +27,13 @@ from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
     CHAT,
+    assert_resumes,
     chat_prompts,
     collected,
     facts,
     in_workers,
     letter_tokenizer,
     make_collector,
-    resumed,
 )
 from support.processes import is_alive
 from support.turns import SaidReader
@@ -159,8 +159,8 @@ def of_ids(episode):
     yield episode.generate(after=[7, 9], max_tokens=4)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("name", ["in_thread", "in_loop", "as_events"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
 def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
     assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
 
@@ -250,16 +250,16 @@ def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logpro
     assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
 
 
-@pytest.mark.parametrize("name", ["in_loop", "in_thread"])
+@pytest.mark.parametrize("name", [pytest.param("in_loop", marks=pytest.mark.slow), "in_thread"])
 def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
     """The program is run again, and gets the answers that it got."""
-    options = {"round_tokens": 6, "max_staleness": 3}
-    expected = rollouts_of(in_turns, 4, 2, **options)
-    first = make_collector(chat_prompts(120), rollout=load(name), **options)
-    before = collected(first, 2, 2)
-    second = make_collector(chat_prompts(120), rollout=load(name, num_workers=2), **options)
-    assert before == expected[:2]
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+
+    def collector(rollout):
+        return make_collector(chat_prompts(120), rollout=rollout, round_tokens=6, max_staleness=3)
+
+    one, two = load(name), load(name, num_workers=2)
+    steps = assert_resumes(lambda: collector(one), lambda: collector(two))
+    assert steps == collected(collector(in_turns), 4, 2)
 
 
 OPENAI = """

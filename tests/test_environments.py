@@ -45,12 +45,12 @@ from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import (
     CHAT,
     Prompts,
+    assert_resumes,
     chat_prompts,
     collected,
     in_workers,
     letter_tokenizer,
     make_collector,
-    resumed,
     sums,
 )
 from support.engines import cached_model, make_engine
@@ -270,7 +270,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
     assert asked[5][0]["content"].startswith("{'error': 'call 1: ")
 
 
-@pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
+@pytest.mark.parametrize("name", [pytest.param("Guessing", marks=pytest.mark.slow), "AsyncGuessing"])
 def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
     environment = load("environment", name, num_workers=2)
     names = [tool["function"]["name"] for tool in environment.tools]
@@ -360,6 +360,7 @@ def num_letters(environments):
     return [len(environment.letters) for environment in environments]
 
 
+@pytest.mark.slow
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, monkeypatch):
     """On any number of workers, with a budget, over a checkpoint and a kill.
 
@@ -377,14 +378,12 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, m
     assert len({tuple(row[2][: row[3].index(True)]) for row in steps[0]}) > 4  # of four rows
     assert any(row[3].count(False) > row[3].index(True) for row in steps[0])  # tools were called
 
-    options = {"round_tokens": 7, "max_staleness": 3}
-    expected = collected(collector(one, **options), 4)
-    begun = collector(one, **options)
-    assert collected(begun, 2) == expected[:2]
-    after = resumed(begun, collector(three, **options))
-    for worker in three.pool.workers:
-        os.kill(worker.pid, signal.SIGKILL)
-    assert collected(after, 2, first_step=2) == expected[2:]
+    def after_a_kill():
+        for worker in three.pool.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        return collector(three, round_tokens=7, max_staleness=3)
+
+    expected = assert_resumes(lambda: collector(one, round_tokens=7, max_staleness=3), after_a_kill)
     rewards = [row[-1] for step in [*steps, *expected] for row in step]
     assert all(given == seen for _, given, seen in rewards)
     assert len({seen for _, _, seen in rewards}) > 4

@@ -21,6 +21,7 @@ from minirl.run.config import RunConfig, check_limits, check_shared
 from support.collecting import (
     CHAT,
     Prompts,
+    assert_resumes,
     branching,
     calculator,
     chat_prompts,
@@ -222,17 +223,13 @@ def test_a_branch_is_cut_off_where_a_limit_ended_it_and_not_where_its_episode_wa
 
 def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
     """With a budget that ends within turns, between them and at the limit itself."""
-    options = {"limits": EpisodeLimits(max_sampled_tokens=13), "round_tokens": 5, "max_staleness": 4}
-    expected = collected(make_collector(rollout=calculator, **options), 4, 2)
-    whole = collected(make_collector(rollout=calculator, limits=options["limits"]), 4, 2)
-    assert {row[0]: row[1:3] for step in expected for row in step}.items() >= {
-        row[0]: row[1:3] for row in whole[0]
-    }.items()
-    assert {row[1] for step in expected for row in step} >= {"max_tokens"}
-    first = make_collector(rollout=calculator, **options)
-    collected(first, 2, 2)
-    second = make_collector(rollout=calculator, **options)
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+    limits = EpisodeLimits(max_sampled_tokens=13)
+    options = {"rollout": calculator, "limits": limits}
+    expected = assert_resumes(lambda: make_collector(**options, round_tokens=5, max_staleness=4))
+    found = {row[0]: row[1:3] for step in expected for row in step}
+    (whole, *_) = collected(make_collector(**options), 4, 2)
+    assert found.items() >= {row[0]: row[1:3] for row in whole}.items()
+    assert "max_tokens" in {reason for reason, _ in found.values()}
 
 
 @pytest.mark.parametrize("where", ["here", "worker", "async"])

@@ -24,11 +24,10 @@ from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
 from support.collecting import (
     Prompts,
+    assert_resumes,
     chat_prompts,
-    collected,
     in_workers,
     make_collector,
-    resumed,
     rollout_records,
 )
 from support.scripts import read_metrics, run_in_pool, untimed
@@ -212,19 +211,13 @@ def test_a_reward_that_is_returned_as_none_does_not_apply():
 
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
-    """With groups judged whole; the steps are those of an uninterrupted run."""
-    options = {"round_tokens": 12, "max_staleness": 3}
+    """With groups judged whole."""
+    rollout = giving if where == "here" else load("giving", num_workers=2)
     functions = {**OF_EPISODE, "last": of_last_turn}
-
-    def rollout():
-        return giving if where == "here" else load("giving", num_workers=2)
-
-    expected = collected(collector_of(functions, rollout(), **options), 4, 2)
-    first = collector_of(functions, rollout(), **options)
-    assert collected(first, 2, 2) == expected[:2]
-    assert {record["finish_reason"] is None for record in rollout_records(first)} == {True, False}
-    second = collector_of(functions, rollout(), **options)
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+    paused = collector_of(functions, rollout, round_tokens=12, max_staleness=3)
+    paused.collect(2)
+    assert {record["finish_reason"] is None for record in rollout_records(paused)} == {True, False}
+    assert_resumes(lambda: collector_of(functions, rollout, round_tokens=12, max_staleness=3))
 
 
 def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
@@ -607,7 +600,8 @@ def episode(completion_ids):
 AWAY = ("perf/decode",)
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
     one_rank, two_ranks, runs, tmp_path, script
 ):

@@ -159,7 +159,8 @@ def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
         assert line["policy/entropy"] > 0
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
 def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, script):
     """The run ends at once and says why; the checkpoint before it is as it was, and goes on.
 

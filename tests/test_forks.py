@@ -48,7 +48,11 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("more", ["", "--max-staleness 2"], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    "more",
+    ["", pytest.param("--max-staleness 2", marks=pytest.mark.slow)],
+    ids=["whole", "partial"],
+)
 def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, runs, tmp_path, more):
     """The gap is 0, only sampled tokens count, a resume gives the same bits, and one rank the same rollouts."""
     name = "partial" if more else "whole"

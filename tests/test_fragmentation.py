@@ -40,6 +40,7 @@ def test_the_model_of_the_allocator_joins_free_neighbours_and_gives_back_free_se
         allocator.allocate(67 * MB, "main")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["defaults", "long"])
 def test_a_second_step_of_1_5b_finds_its_memory_on_one_card_of_80_gb(fragmentation, run):
     """Where the cache is kept, and where it is made again. And what is used at once is what the plan says. Fault 38."""

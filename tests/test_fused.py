@@ -5,13 +5,14 @@ import torch
 
 from minirl.generation.sampling import inverse_cdf
 from minirl.kernels.fused_gate import FusedGate
-from minirl.kernels.fused_head import MAX_LOGITS, FusedLogprobs, chunk_width
+from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import silu
+from minirl.model.logprobs import MAX_LOGITS, chunk_width
 from minirl.model.rotation import rotate_pair
 from minirl.training.scoring import ChunkedLogprobs
-from support.engines import cached_model, make_engine, make_prompt, make_request, run
+from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter, run_with_compiler
 
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -27,10 +28,8 @@ def interpreted(monkeypatch):
 def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(rows, vocab, generator=generator)
-    if kind == "flat":
-        return 0.1 * logits
-    if kind == "peaked":
-        return 8 * logits
+    if kind in ("flat", "peaked"):
+        return (0.1 if kind == "flat" else 8) * logits
     # Extreme: nine tokens in ten are impossible, whole blocks of them too, and one has nearly all probability.
     logits[:, torch.rand(vocab, generator=generator) < 0.9] = -torch.inf
     logits[:, 512:1024] = -torch.inf
@@ -73,12 +72,13 @@ def test_a_nan_among_the_logits_shows_in_the_fused_samplers_logprob(interpreted)
 
 @needs_interpreter
 @pytest.mark.parametrize("width", [0, 512, 700])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_the_fused_head_equals_the_portable_one(dtype, tolerance, temperature, width, interpreted):
-    """Logprobs, entropies and the gradients of both, in one chunk of the vocabulary and in several; no tokens."""
+def test_the_fused_head_equals_the_portable_one(dtype, tolerance, used, width, interpreted):
+    """Logprobs, entropies and the gradients of a loss of both or of one, in one chunk of the vocabulary and in several;
+    no tokens."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 32, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(1500, 32, generator=generator).to(dtype).requires_grad_()
@@ -86,9 +86,11 @@ def test_the_fused_head_equals_the_portable_one(dtype, tolerance, temperature, w
     weights = torch.randn(2, 7, generator=generator)
     for rows in (slice(0, 7), slice(0, 0)):
         results = []
-        for function, chunk in ((ChunkedLogprobs, (4,)), (FusedLogprobs, (width,))):
-            outputs = function.apply(hidden[rows], head, targets[rows], temperature, *chunk)
-            loss = sum((x * w[rows]).sum() for x, w in zip(outputs, weights, strict=True))
+        for function, chunk in ((ChunkedLogprobs, 4), (FusedLogprobs, width)):
+            outputs = function.apply(hidden[rows], head, targets[rows], 0.7, chunk)
+            loss = sum(
+                (x * w[rows]).sum() for x, w, is_used in zip(outputs, weights, used, strict=True) if is_used
+            )
             results.append((*outputs, *torch.autograd.grad(loss, (hidden, head))))
         for expected, got in zip(*results, strict=True):
             assert got.dtype == expected.dtype
@@ -96,38 +98,17 @@ def test_the_fused_head_equals_the_portable_one(dtype, tolerance, temperature, w
 
 
 @needs_interpreter
-@pytest.mark.parametrize("is_entropy", [False, True])
-def test_a_loss_of_one_output_has_the_gradient_of_that_one(is_entropy, interpreted):
-    """The other output has no gradient then; both heads treat that as 0."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, 16, generator=generator).double().requires_grad_()
-    head = torch.randn(600, 16, generator=generator).double().requires_grad_()
-    targets = torch.arange(5)
-    gradients = []
-    for function, chunk in ((ChunkedLogprobs, 2), (FusedLogprobs, 512)):
-        outputs = function.apply(hidden, head, targets, 0.9, chunk)
-        gradients.append(torch.autograd.grad(outputs[is_entropy].sum(), (hidden, head)))
-    logprobs = torch.log_softmax(hidden @ head.T / 0.9, -1)
-    exact = logprobs.gather(1, targets[:, None]) if not is_entropy else -(logprobs.exp() * logprobs)
-    gradients.append(torch.autograd.grad(exact.sum(), (hidden, head)))
-    for chunked, fused, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(chunked, expected)
-        torch.testing.assert_close(fused, expected)
-
-
-@needs_interpreter
 def test_impossible_tokens_have_finite_gradients_in_the_fused_head(interpreted):
     """Logits of -inf, a whole chunk of them too: no NaN where the probability is 0."""
-    hidden = torch.ones(3, 1, requires_grad=True)
     head = torch.full((1600, 1), -torch.inf)
     head[1100:1110] = torch.arange(10.0)[:, None]
     head.requires_grad_()
-    logprobs, entropies = FusedLogprobs.apply(hidden, head, torch.tensor([1100, 1105, 1109]), 1.0, 512)
+    outputs = FusedLogprobs.apply(torch.ones(3, 1), head, torch.tensor([1100, 1105, 1109]), 1.0, 512)
     expected = torch.log_softmax(torch.arange(10.0), -1)
-    torch.testing.assert_close(logprobs, expected[[0, 5, 9]])
-    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum().expand(3))
-    _, grad_head = torch.autograd.grad((logprobs + entropies).sum(), (hidden, head))
-    assert grad_head.isfinite().all()
+    torch.testing.assert_close(outputs[0], expected[[0, 5, 9]])
+    torch.testing.assert_close(outputs[1], -(expected.exp() * expected).sum().expand(3))
+    (grad,) = torch.autograd.grad(sum(outputs).sum(), head)
+    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 500, 8192, 30_000, 131_072])
@@ -156,9 +137,8 @@ def test_fused_rotation_equals_the_portable_one(dtype, dim, interpreted, monkeyp
         q, k = x.view(5, 8, dim).split([6, 2], 1)
         out = torch.cat(rotate_pair(q, k, cos, sin), 1)
         results.append((out, *torch.autograd.grad((out * weights).sum(), x)))
-    for expected, got in zip(*results, strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(*results, rtol=tolerance, atol=1e-6)
 
 
 @needs_interpreter
@@ -174,9 +154,7 @@ def test_the_fused_gate_equals_the_portable_one(dtype, rows, interpreted):
         out = function(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, weights)))
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2**-6}[dtype]
-    for expected, got in zip(*results, strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 @needs_interpreter
@@ -184,11 +162,9 @@ def test_rollouts_of_the_fused_kernels_are_the_portable_ones(interpreted, monkey
     """The engine with the choices of CUDA: the same tokens from the same keys, the logprobs to rounding."""
     model = cached_model("full", torch.float32)
     requests = [make_request(make_prompt(5), number=n, max_new_tokens=3, temperature=n) for n in range(2)]
-    fused = run(make_engine(model), requests)
+    fused = make_engine(model).generate(requests)
     monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
-    expected = {r.rollout_id: r for r in run(make_engine(model), requests)}
-    for rollout in fused:
-        other = expected[rollout.rollout_id]
+    for rollout, other in zip(fused, make_engine(model).generate(requests), strict=True):
         assert rollout.completion == other.completion
         assert (rollout.sample_logprobs - other.sample_logprobs).abs().max() <= 1e-5
 

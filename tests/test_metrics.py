@@ -334,14 +334,12 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
 
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
     """One mean per function, over all ranks' completions; a single one has no metric of its own. Pitfall 58."""
-    first, second = StepMetrics(), StepMetrics()
-    add_rewards(first, "reward", ["correct", "short"], torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0]]))
-    add_rewards(second, "reward", ["correct", "short"], torch.tensor([[0.0, -4.0]]))
-    assert reduce_over_ranks(first, second)[1] == {"reward/correct": 0.5, "reward/short": -2.0}
-    empty = StepMetrics()
-    add_rewards(empty, "reward", ["correct", "short"], torch.zeros(0, 2))
-    add_rewards(empty, "reward", ["correct"], torch.ones(5, 1))
-    assert reduce_over_ranks(empty) == [{}]
+    ranks = StepMetrics(), StepMetrics(), StepMetrics()
+    parts = torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0], [0.0, -4.0]]).split([3, 1, 0])
+    for metrics, rewards in zip(ranks, parts, strict=True):
+        add_rewards(metrics, "reward", ["correct", "short"], rewards)
+        add_rewards(metrics, "reward", ["correct"], torch.ones(5, 1))
+    assert reduce_over_ranks(*ranks)[1] == {"reward/correct": 0.5, "reward/short": -2.0}
 
 
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
@@ -448,7 +446,7 @@ def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
     assert set(reduce_over_ranks(staleness_of([0, 12, 12]))[0].values()) == {0.0}
 
 
-def said(capsys: pytest.CaptureFixture) -> str:
+def said(capsys):
     """What was printed since the last call, without the steps' lines."""
     return "".join(line for line in capsys.readouterr().out.splitlines(True) if not line.startswith("step "))
 
@@ -522,8 +520,7 @@ def test_the_logger_tells_each_trouble_once(make_logger, capsys):
 
 @pytest.mark.parametrize(
     "metrics",
-    [{}, ORDINARY, *(dict.fromkeys(ORDINARY, x) for x in (1.0, -1234.567, 123456.789, 1e30, math.nan))],
-    ids=range(7),
+    [{}, ORDINARY, *(dict.fromkeys(ORDINARY, x) for x in (-1234.567, 1e30, math.nan))],
 )
 @pytest.mark.parametrize(("step", "num_steps"), [(1, 150), (99999, 100000)])
 def test_a_console_line_fits_the_console(metrics, step, num_steps):

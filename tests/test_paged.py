@@ -7,7 +7,7 @@ from minirl.generation import kv_cache
 from minirl.kernels import paged_attention
 from minirl.model import portable_attention
 from support.caches import make_cache, poison
-from support.engines import cached_model, make_engine, make_prompt, make_request, run
+from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
 from support.scripts import ROOT
 
@@ -21,11 +21,21 @@ def mended_interpreter(monkeypatch):
     mend_interpreter(monkeypatch)
 
 
-FAST_SHAPES = {(None, 7, 64), (1, 1, 16), (100, 3, 80)}
 SHAPES = [
-    pytest.param(window, groups, dim, marks=[] if (window, groups, dim) in FAST_SHAPES else pytest.mark.slow)
-    for window in (None, 1, 100, 200)
-    for groups, dim in ((1, 16), (7, 64), (3, 80))
+    (1, 1, 16),
+    (100, 3, 80),
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in (
+            (None, 7, 64),
+            (None, 1, 16),
+            (1, 3, 80),
+            (100, 7, 64),
+            (200, 1, 16),
+            (200, 7, 64),
+            (200, 3, 80),
+        )
+    ),
 ]
 
 
@@ -60,35 +70,31 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
         for length in (5, 126, 150)
         for member in range(2)
     ]
-    expected = run(make_engine(model), requests)
+    expected = make_engine(model).generate(requests)
     monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
-    got = {
-        r.rollout_id: r
-        for r in run(make_engine(model, async_decoding=True, cuda_graphs=True, cache_tokens=640), requests)
-    }
-    assert len(got) == len(requests)
-    for rollout in expected:
-        twin = got[rollout.rollout_id]
+    engine = make_engine(model, async_decoding=True, cuda_graphs=True, cache_tokens=640)
+    for rollout, twin in zip(expected, engine.generate(requests), strict=True):
         assert twin.completion == rollout.completion
         assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
 
 
-REPRESENTATIVES = ["120 float32 256 1", "90 bfloat16 128 7"]
+FAST = [
+    "--capabilities 120 --dtypes float32 --dims 256 --groups 1",
+    "--capabilities 90 --dtypes bfloat16 --dims 128 --groups 7",
+]
 # The hardest of what `paged_resources.py` can be asked for; tensors of float16 are as large as those of bfloat16.
-ALL = [
-    f"{capability} {dtype} 80,256 8" for capability in (80, 90, 100, 120) for dtype in ("float32", "bfloat16")
+SLOW = [
+    pytest.param(
+        f"--capabilities {capability} --dtypes {dtype} --dims 80 256 --groups 8", marks=pytest.mark.slow
+    )
+    for capability in (80, 90, 100, 120)
+    for dtype in ("float32", "bfloat16")
 ]
 
 
-@pytest.mark.parametrize(
-    "cases", [*REPRESENTATIVES, *(pytest.param(cases, marks=pytest.mark.slow) for cases in ALL)]
-)
+@pytest.mark.parametrize("cases", [*FAST, *SLOW])
 def test_the_paged_kernel_fits_every_supported_gpu(cases):
     """Compiled without a device, by a process without interpreter: no register is spilled, shared memory suffices."""
-    flags = ("--capabilities", "--dtypes", "--dims", "--groups")
-    choice = [
-        part for flag, values in zip(flags, cases.split(), strict=True) for part in (flag, *values.split(","))
-    ]
-    done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *choice)
+    done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *cases.split())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0 bytes spilled") == (2 if "," in cases else 1)
+    assert done.stdout.count("0 bytes spilled") == (2 if "80 256" in cases else 1)

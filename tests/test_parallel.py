@@ -5,7 +5,6 @@ import itertools
 import random
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -36,7 +35,6 @@ from minirl.training.batch import (
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
-from support.cuda_rules import pad_as_on_cuda
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
 from support.rollouts import in_two_branches
@@ -101,8 +99,8 @@ def shared_out(rank, max_tokens, case):
     """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
     microbatches."""
     rollouts = case.rollouts()
-    cuts = [0, len(rollouts) // 4, *[len(rollouts)] * 3]  # a third rank and a fourth have none
-    mine = rollouts[cuts[rank] : cuts[rank + 1]] if world_size() > 1 else rollouts
+    last = world_size() - 1
+    mine = [rollout for i, rollout in enumerate(rollouts) if min(i // 5, last) == rank]
     rewards = torch.tensor([case.reward(r.rollout_id) for r in mine], dtype=torch.float64)
     table = gather_table(mine, rewards.view(-1, 1))
     split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
@@ -150,6 +148,7 @@ def objective(**flags):
 
 
 BY_SEQUENCE, DROPPED = {"loss_norm": "sequence_mean"}, {"drop_truncated": True}
+FAST = ("token_mean", "sum_ratio", "drop_truncated of branches", "sequence_mean of some")
 CASES = {
     "token_mean": Case(objective()),
     "sequence_mean": Case(objective(**BY_SEQUENCE)),
@@ -233,7 +232,13 @@ def plain_gradients(rank, folder, case):
     return {name: param.grad for name, param in named_parameters(model).items()}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in FAST else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, case):
     """On 1 rank and 2, at any microbatch budget: neither sharding, packing nor the chunked head changes it. Pitfall 33.
 
@@ -314,9 +319,9 @@ layouts = pytest.mark.parametrize(
     ("pool", "options"),
     [
         pytest.param("one_rank", SHARDED, marks=pytest.mark.slow),
-        ("two_ranks", {}),
+        pytest.param("two_ranks", {}, marks=pytest.mark.slow),
         ("two_ranks", SHARDED),
-        ("two_ranks", {"num_shards": 1}),
+        pytest.param("two_ranks", {"num_shards": 1}, marks=pytest.mark.slow),
         ("two_ranks", {"num_shards": 1, **SHARDED}),
         pytest.param("four_ranks", SHARDED, marks=pytest.mark.slow),
         pytest.param("four_ranks", {"num_shards": 2}, marks=pytest.mark.slow),
@@ -435,26 +440,6 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs)
             assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
-def held_after_one_of_two(rank, folder, shard_gradients):
-    """Elements of gradients that a microbatch which is not the last leaves in the masters, and of all parameters."""
-    model = sharded(folder, shard_gradients=shard_gradients)
-    model.backward(loss_of_one_sequence(model), is_last=False)
-    held = [m.grad.to_local().numel() for m in model.masters.values() if m.grad is not None]
-    whole = [w.grad.numel() for w in model.compute_weights.values() if w.grad is not None]
-    return sum(held), sum(whole)
-
-
-def test_sharded_gradients_are_never_held_whole(two_ranks, folder):
-    """After a microbatch that is not the last: shards only, or without sharding the whole and no shards."""
-    num_parameters = sum(
-        weight.numel() for weight in named_parameters(load_replica(folder, dtype=torch.float32)).values()
-    )
-    sharded = two_ranks.run(held_after_one_of_two, folder, True)
-    assert sum(held for held, _ in sharded) == num_parameters
-    assert all(held < 0.6 * num_parameters and whole == 0 for held, whole in sharded)
-    assert two_ranks.run(held_after_one_of_two, folder, False) == [(0, num_parameters)] * 2
-
-
 def ppo_update(rank, *args):
     """The policy's weights after an update of both models, and both gradient norms."""
     models = ppo_backward(rank, *args)
@@ -471,29 +456,6 @@ def test_a_value_loss_of_another_scale_leaves_the_policy_alone(two_ranks, folder
         assert great_norm == pytest.approx(1e6 * value_norm, rel=1e-4)
         assert same_norm == norm > 0.01
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
-def test_a_rank_without_rollouts_takes_part(one_rank, two_ranks, folder, padding_rule):
-    """One rollout on two ranks: one rank trains on nothing, and the gradient is the same. Pitfall 45. Fault 29.
-
-    On CUDA rows are not padded: no tokens reach the model of that rank.
-    """
-    (expected,) = one_rank.run(single_rollout_gradients, folder, nullcontext)
-    assert_close_gradients(two_ranks.run(single_rollout_gradients, folder, padding_rule), expected, 1e-12)
-
-
-def single_rollout_gradients(rank, folder, padding_rule):
-    model = sharded(folder, torch.float64)
-    mine = make_rollouts(1, 1) if rank == 0 else []
-    table = gather_table(mine, torch.ones(len(mine), 1))
-    plan = plan_updates(table.num_tokens.tolist(), num_minibatches=1, num_ranks=world_size(), max_tokens=1000)
-    batch = exchange(mine, table, plan.rank_of)
-    with padding_rule():
-        for sequences in plan.of_rank(rank)[0]:
-            new, _ = score_batch(model.module, batch.select(sequences), temperature=1.0)
-            model.backward(-new.sum(), is_last=True)
-    return full_gradients(model)
 
 
 def check_refreshes(rank, folder, dtype):
@@ -528,7 +490,7 @@ def check_refreshes(rank, folder, dtype):
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_one_storage_refreshed_in_place(request, ranks, folder, dtype):
     """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10.
 
@@ -588,7 +550,7 @@ def clipped_step(rank, folder, names):
     return norm, float(gradient.norm()), float((after - before).norm())
 
 
-@pytest.mark.parametrize("names", [None, ["model.norm.weight"]], ids=["all", "one"])
+@pytest.mark.parametrize("names", [None, ["model.norm.weight"]])
 def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder, names):
     """Every rank count sees the same norm, and a step of plain SGD is as long as the clip allows. Pitfall 44.
 
@@ -680,10 +642,9 @@ def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
 
 
 def state_after_three_steps(rank, folder, options, is_lazy):
-    """How many moments there are before the first step, and all state afterwards. One parameter has no gradient."""
+    """How many moments there are before the first step, and all state afterwards."""
     model = sharded(folder, **options)
-    frozen, unused, *_ = model.masters.values()
-    frozen.requires_grad_(False)
+    frozen = model.masters["model.norm.weight"].requires_grad_(False)
     optimizer = adamw(model, weight_decay=0.1)
     num_moments = sum("exp_avg_sq" in state for state in optimizer.state.values())
     assert frozen not in optimizer.state
@@ -691,9 +652,8 @@ def state_after_three_steps(rank, folder, options, is_lazy):
         optimizer.state.clear()
     for _ in range(3):
         model.backward(loss_of_one_sequence(model), is_last=True)
-        frozen.grad = unused.grad = None
+        frozen.grad = None
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
-    assert is_lazy or not any(value.any() for value in optimizer.state[unused].values())
     return num_moments, model.state_tensors(optimizer)
 
 
@@ -705,52 +665,43 @@ def test_moments_made_with_the_optimizer_are_those_that_torch_makes_in_its_first
     eager = two_ranks.run(state_after_three_steps, folder, options, False)
     lazy = two_ranks.run(state_after_three_steps, folder, options, True)
     for (num_moments, saved), (_, lazily_saved) in zip(eager, lazy, strict=True):
-        num_masters = sum(name.startswith("masters.") for name in saved)
-        assert num_moments == num_masters - 1
-        # torch makes none where there was no gradient.
-        assert len(saved) - len(lazily_saved) == 3
+        assert num_moments == sum(name.startswith("masters.") for name in saved) - 1
+        assert saved.keys() == lazily_saved.keys()
         for name, tensor in lazily_saved.items():
-            assert (saved[name].dtype, saved[name].shape) == (tensor.dtype, tensor.shape), name
-            assert torch.equal(saved[name], tensor), name
+            # And the same dtypes.
+            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0, msg=name)
 
 
 def trained_value_model(rank, folder, run):
-    """A value model that starts from a language model: its checkpoint, its losses, and its scores of three texts."""
+    """A value model that starts from a language model: its checkpoint, and its scores of three texts."""
     model = sharded(folder, scalar_head=True)
     optimizer = adamw(model)
     tokens, layout = torch.cat(VALUED_TEXTS), batching.PackedLayout(tuple(map(len, VALUED_TEXTS)), CPU)
     select = layout.positions > 0
-    losses = []
-    for _ in range(20):
-        values, _ = scalar_outputs(model.module, tokens, layout, select=select)
-        loss = value_loss(values, torch.zeros_like(values), torch.where(select, 1.0, 0.0), clip=0.0).sum()
-        losses.append(float(loss))
-        model.backward(loss / world_size(), is_last=True)
+    for step in range(5):
+        values, scores = scalar_outputs(model.module, tokens, layout, select=select)
+        assert scores.any() == (step > 0)
+        loss = (values - 1).square().sum() / world_size()
+        model.backward(loss, is_last=True)
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
     (run / "checkpoints").mkdir(exist_ok=True)
-    checkpoints = Checkpoints(
-        RunFolder(run, None, "token", None),
-        {"policy": (model, optimizer)},
-        sources={"policy": folder},
-        keep=0,
-    )
+    state = {"policy": (model, optimizer)}
+    checkpoints = Checkpoints(RunFolder(run, None, "token", None), state, sources={"policy": folder}, keep=0)
     checkpoints.save({"step": 20})
     saved = checkpoints.finish()
-    _, after = scalar_outputs(model.module, tokens, layout, select=select)
-    return saved, losses, after.tolist()
+    _, scores = scalar_outputs(model.module, tokens, layout, select=select)
+    return saved, scores.tolist()
 
 
 VALUED_TEXTS = [torch.arange(n) * 7 % 33 for n in (5, 1, 30)]
 
 
 def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks, folder, tmp_path):
-    """Its head starts at 0 and learns; transformers loads every tensor of the checkpoint and gives equal scores."""
+    """Its head starts at 0 and moves; transformers loads every tensor of the checkpoint and gives equal scores."""
     from transformers import AutoModelForSequenceClassification
 
-    for saved, losses, scores in two_ranks.run(trained_value_model, folder, tmp_path):
+    for saved, scores in two_ranks.run(trained_value_model, folder, tmp_path):
         assert saved == tmp_path / "checkpoints" / "000020"
-        assert losses[0] == (4 + 0 + 29) / 2
-        assert losses[-1] < losses[0] / 2
         classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
         assert not any(info.values()), info
         theirs = [classifier(text[None]).logits.item() for text in VALUED_TEXTS]
@@ -779,10 +730,6 @@ class TaughtBatch(Batch):
     teacher_logprobs: Tensor = batching.NOT_MADE
 
 
-def of_a_teacher(model, batch):
-    return {"teacher_logprobs": 3.0 * batch.sample_logprobs}
-
-
 def exchanged(rank):
     """Some of ten rollouts, which rank 0 has from the last one backwards.
 
@@ -791,8 +738,13 @@ def exchanged(rank):
     rollouts = make_rollouts(5, 2)
     mine = rollouts[::-1][:3] if rank == 0 else rollouts[:7]
     table = gather_table(mine, torch.zeros(len(mine), 1))
-    names = ["teacher_logprobs"]
-    teacher = FrozenModel(torch.nn.Linear(1, 1), of_a_teacher, names=names, device=CPU, max_tokens=1000)
+
+    def teach(model, batch):
+        return {"teacher_logprobs": 3.0 * batch.sample_logprobs}
+
+    teacher = FrozenModel(
+        torch.nn.Linear(1, 1), teach, names=["teacher_logprobs"], device=CPU, max_tokens=1000
+    )
     if rank == 0:
         teacher.add(mine)
         teacher.score_early(lambda: True)

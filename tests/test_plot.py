@@ -1,7 +1,6 @@
 """The picture of runs: what it reads, what it says when there is nothing to draw, and that it is drawn."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,14 +10,14 @@ from minirl.plot import draw, main, read_run, running_mean, series, stack_of_cau
 
 LINES = [
     {
-        "step": step,
-        "reward/mean": step / 20,
-        "policy/entropy": 1 / step,
+        "step": n,
+        "reward/mean": n / 20,
+        "policy/entropy": 1 / n,
         "time/decode": 0.1,
         "time/update": 0.2,
         "time/step": 0.3,
     }
-    for step in range(1, 16)
+    for n in range(1, 16)
 ]
 
 
@@ -77,26 +76,21 @@ def test_runs_without_steps_are_refused_by_name(run, tmp_path):
         read_run("mine")
 
 
-def test_the_command_draws_a_picture(run, tmp_path, monkeypatch):
-    """Of one run and of two, one of them given twice by another name; it says where."""
+def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch):
+    """One of them given twice by another name, and four of one step without times."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "short.png")
+    assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_with_hardly_any_metrics_are_drawn(tmp_path):
-    """One step, without times or anything else."""
-    pytest.importorskip("matplotlib")
-    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_command_says_how_to_get_it(run, tmp_path):
+def test_without_matplotlib_the_command_says_how_to_get_it(run, monkeypatch, capsys):
     """Exit code 2 and one line."""
-    code = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['mine']\n"
-    code += "from minirl.plot import main\nsys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: matplotlib is not installed: pip install -e '.[plot]'"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["plot", "mine"])
+    assert main() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "error: matplotlib is not installed: pip install -e '.[plot]'"

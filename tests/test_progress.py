@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from minirl.report import progress
-from minirl.report.progress import progress_bar
+from minirl.report.progress_bar import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -19,8 +18,8 @@ class Terminal(io.StringIO):
 def shown(monkeypatch, stderr, *, rank=0, delay_s=0.0):
     """What a bar of four parts writes."""
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress, "rank", lambda: rank)
-    monkeypatch.setattr(progress, "DELAY_S", delay_s)
+    monkeypatch.setattr("minirl.report.progress_bar.rank", lambda: rank)
+    monkeypatch.setattr("minirl.report.progress_bar.DELAY_S", delay_s)
     with progress_bar("generate", total=4, unit="completions") as bar:
         for _ in range(4):
             bar.update(1)

@@ -80,8 +80,8 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     [
         ("grpo", 2, [NUM_STEPS]),
         pytest.param("skips", 2, [1], marks=pytest.mark.slow),
-        ("ppo", 1, [2]),
         ("partial", 2, [1]),
+        pytest.param("ppo", 1, [2], marks=pytest.mark.slow),
         pytest.param("partial", 1, EVERY_SPLIT, marks=pytest.mark.slow),
         pytest.param("partial", 2, EVERY_SPLIT, marks=pytest.mark.slow),
         pytest.param("grpo", 1, EVERY_SPLIT, marks=pytest.mark.slow),
@@ -117,6 +117,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
         assert not list((copy / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
     """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
     fork = str(branching_fork(tmp_path, "train_grpo.py"))
@@ -192,7 +193,8 @@ def remembered(checkpoint: Path, name: str) -> dict:
     return read_values(path.with_suffix(""))[name]
 
 
-@pytest.mark.parametrize("name", ["replay", pytest.param("curriculum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replay", "curriculum"])
 def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
     """Fault 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
     fork = make_fork(tmp_path, name)

@@ -1,5 +1,6 @@
 """Rollout functions in worker processes: the same rollouts as in this process, whatever happens there."""
 
+import functools
 import inspect
 import os
 import re
@@ -12,6 +13,7 @@ from minirl.errors import InputError, RolloutError
 from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
+    assert_resumes,
     branching,
     chat_prompts,
     chatting,
@@ -19,7 +21,6 @@ from support.collecting import (
     in_workers,
     make_collector,
     make_frozen,
-    resumed,
 )
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
@@ -259,8 +260,10 @@ def by_id(steps):
     return {row[0]: row for step in steps for row in step}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("name", ["calculator", "slow", "overlapped"])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "name", ["overlapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("calculator", "slow"))]
+)
 def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
     load, name, num_workers
 ):
@@ -270,7 +273,7 @@ def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_
     assert found == rollouts_of(calculator_here, 2)
 
 
-@pytest.mark.parametrize("function", [chatting, branching])
+@pytest.mark.parametrize("function", [chatting, pytest.param(branching, marks=pytest.mark.slow)])
 def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
     options = {"round_tokens": 8, "max_staleness": 3}
     prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
@@ -299,19 +302,16 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
     assert (tmp_path / "seen").exists()
 
 
-@pytest.mark.parametrize("name", ["calculator", "overlapped"])
+@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "overlapped"])
 def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
     """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
     options = {"round_tokens": 6, "max_staleness": 3}
-    expected = rollouts_of(calculator_here, 4, 2, **options)
-    assert rollouts_of(load(name), 4, 2, **options) == expected
-    first = make_collector(rollout=load(name), **options)
-    assert collected(first, 2, 2) == expected[:2]
-    second = make_collector(rollout=load(name, num_workers=2), **options)
-    assert collected(resumed(first, second), 2, 2, first_step=2) == expected[2:]
+    one, two = (load(name, num_workers=n) for n in (1, 2))
+    steps = assert_resumes(*(functools.partial(make_collector, rollout=f, **options) for f in (one, two)))
+    assert steps == rollouts_of(calculator_here, 4, 2, **options)
 
 
-@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+@pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
     """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
     workers = load(name, num_workers=2)
@@ -403,7 +403,9 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("random_replies", marks=pytest.mark.slow), "random_replies_async"]
+)
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()

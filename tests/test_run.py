@@ -16,9 +16,9 @@ import torch
 from minirl.errors import InputError
 from minirl.model import batch_invariance
 from minirl.ranks.process_group import launcher
-from minirl.run import inputs, setup
+from minirl.run import input_files, setup
 from minirl.run.config import RunConfig
-from minirl.run.inputs import changed_inputs, input_digests, keep_script
+from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import started
@@ -222,7 +222,7 @@ def sometimes(completions):
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     two_ranks, runs, tmp_path, script
 ):
@@ -253,13 +253,13 @@ def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch)
     script = tmp_path / "my_grpo.py"
     folder = tmp_path / "run"
     folder.mkdir()
-    monkeypatch.setattr(inputs.sys, "argv", [str(script), "--lr", "1"])
+    monkeypatch.setattr(input_files.sys, "argv", [str(script), "--lr", "1"])
     for step, text in ((0, "first"), (5, "first"), (7, "second"), (9, "second")):
         script.write_text(text)
         keep_script(folder, step=step)
     kept = {path.name: path.read_text() for path in folder.iterdir()}
     assert kept == {"my_grpo.py": "first", "my_grpo-from-step-8.py": "second"}
-    monkeypatch.setattr(inputs.sys, "argv", ["-c"])
+    monkeypatch.setattr(input_files.sys, "argv", ["-c"])
     keep_script(folder, step=10)
     assert len(list(folder.iterdir())) == 2
 
@@ -269,7 +269,7 @@ def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
     files = {name: tmp_path / name for name in ("my.py", "train.jsonl", "held.jsonl", "reward.py")}
     for path in files.values():
         path.write_text("before")
-    monkeypatch.setattr(inputs.sys, "argv", [str(files["my.py"])])
+    monkeypatch.setattr(input_files.sys, "argv", [str(files["my.py"])])
     config = RunConfig(
         data=str(files["train.jsonl"]),
         eval_data=(str(files["held.jsonl"]),),

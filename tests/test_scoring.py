@@ -17,8 +17,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked, values_of
-from minirl.training.old_logprobs import score_old_logprobs
+from minirl.training.frozen_models import FrozenModel, logprobs_as, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 from support.memory import allocated_bytes
@@ -100,10 +99,8 @@ def reference_values(model, batch):
     return torch.stack(values), torch.stack(after)
 
 
-def score_batch(model, batch, **kwargs):
-    return score(
-        model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE, **kwargs
-    )
+def score_batch(model, batch):
+    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE)
 
 
 def predict_batch(model, batch):
@@ -129,15 +126,14 @@ def assert_equal_gradients(model, results, *, atol, rtol):
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"scalar_head": True}], ids=str)
-def test_results_and_gradients_equal_the_head_position_by_position(options):
+def test_results_and_gradients_equal_the_head_position_by_position(options, monkeypatch):
     """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
 
     Logprobs, entropies, values and scores, and the gradients of every parameter. Pitfalls 1 and 13.
     """
     model, batch = make_model(**options), make_batch()
-    got = (
-        predict_batch(model, batch) if model.config.scalar_head else score_batch(model, batch, token_chunk=7)
-    )
+    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
+    got = (predict_batch if model.config.scalar_head else score_batch)(model, batch)
     expected = (reference_values if model.config.scalar_head else reference_scores)(model, batch)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-10)
@@ -159,25 +155,20 @@ def test_results_are_fp32_and_close_to_fp64(dtype, scalar_head):
         torch.testing.assert_close(x.double(), y, atol=allowed, rtol=0)
 
 
-def head_inputs(rows=11, vocab=19):
-    generator = torch.Generator().manual_seed(2)
-    hidden, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (rows, vocab))
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    return hidden.requires_grad_(), head.requires_grad_(), targets
-
-
 @pytest.mark.parametrize(
     ("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
 )
-@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=["logprobs", "entropies", "both"])
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, used, temperature):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
     Pitfalls 12 and 41.
     """
-    hidden, head, targets = head_inputs()
-    weights = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(n, 6, generator=generator).double().requires_grad_() for n in (11, 19))
+    targets = torch.randint(0, 19, (11,), generator=generator)
+    weights = torch.randn(2, 11, generator=generator)
     got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, tile)
     all_logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
     expected = all_logprobs.gather(1, targets[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -236,8 +227,8 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entropy_weight", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weight):
     """Forward and backward hold one chunk of one tile, or one tile of the head, beside the head's gradient."""
     rows, vocab, width = 300, 20_000, 32
@@ -329,11 +320,15 @@ def without_prompts(batch):
     return dataclasses.replace(batch, prefixes=())
 
 
-def frozen_values(model, batch, cut):
-    """Values [T] and, of each sequence, the one after its last token [N], as a `FrozenModel` adds them to a batch."""
-    frozen = FrozenModel(model, values_of, names=["values", "end_values"], device=CPU, max_tokens=999)
-    batch = frozen.add_to(batch, cut)
-    return batch.values, batch.end_values[batch.last_index]
+def frozen_results(language, scalar, batch, cut):
+    """Logprobs and values [T], and of each sequence the value after its last token [N], as `FrozenModel`s add them."""
+    outputs = logprobs_as("old_logprobs", TEMPERATURE)
+    for model, of_model, names in (
+        (language, outputs, ["old_logprobs"]),
+        (scalar, values_of, ["values", "end_values"]),
+    ):
+        batch = FrozenModel(model, of_model, names=names, device=CPU, max_tokens=999).add_to(batch, cut)
+    return batch.old_logprobs, batch.values, batch.end_values[batch.last_index]
 
 
 def tolerance(model):
@@ -358,7 +353,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
     values = predict_batch(scalar, without_prompts(batch))
     assert (score_batch(language, batch)[1] - entropies).abs().max() <= tolerance(language)
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
-        got = score_old_logprobs(language, batch, cut, TEMPERATURE), *frozen_values(scalar, batch, cut)
+        got = frozen_results(language, scalar, batch, cut)
         for x, y in zip(got, (logprobs, *values), strict=True):
             assert x.dtype == torch.float32
             assert y.std() > 0.1
@@ -366,17 +361,16 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
 
 
 def test_frozen_results_of_a_part_leave_the_rest():
-    """Sequences in no microbatch have logprobs of 0, and neither values nor a score."""
+    """Sequences in no microbatch have neither logprobs nor values nor a score."""
     batch, cut = make_batch(), [[3], [1]]
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[batch.token_index([1, 3])] = True
-    logprobs = score_old_logprobs(make_model(torch.float32), batch, cut, TEMPERATURE)
-    assert not logprobs.requires_grad
-    assert torch.equal(logprobs != 0, chosen & batch.loss_mask)
-    values, after = frozen_values(make_model(torch.float32, scalar_head=True), batch, cut)
-    assert not values.requires_grad
-    assert torch.equal(~values.isnan(), chosen)
-    assert torch.equal(values[chosen] != 0, batch.loss_mask[chosen])
+    language, scalar = make_model(torch.float32), make_model(torch.float32, scalar_head=True)
+    logprobs, values, after = frozen_results(language, scalar, batch, cut)
+    for stream in (logprobs, values):
+        assert not stream.requires_grad
+        assert torch.equal(~stream.isnan(), chosen)
+        assert torch.equal(stream[chosen] != 0, batch.loss_mask[chosen])
     assert (~after.isnan()).tolist() == [False, True, False, True, False]
 
 
@@ -419,25 +413,24 @@ def test_equal_sequences_have_equal_scores(count):
     assert len(set(after.tolist())) == 1
 
 
-class CudaStub:
-    """Copies on the CPU in place of pinned and device memory. `pinned` and `on_device`: their addresses."""
+def record_copies(monkeypatch):
+    """Copies on the CPU in place of pinned and device memory, by their addresses, so that no other tensor gets one."""
+    made = {"pinned": {}, "device": {}}
 
-    def __init__(self, monkeypatch):
-        self.pinned, self.on_device = {}, {}
-        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self.pin_memory(tensor))
-        monkeypatch.setattr(Tensor, "to", lambda tensor, *args, **kwargs: self.to(tensor, *args, **kwargs))
-
-    def pin_memory(self, tensor):
-        return tensor if tensor.data_ptr() in self.pinned else self.copy(tensor, self.pinned)
-
-    def to(self, tensor, device, *, non_blocking):
-        assert (device.type, non_blocking) == ("cuda", True)
-        return tensor if tensor.data_ptr() in self.on_device else self.copy(tensor, self.on_device)
-
-    def copy(self, tensor, memory):
+    def copy(tensor, place):
+        if tensor.data_ptr() in made[place]:
+            return tensor
         copied = tensor.clone()
-        memory[copied.data_ptr()] = copied  # kept, so that no other tensor gets the address
+        made[place][copied.data_ptr()] = copied
         return copied
+
+    def to(tensor, device, *, non_blocking):
+        assert (device.type, non_blocking) == ("cuda", True)
+        return copy(tensor, "device")
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: copy(tensor, "pinned"))
+    monkeypatch.setattr(Tensor, "to", to)
+    return made
 
 
 def addresses(model):
@@ -448,24 +441,24 @@ def test_a_frozen_model_is_pinned_once_and_parking_copies_nothing(monkeypatch):
     """Each use costs one copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
     model = make_model(tied=True)
     values = [parameter.clone() for parameter in model.parameters()]
-    stub, num_uses = CudaStub(monkeypatch), 3
+    copies, num_uses = record_copies(monkeypatch), 3
     for _ in range(num_uses):
         with unparked(model, torch.device("cuda"), park=True):
-            assert addresses(model) == list(stub.on_device)[-len(values) :]
+            assert addresses(model) == list(copies["device"])[-len(values) :]
             assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert addresses(model) == list(stub.pinned)
+        assert addresses(model) == list(copies["pinned"])
         assert all(map(torch.equal, model.parameters(), values))
-    assert len(stub.on_device) == num_uses * len(values)
+    assert len(copies["device"]) == num_uses * len(values)
 
 
 def test_a_frozen_model_that_is_not_parked_goes_to_the_device_once(monkeypatch):
     """It stays there, and no host memory is pinned for it."""
-    model, stub = make_model(), CudaStub(monkeypatch)
+    model, copies = make_model(), record_copies(monkeypatch)
     for _ in range(2):
         with unparked(model, torch.device("cuda"), park=False):
-            assert addresses(model) == list(stub.on_device)
-        assert addresses(model) == list(stub.on_device)
-    assert not stub.pinned
+            assert addresses(model) == list(copies["device"])
+        assert addresses(model) == list(copies["device"])
+    assert not copies["pinned"]
 
 
 @pytest.mark.parametrize("park", [False, True])

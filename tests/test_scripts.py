@@ -101,10 +101,11 @@ def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(t
     assert found[0][1] != found[1][1]
 
 
-@pytest.mark.parametrize("script", [pytest.param("train_grpo.py", marks=pytest.mark.slow), "train_ppo.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy."""
-    flags = "--num-steps 2 --prompts-per-step 8 --group-size 4 --eval-rows 4"
+    flags = "--num-steps 1 --prompts-per-step 8 --group-size 4 --eval-rows 4"
     flags += " --num-epochs 2 --num-minibatches 2 --temperature 0.7"
     lines = {}
     for kind in ("sampled", "scored"):
@@ -117,7 +118,7 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
 def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
     """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training.
 
@@ -153,8 +154,8 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
 
 
 def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
-    """23 rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
-    flags = "--num-steps 3 --prompts-per-step 23 --eval-rows 3 --value-warmup-steps 1"
+    """11 rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
+    flags = "--num-steps 3 --prompts-per-step 11 --eval-rows 3 --value-warmup-steps 1"
     flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1 --kl-target 1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
     flags += " --old-logprobs scored --correction token_mask --dual-clip 3 --kl-horizon 50 --temperature 0.7"
@@ -180,8 +181,8 @@ def assert_all_time_has_a_cause(line: dict) -> None:
 @pytest.mark.parametrize(
     ("pool", "script", "more"),
     [
-        ("one_rank", "train_grpo.py", "--max-staleness 2"),
         ("two_ranks", "train_ppo.py", ""),
+        pytest.param("one_rank", "train_grpo.py", "--max-staleness 2", marks=pytest.mark.slow),
         pytest.param("one_rank", "train_grpo.py", "", marks=pytest.mark.slow),
         pytest.param("one_rank", "train_ppo.py", "", marks=pytest.mark.slow),
         pytest.param("two_ranks", "train_grpo.py", "", marks=pytest.mark.slow),
@@ -223,7 +224,10 @@ def replies(episode):
 """
 
 
-@pytest.mark.parametrize(("flag", "function"), [("--reward", "rewards"), ("--rollout", "replies")])
+@pytest.mark.parametrize(
+    ("flag", "function"),
+    [pytest.param("--reward", "rewards", marks=pytest.mark.slow), ("--rollout", "replies")],
+)
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
 ):
@@ -269,6 +273,7 @@ def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, 
         assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_fills_the_step_with_groups_that_differ(two_ranks, runs):
     """No group of equal rewards is left, and more prompts were served than are trained on; without refills some are."""
     flags = "--dynamic-sampling --num-steps 2 --eval-rows 4 --prompts-per-step 6 --group-size 4"
@@ -401,20 +406,13 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
         assert line["policy/logp_gap_max"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
         ("train_grpo.py", "--loss-norm constant --kl-coef 0.1"),
-        pytest.param(
-            "train_grpo.py",
-            "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "train_ppo.py",
-            "--loss-norm sequence_mean --gae-lambda 1 --group-size 2",
-            marks=pytest.mark.slow,
-        ),
+        ("train_grpo.py", "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std"),
+        ("train_ppo.py", "--loss-norm sequence_mean --gae-lambda 1 --group-size 2"),
     ],
 )
 def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, runs, tmp_path, script, flags):

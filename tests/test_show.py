@@ -119,7 +119,7 @@ def test_rollouts_are_chosen_by_id_by_reward_and_by_number(run, capsys):
     [
         (["nowhere"], "nowhere: no rollouts in nowhere or "),
         (["a" * 5000], "no rollouts in"),
-        (["mine", "7"], "has none of step 7; there are steps 2 to 12"),
+        (["mine", "7"], "has none of step 7; there are steps 2 to 14"),
         (["mine", "--num", "0"], "--num 0: must be at least 1"),
         (["mine", "13"], "000013.jsonl: has no rollouts"),
         (["mine", "14"], "000014.jsonl: Is a directory"),
@@ -129,10 +129,8 @@ def test_rollouts_are_chosen_by_id_by_reward_and_by_number(run, capsys):
 def test_row_57_what_cannot_be_shown_is_said(run, monkeypatch, capsys, arguments, said):
     """Exit code 2 and one line."""
     (run.parent / "empty" / "rollouts").mkdir(parents=True)
-    if "13" in arguments:
-        (run / "rollouts" / "000013.jsonl").write_text("")
-    if "14" in arguments:
-        (run / "rollouts" / "000014.jsonl").mkdir()
+    (run / "rollouts" / "000013.jsonl").write_text("")
+    (run / "rollouts" / "000014.jsonl").mkdir()
     monkeypatch.setattr(sys, "argv", ["show", *arguments])
     assert main() == 2
     lines = capsys.readouterr().err.splitlines()

@@ -137,61 +137,62 @@ def test_jsonl_task_has_both_files_and_no_reward(write):
     assert load_jsonl_task(train, [], prompt_field="prompt").eval_sets == {}
 
 
-STRICT_AND_FLEXIBLE = [
-    ("#### 18", 18, 18),
-    ("####18", 18, 18),
-    ("####\n18", 18, 18),
-    ("#### 18.", 18, 18),
-    ("#### 18 .\n", 18, 18),
-    ("#### 18 \n\n", 18, 18),
-    ("#### 18.0", 18, 18),
-    ("#### 1.0", 1, 1),
-    ("#### 007", 7, 7),
-    ("#### 0", 0, 0),
-    ("#### -0", 0, 0),
-    ("#### -7", -7, -7),
-    ("#### -$7", -7, -7),
-    ("#### $18", 18, 18),
-    ("#### $1,234.50", 1234.5, 1234.5),
-    ("#### 1,234,567", 1234567, 1234567),
-    ("#### 2.75.", 2.75, 2.75),
-    ("##### 5", 5, 5),
-    ("she has 3 left #### 4", 4, 4),
-    ("#### 5\n#### 6", 6, 6),
-    ("#### 5 or #### 7", 7, 7),
-    ("#### 5\nNo, wait.", None, 5),
-    ("#### 5 ####", None, 5),
-    ("#### 5 and then 6", None, 6),
-    ("a #### in the middle, then 5", None, 5),
-    ("#### 18 dollars", None, 18),
-    ("#### 18 apples.", None, 18),
-    ("#### 50%", None, 50),
-    ("#### **5**", None, 5),
-    ("#### x = 5", None, 5),
-    ("#### 3/4", None, 4),
-    ("#### 5 + 2 = 7", None, 7),
-    ("### 5", None, 5),
-    ("# # # # 5", None, 5),
-    ("the answer is 42", None, 42),
-    ("$5 + $6 = $11", None, 11),
-    ("it costs 3,000, then 4,", None, 4),
-    ("about 0.5 of it", None, 0.5),
-    ("it fell to -3 degrees", None, -3),
-    ("1. one\n2. two", None, 2),
-    ("#### five", None, None),
-    ("####", None, None),
-    ("no digits at all, $ , . - ####", None, None),
-    ("", None, None),
-]
+# What both read, what the flexible one reads alone, and what neither does.
+STRICT = {
+    "#### 18": 18,
+    "####18": 18,
+    "####\n18": 18,
+    "#### 18.": 18,
+    "#### 18 .\n": 18,
+    "#### 18 \n\n": 18,
+    "#### 18.0": 18,
+    "#### 1.0": 1,
+    "#### 007": 7,
+    "#### 0": 0,
+    "#### -0": 0,
+    "#### -7": -7,
+    "#### -$7": -7,
+    "#### $18": 18,
+    "#### $1,234.50": 1234.5,
+    "#### 1,234,567": 1234567,
+    "#### 2.75.": 2.75,
+    "##### 5": 5,
+    "she has 3 left #### 4": 4,
+    "#### 5\n#### 6": 6,
+    "#### 5 or #### 7": 7,
+}
+FLEXIBLE = {
+    "#### 5\nNo, wait.": 5,
+    "#### 5 ####": 5,
+    "#### 5 and then 6": 6,
+    "a #### in the middle, then 5": 5,
+    "#### 18 dollars": 18,
+    "#### 18 apples.": 18,
+    "#### 50%": 50,
+    "#### **5**": 5,
+    "#### x = 5": 5,
+    "#### 3/4": 4,
+    "#### 5 + 2 = 7": 7,
+    "### 5": 5,
+    "# # # # 5": 5,
+    "the answer is 42": 42,
+    "$5 + $6 = $11": 11,
+    "it costs 3,000, then 4,": 4,
+    "about 0.5 of it": 0.5,
+    "it fell to -3 degrees": -3,
+    "1. one\n2. two": 2,
+}
+NO_ANSWER = ("#### five", "####", "no digits at all, $ , . - ####", "")
 
 
-@pytest.mark.parametrize(("text", "strict", "flexible"), STRICT_AND_FLEXIBLE)
-def test_answers_are_extracted_by_the_table(text, strict, flexible):
+@pytest.mark.parametrize("text", [*STRICT, *FLEXIBLE, *NO_ANSWER])
+def test_answers_are_extracted_by_the_table(text):
     """Strict: the number after the last #### that ends the text. Flexible: the last number. Pitfall 19.
 
     Pitfalls 20 and 56.
     """
-    assert (strict_answer(text), flexible_answer(text)) == (strict, flexible)
+    assert strict_answer(text) == STRICT.get(text)
+    assert flexible_answer(text) == (STRICT | FLEXIBLE).get(text)
 
 
 def test_extraction_of_a_hostile_completion_takes_no_time():
@@ -304,26 +305,21 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     assert len(task.rewards["four"].pool.workers) == 2
 
 
-def test_a_reward_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
-    """One's own function is what is trained on; the task's reward and scores are then only watched."""
-    path = write([json.dumps({"question": "q", "answer": "#### 3"})])
-    task = load_task(RunConfig(task="gsm8k", data=path, eval_data=(path,), reward=(mine("three"),)))
-    assert returned(task.rewards) == [("three", [3.0])]
-    assert dict(task.extra_scores) == {"strict": strict_score, "flexible": flexible_score}
-    assert len(eval_rows(task)) == 1
-    sorting = load_task(RunConfig(task="sorting", reward=(mine("three"),)))
-    assert returned(sorting.rewards) == [("three", [3.0])]
-    assert dict(sorting.extra_scores) == {"exact": score}
-
-
-def test_a_reward_model_takes_the_place_of_the_tasks_own_reward(write, mine):
-    """It is enough for --data, and the caller adds it to the rewards that are given beside it."""
-    path = write([GOOD])
-    assert load_task(RunConfig(data=path, reward_model="dir")).rewards == {}
-    sorting = load_task(RunConfig(reward_model="dir"))
-    assert (sorting.rewards, sorting.extra_scores) == ({}, {"exact": score})
-    task = load_task(RunConfig(data=path, reward=(mine("three"),), reward_model="dir"))
-    assert returned(task.rewards) == [("three", [3.0])]
+def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
+    """One's own function is what is trained on; a reward model is added by the caller, and is enough for --data."""
+    path = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
+    gsm8k = {"strict": strict_score, "flexible": flexible_score}
+    three = {"reward": (mine("three"),)}
+    for flags, logged in (
+        ({"task": "gsm8k", "data": path, **three}, gsm8k),
+        ({"task": "sorting", **three}, {"exact": score}),
+        ({"data": path, "reward_model": "dir", **three}, {}),
+        ({"data": path, "reward_model": "dir"}, {}),
+        ({"reward_model": "dir"}, {"exact": score}),
+    ):
+        task = load_task(RunConfig(**flags))
+        assert returned(task.rewards) == ([("three", [3.0])] if "reward" in flags else [])
+        assert dict(task.extra_scores) == logged
 
 
 def test_two_rewards_of_one_name_are_refused(mine, tmp_path):

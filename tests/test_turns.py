@@ -139,7 +139,9 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
 
 
-@pytest.mark.parametrize("has_stop_strings", [False, True], ids=["", "strings"])
+@pytest.mark.parametrize(
+    "has_stop_strings", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "strings"]
+)
 @pytest.mark.parametrize(
     "attention",
     [

@@ -258,19 +258,19 @@ def test_what_touches_only_its_process_is_harmless(functions, kind, action, capf
         assert out == ""
 
 
-ANSWERS = {
-    "number": "3",
-    "other_id": '{**ANSWER, "id": "0"}',
-    "other_conversation": '{**ANSWER, "number": 7}',
-    "no_print": '{**ANSWER, "printed": None}',
-    "no_rewards": '{**ANSWER, "reply": None}',
-    "too_many": '{**ANSWER, "reply": [1.0, 1.0]}',
-    "error_of_no_text": '{**ANSWER, "error": 3}',
-    "no_seconds": "dict(list(ANSWER.items())[:-1])",
-}
+ANSWERS = (
+    "3",
+    '{**ANSWER, "id": "0"}',
+    '{**ANSWER, "number": 7}',
+    '{**ANSWER, "printed": None}',
+    '{**ANSWER, "reply": None}',
+    '{**ANSWER, "reply": [1.0, 1.0]}',
+    '{**ANSWER, "error": 3}',
+    "dict(list(ANSWER.items())[:-1])",
+)
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("answer", ANSWERS)
 def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
     """Whatever a worker sends, the trainer takes nothing but what the protocol says."""
     program = (
@@ -294,45 +294,43 @@ def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
 # The file, and the process
 
 
+UNUSABLE = {
+    "def reward(completions:\n": "SyntaxError",
+    "import sys\nsys.exit(4)\n": "SystemExit: 4",
+    "import no_such_module_of_mine\n": r'mine\.py", line 1',
+    "import os\nos._exit(4)\n": "ended its process, exit code 4",
+    "reward = rollout = 3\n": r"mine\.py has no function r",
+}
+
+
 @pytest.mark.parametrize("kind", ["reward", "rollout"])
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        pytest.param("def reward(completions:\n", r"SyntaxError", id="row-23-syntax"),
-        pytest.param("import sys\nsys.exit(4)\n", "SystemExit: 4", id="row-26-exit-at-import"),
-        pytest.param("import no_such_module_of_mine\n", r'mine\.py", line 1', id="row-53-raise-at-import"),
-        pytest.param(
-            "import os\nos._exit(4)\n", "ended its process, exit code 4", id="row-25-death-at-import"
-        ),
-        pytest.param("reward = rollout = 3\n", r"mine\.py has no function r", id="row-23-no-function"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, kind, source, said):
-    """Before any model is loaded, with the flag."""
+@pytest.mark.parametrize("source", UNUSABLE)
+def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, kind, source):
+    """Before any model is loaded, with the flag. Faults 25, 26 and 53."""
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(InputError, match=rf"--{kind} .*mine\.py:{kind}: (.|\n)*{said}"):
+    with pytest.raises(InputError, match=rf"--{kind} .*mine\.py:{kind}: (.|\n)*{UNUSABLE[source]}"):
         load(kind, tmp_path)
 
 
 NO_SPEC = "expected file.py:function or module:function"
 
 
+UNNAMED = {
+    **dict.fromkeys(("mine.py", "mine.py:", "mine:", ":score", "", "folder/mine.txt:f"), NO_SPEC),
+    "none.py:f": "there is no file none.py",
+    "no_such_package.rewards:f": "there is no module 'no_such_package' here; is it installed",
+    "minirl.no_such_module:f": "there is no module 'minirl.no_such_module' here",
+    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
+}
+
+
 @pytest.mark.parametrize("make", [load_reward, load_rollout])
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        *((spec, NO_SPEC) for spec in ("mine.py", "mine.py:", "mine:", ":score", "", "folder/mine.txt:f")),
-        ("none.py:f", "there is no file none.py"),
-        ("no_such_package.rewards:f", "there is no module 'no_such_package' here; is it installed"),
-        ("minirl.no_such_module:f", "there is no module 'minirl.no_such_module' here"),
-        ("minirl.data.gsm8k:f", "minirl.data.gsm8k has no function f"),
-    ],
-)
-def test_what_names_no_function_is_refused_with_the_flag(make, spec, said):
+@pytest.mark.parametrize("spec", UNNAMED)
+def test_what_names_no_function_is_refused_with_the_flag(make, spec):
     """The error repeats the flag and the value."""
     with pytest.raises(InputError) as error:
         make(spec)
-    assert str(error.value).startswith(f"--{make.__name__.removeprefix('load_')} {spec}: {said}")
+    assert str(error.value).startswith(f"--{make.__name__.removeprefix('load_')} {spec}: {UNNAMED[spec]}")
 
 
 @pytest.mark.parametrize("kind", ["reward", "rollout"])
@@ -360,14 +358,12 @@ def test_a_worker_that_cannot_be_replaced_is_an_error_with_what_it_was_for(tmp_p
 def test_the_worker_loads_no_more_than_it_needs(functions, kind, capfd):
     """It starts in a moment, and the code finds no more than it imports: few modules of the package, no other."""
     assert error_of(functions[kind], "shows_modules") is None
-    loaded = ast.literal_eval(capfd.readouterr().out.splitlines()[1])
+    loaded = {*ast.literal_eval(capfd.readouterr().out.splitlines()[1])}
     assert {name.partition(".")[0] for name in loaded} == {"minirl"}
     if kind == "reward":
-        own = {"minirl", "minirl.rewards", "minirl.rewards.reward_adapter", "minirl.rewards.values"}
-        own |= {
-            f"minirl.workers{name}" for name in ("", ".child", ".containment", ".conversation", ".user_code")
-        }
-        assert {*loaded} == own
+        parts = "minirl rewards rewards.reward_adapter rewards.values workers workers.child"
+        parts += " workers.containment workers.conversation workers.user_code"
+        assert {name.removeprefix("minirl.") for name in loaded} == {*parts.split()}
 
 
 def assert_gone(pids):

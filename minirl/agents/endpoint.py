@@ -20,7 +20,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -51,6 +50,7 @@ CLOSE_S = 1.0
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
+ProgramRequest = tuple[Generate, Callable[[Turn], None]]
 
 
 def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
@@ -63,8 +63,8 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
     @functools.wraps(program)
     async def rollout(episode: Episode) -> AsyncTurns:
         async with Endpoint(episode, program) as endpoint:
-            async for request in endpoint:
-                request.answer((yield request.generate))
+            async for generate, answer in endpoint:
+                answer((yield generate))
         returned = endpoint.returned
         rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
         for name, value in rewards.items():
@@ -128,20 +128,11 @@ class _BranchChat:
         self.said = None if _is_ids(prompt) else [*prompt, sampled.message]
 
 
-@dataclass(frozen=True)
-class ProgramRequest:
-    """A request of the program. generate: the turn to yield for it."""
-
-    generate: Generate
-    _answer: Callable[[Turn], None]
-
-    def answer(self, turn: Turn) -> None:
-        """Answer it with the sampled turn."""
-        self._answer(turn)
-
-
 class Endpoint:
-    """The URL of an episode, and the program that uses it: `async with`, then `async for` request until it ends."""
+    """The URL of an episode, and the program that uses it: `async with`, then `async for` request until it ends.
+
+    A request is the turn to yield for it, and the function that answers it with the sampled turn.
+    """
 
     def __init__(self, episode: Episode, program: Program):
         self._episode = episode
@@ -196,7 +187,7 @@ class Endpoint:
         raise StopAsyncIteration
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
-        """Return the turn to yield for a request. Raises HttpError."""
+        """Return the turn to yield for a request, and what answers it. Raises HttpError."""
         chat, rest = self._find(asked)
         branch = chat.branch
         if branch.room < 1:
@@ -216,9 +207,7 @@ class Endpoint:
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        return ProgramRequest(
-            branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer
-        )
+        return branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer
 
     def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
         """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""

@@ -39,7 +39,7 @@ from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival, all_gather_rows
-from minirl.report.progress import progress_bar
+from minirl.report.progress_bar import progress_bar
 from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts

@@ -8,7 +8,8 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
@@ -70,7 +71,15 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(path: Path, digest: Digest) -> str | None:
+def damage(folder: Path, digests: Mapping[str, Digest]) -> str | None:
+    """Return which file of a folder differs from its digest, and how; None if none does. Reads all files."""
+    with ThreadPoolExecutor() as pool:
+        faults = pool.map(lambda name: _fault(folder / name, digests[name]), digests)
+        named = zip(digests, faults, strict=True)
+        return next((f"{name} {fault}" for name, fault in named if fault is not None), None)
+
+
+def _fault(path: Path, digest: Digest) -> str | None:
     """Return how a file differs from its digest, or None if it does not."""
     if not path.is_file():
         return "is missing"

@@ -1,8 +1,8 @@
-"""JSON that others have written: a key that an object has twice is refused, where json takes the last."""
+"""JSON in files. Where others wrote it a key that an object has twice is refused; json takes the last."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,27 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, also for a key that an object has twice, or RecursionError."""
     return _DECODER.decode(text)
+
+
+def read_json_lines(path: Path, is_right: Callable[[Any], bool]) -> tuple[list[Any], list[int]]:
+    """The values in a file with one on each line, and the numbers of the damaged lines: cut off, or no right value.
+
+    A blank line is neither. Raises OSError.
+    """
+    values = []
+    damaged = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if is_right(value):
+            values.append(value)
+        else:
+            damaged.append(number)
+    return values, damaged
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

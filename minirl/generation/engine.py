@@ -43,6 +43,8 @@ from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, tok
 if TYPE_CHECKING:
     from minirl.kernels.cuda_graphs import DecodeGraphs
 
+PREFILL_TOKENS = 8192  # of a forward pass
+
 
 @dataclass(eq=False)
 class _Stem:
@@ -81,7 +83,7 @@ class Engine:
         cache_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        max_prefill_tokens: int = 8192,
+        max_prefill_tokens: int = PREFILL_TOKENS,
         room_tokens: int = 112,
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
@@ -648,8 +650,9 @@ class Engine:
         self.stats.decode_steps += 1
 
     def _start_reading(self, rows: Tensor, sampled: Tensor) -> None:
-        """Start copying the sampled tokens of these requests to the host."""
-        self._pending.append(self._running.launch(rows, sampled, weight_version=self.weight_version))
+        """Start copying the sampled tokens of these requests, int32 [2, B] as in `decode`, to the host."""
+        past_requests = self._running.past_requests[rows]
+        self._pending.append(PendingTokens(rows, past_requests, sampled, self.weight_version))
 
     def _read_pending(self, *, num_unread: int = 0) -> list[Rollout]:
         """Read the pending tokens except the `num_unread` newest launches; returns the finished rollouts."""

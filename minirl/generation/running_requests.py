@@ -35,6 +35,7 @@ class RunningRequests:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
     turn_starts int64: tokens after the prompt before the present turn
     keys int64, temperatures fp32: for sampling
+    past_requests int64: how many requests had this row before, which tells the tokens of one from those of the next
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
     launched, that is, its computation has been queued on the device.
@@ -52,8 +53,7 @@ class RunningRequests:
         self.temperatures = torch.zeros(num_rows)
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
-        # How many requests have had this row before: tells the tokens of one from those of the next.
-        self._past_requests = torch.zeros(num_rows, dtype=torch.int64)
+        self.past_requests = torch.zeros(num_rows, dtype=torch.int64)
         # [rows, columns]: the tokens after the prompt that were read; of a row as many as `counts` says.
         self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
         self._logprobs = torch.zeros(num_rows, 0)
@@ -63,7 +63,6 @@ class RunningRequests:
         self._stop_ids: frozenset[int] = frozenset()
         # By row, of the present turns that have one.
         self._stop_tests: dict[int, StopTest] = {}
-        self._is_tested = torch.zeros(num_rows, dtype=torch.bool)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,7 +125,7 @@ class RunningRequests:
         """Let the requests in these rows run no more. Tokens of theirs that were launched will not be read."""
         is_paused = torch.isin(self.rows, torch.tensor(rows))
         self.rows = self.rows[~is_paused]
-        self._past_requests[list(rows)] += 1
+        self.past_requests[list(rows)] += 1
 
     def remove(self, rows: Sequence[int]) -> None:
         """Forget the requests in these rows, which do not run any more."""
@@ -138,17 +137,13 @@ class RunningRequests:
         """The tokens of a request after the first `length`, which include the prompt; int64."""
         return self._tokens[row, length - int(self.prompt_lengths[row]) : self.counts[row]]
 
-    def launch(self, rows: Tensor, sampled: Tensor, *, weight_version: int) -> "PendingTokens":
-        """Start copying one token for each of these rows int64 [B] to the host: sampled int32 [2, B] as in `decode`."""
-        return PendingTokens(rows, self._past_requests[rows], sampled, weight_version)
-
     def read(self, pending: "PendingTokens") -> dict[int, str]:
         """Wait for the tokens, then give each request its own; returns the rows of those that end with it, and why.
 
         With asynchronous decoding the previous token may have ended a request: then this one is dropped.
         """
         tokens, logprobs = pending.read()
-        is_wanted = self._past_requests[pending.rows] == pending.past_requests
+        is_wanted = self.past_requests[pending.rows] == pending.past_requests
         rows = pending.rows[is_wanted]
         tokens = tokens[is_wanted]
         index = self.counts[rows]
@@ -159,11 +154,10 @@ class RunningRequests:
         self.counts[rows] += 1
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
-        stopped: set[int] = set()
+        stopped: list[int] = []
         if self._stop_tests:
-            is_tested = self._is_tested[rows]
-            stopped = self._stopped(rows[is_tested])
-            may_end |= is_tested
+            stopped = self._stopped_by_test(rows.tolist())
+            may_end |= torch.isin(rows, torch.tensor(stopped, dtype=torch.int64))
         reasons: dict[int, str] = {}
         candidates = (rows[may_end].tolist(), tokens[may_end].tolist(), is_full[may_end].tolist())
         for row, token, has_all in zip(*candidates, strict=True):
@@ -189,12 +183,13 @@ class RunningRequests:
         prompt = token_tensor(request.prompt_ids)
         return rollout_of(request.rollout_id, prompt, Completion(*self._streams(row)), finish_reason)
 
-    def _stopped(self, rows: Tensor) -> set[int]:
-        """Those of these rows int64 [n] whose turn ends by its stop test. Each test is asked once."""
+    def _stopped_by_test(self, rows: Sequence[int]) -> list[int]:
+        """Those of these rows whose turn ends by its stop test. Each test is asked once."""
         rows_of: dict[StopTest, list[int]] = {}
-        for row in rows.tolist():
-            rows_of.setdefault(self._stop_tests[row], []).append(row)
-        stopped: set[int] = set()
+        for row in rows:
+            if row in self._stop_tests:
+                rows_of.setdefault(self._stop_tests[row], []).append(row)
+        stopped: list[int] = []
         for test, tested in rows_of.items():
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
@@ -202,11 +197,10 @@ class RunningRequests:
             # Of each tail, how many tokens came before the turn.
             befores = (self.turn_starts[tested] + test.max_tokens - ends).clamp(min=0).tolist()
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
-            stopped.update(itertools.compress(tested, test(turns)))
+            stopped += itertools.compress(tested, test(turns))
         return stopped
 
     def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
-        self._is_tested[row] = stop_test is not None
         if stop_test is None:
             self._stop_tests.pop(row, None)
         else:

@@ -13,19 +13,9 @@ from torch import Tensor
 
 from minirl.kernels import launching
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
-from minirl.model.logprobs import chunked_entropies, log_softmax
+from minirl.model.logprobs import chunk_width, chunked_entropies, log_softmax
 
-# Logits that exist at the same time: 256 MiB in fp32. In backward their gradient is made beside them, in the head's
-# dtype; then they are freed.
-MAX_LOGITS = 1 << 26
-MIN_WIDTH = 512  # of a chunk, also where the tokens are very many
 TILE = 1024  # logits that a kernel reads at a time
-
-
-def chunk_width(num_tokens: int, vocab_size: int) -> int:
-    """Return how many tokens of the vocabulary a chunk has, a multiple of MIN_WIDTH unless it is all of them."""
-    widest = MAX_LOGITS // max(1, num_tokens)
-    return min(vocab_size, max(1, widest // MIN_WIDTH) * MIN_WIDTH)
 
 
 class FusedLogprobs(torch.autograd.Function):

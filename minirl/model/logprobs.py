@@ -10,6 +10,16 @@ from minirl.model import batch_invariance
 
 # Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
 VOCAB_CHUNK = 2048
+# On CUDA, logits that exist at the same time: 256 MiB in fp32. In backward their gradient is made beside them, in the
+# head's dtype; then they are freed.
+MAX_LOGITS = 1 << 26
+MIN_WIDTH = 512  # of a chunk on CUDA, also where the tokens are very many
+
+
+def chunk_width(num_tokens: int, vocab_size: int) -> int:
+    """Return how many tokens a vocabulary chunk has on CUDA, a multiple of MIN_WIDTH unless it is all of them."""
+    widest = MAX_LOGITS // max(1, num_tokens)
+    return min(vocab_size, max(1, widest // MIN_WIDTH) * MIN_WIDTH)
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Bytes that a model of a given shape takes: parameters, cache, activations, logits.
 
-The formulas are those of docs/memory.md, and `tests/test_memory.py` measures both. In them: D hidden size, F width of
-the MLP, Q and K channels of all query and key heads, H query heads, L layers, V words in the vocabulary, C channels of
-a head.
+The formulas are those of docs/memory.md, for CUDA; on the CPU `needs.CPU_FACTOR` multiplies them. In them: D hidden
+size, F width of the MLP, Q and K channels of all query and key heads, L layers, V words in the vocabulary, C channels
+of a head.
 """
 
 import functools
@@ -11,12 +11,11 @@ import math
 import torch
 
 from minirl.model.config import ModelConfig
-from minirl.model.logprobs import VOCAB_CHUNK
+from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters
-from minirl.training.scoring import TOKEN_CHUNK
 
 
 @functools.cache
@@ -56,36 +55,26 @@ def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, reques
     return 2 * dtype.itemsize * channels * cached
 
 
-def decode_logits_bytes(config: ModelConfig, device_type: str) -> float:
-    """Logits of a decode step, each request. On CUDA there are besides 16 bytes for each 512 of them."""
-    return config.vocab_size * (24 if device_type == "cpu" else 4 + 16 / 512)
+def decode_logits_bytes(config: ModelConfig) -> float:
+    """Logits of a decode step, each request: in fp32, and 16 bytes for each 512 of them."""
+    return config.vocab_size * (4 + 16 / 512)
 
 
-def layer_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, *, length: int) -> float:
-    """What a layer keeps of a token for backward (A), in sequences of this length."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = _channels(config)
-    if device_type == "cuda":
-        return dtype.itemsize * (4 * hidden + 3 * inner + 4 * queries)
-    scores = 4 * config.num_attention_heads + keys / 8
-    return 24 * hidden + 16 * inner + 8 * queries + _mean_seen(config, length) * scores
+def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
+    """What a layer keeps of a token for backward (A)."""
+    queries, _ = _channels(config)
+    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries)
 
 
 def activation_bytes(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    tokens: int,
-    length: int,
-    recompute_layers: bool,
+    config: ModelConfig, dtype: torch.dtype, *, tokens: int, recompute_layers: bool
 ) -> float:
     """The most that forward and backward of a microbatch take, besides the gradients.
 
     It peaks either in the head, with what all layers keep, or in the last layer, with the head's gradient.
     """
     num_layers, hidden = config.num_hidden_layers, config.hidden_size
-    layer = tokens * layer_bytes(config, dtype, device_type, length=length)
+    layer = tokens * layer_bytes(config, dtype)
     kept = num_layers * layer
     in_layer = 0.4 * layer
     if recompute_layers:
@@ -94,62 +83,34 @@ def activation_bytes(
     if config.scalar_head:
         return kept + in_layer
     head_gradient = dtype.itemsize * config.vocab_size * hidden
-    return kept + head_gradient + max(in_layer, _head_backward_bytes(config, dtype, device_type, tokens))
+    return kept + head_gradient + max(in_layer, _head_backward_bytes(config, dtype, tokens))
 
 
-def _head_backward_bytes(config: ModelConfig, dtype: torch.dtype, device_type: str, tokens: int) -> float:
+def _head_backward_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
     """Gradients in fp32 of the states and of one vocabulary chunk of the head, and logits in fp32.
 
-    On CUDA the chunk's gradient is made when the logits are gone, and that of the logits is in the head's dtype.
+    The chunk's gradient is made when the logits are gone, and that of the logits is in the head's dtype.
     """
+    width = chunk_width(tokens, config.vocab_size)
     states = 4 * tokens * config.hidden_size
-    logits = _logits_bytes(config, device_type, tokens)
-    if device_type == "cuda":
-        from minirl.kernels.fused_head import chunk_width
-
-        width = chunk_width(tokens, config.vocab_size)
-        logit_gradient = dtype.itemsize * tokens * width
-        return states + logit_gradient + max(logits, states, 4 * width * config.hidden_size)
-    chunk = 4 * min(config.vocab_size, VOCAB_CHUNK) * config.hidden_size
-    return states + chunk + 2 * logits + max(logits, chunk)
+    logit_gradient = dtype.itemsize * tokens * width
+    return states + logit_gradient + max(4 * tokens * width, states, 4 * width * config.hidden_size)
 
 
-def forward_bytes(
-    config: ModelConfig, dtype: torch.dtype, device_type: str, *, tokens: int, length: int
-) -> float:
+def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> float:
     """The most that a forward pass without gradient takes: in the MLP or the attention of a layer, or in the head."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = _channels(config)
-    tables = 12.0 * config.head_dim
     mlp = 3 * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
-    if device_type == "cpu":
-        attention = 2 * hidden + 3.5 * queries + 5.5 * keys + 448 * config.num_attention_heads
-        tables += 4 * _mean_seen(config, length)
+    tables = 12 * config.head_dim
     layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
     if config.scalar_head:
         return layers
-    num_logits_tensors = 3 if device_type == "cpu" else 1
-    logits = num_logits_tensors * _logits_bytes(config, device_type, tokens)
-    head = 2 * tokens * dtype.itemsize * hidden + logits
-    return max(layers, head)
+    logits = 4 * tokens * chunk_width(tokens, config.vocab_size)
+    return max(layers, 2 * tokens * dtype.itemsize * hidden + logits)
 
 
 def _channels(config: ModelConfig) -> tuple[int, int]:
     """Channels of all query heads together, and of all key heads."""
     return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-
-
-def _mean_seen(config: ModelConfig, length: int) -> float:
-    """Tokens that a token of a sequence of this length sees on average. A block of queries sees what any of it does."""
-    seen = [min(window or length, length / 2) + 32 for window in config.layer_windows]
-    return sum(seen) / len(seen)
-
-
-def _logits_bytes(config: ModelConfig, device_type: str, tokens: int) -> float:
-    """One fp32 tensor of the logits that exist at a time."""
-    if device_type == "cuda":
-        from minirl.kernels.fused_head import chunk_width
-
-        return 4 * tokens * chunk_width(tokens, config.vocab_size)
-    return 4 * min(tokens, TOKEN_CHUNK) * min(config.vocab_size, VOCAB_CHUNK)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minirl.errors import SaveError
 from minirl.files import durable
+from minirl.files.json_files import read_json_lines
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -71,7 +72,7 @@ def troubles(
     clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
     if m["stale/frac"] > 0 and clip_frac > 0.01 and old_logprobs == "sampled":
         yield (
-            "the clip takes the gradient of over 1 % of the tokens: with --decode-budget and the ratio to sampled "
+            "the clip takes the gradient of over 1 % of the tokens: with --max-staleness and the ratio to sampled "
             "logprobs it bounds what several steps change together; leave --correction and --old-logprobs at auto, or "
             "lower --lr"
         )
@@ -332,24 +333,8 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The steps in metrics.jsonl, and the numbers of the lines that are damaged: cut off, or no step's metrics.
-
-    A blank line is neither.
-    """
-    steps = []
-    damaged = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            step = json.loads(line)
-        except (ValueError, RecursionError):
-            step = None
-        if _is_step(step):
-            steps.append(step)
-        else:
-            damaged.append(number)
-    return steps, damaged
+    """The steps in metrics.jsonl, and the numbers of its damaged lines."""
+    return read_json_lines(path, _is_step)
 
 
 def _is_step(line: Any) -> bool:

@@ -1,8 +1,9 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
 IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
+KINDS = ("sum", "weight", "maximum", "total")  # of the numbers of `StepMetrics`; a mean has the first two
 
 
 class StepMetrics:
@@ -30,16 +32,15 @@ class StepMetrics:
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._maxima: dict[str, float] = {}
-        self._totals: dict[str, float] = {}
-        # Numbers added as tensors, each with the function that merges it.
-        self._unread: list[tuple[Tensor, Callable[[float], None]]] = []
+        # By kind and name.
+        self._numbers: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
+        # Numbers added as tensors, each with its kind and name.
+        self._unread: list[tuple[str, str, Tensor]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
-        self._keep(total, lambda number: self._add_to_mean(name, number, 0.0))
-        self._keep(weight, lambda number: self._add_to_mean(name, 0.0, number))
+        self._keep("sum", name, total)
+        self._keep("weight", name, weight)
 
     def add_values(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
         """Add every element of `values` to a mean, or the `chosen` ones: bool, of the same shape."""
@@ -55,11 +56,11 @@ class StepMetrics:
         if chosen is not None:
             values = torch.where(chosen, values, -math.inf)
         if values.numel():
-            self._keep(values.max(), lambda number: self._raise_maximum(name, number))
+            self._keep("maximum", name, values.max())
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
-        self._keep(amount, lambda number: self._add_to_total(name, number))
+        self._keep("total", name, amount)
 
     def refuse_nonfinite(self, *, update: int) -> None:
         """Raise GuardError if a metric of the policy or of the value loss is not finite on this rank.
@@ -67,9 +68,7 @@ class StepMetrics:
         To be called before optimizer step `update`. Not collective.
         """
         self._read()
-        totals_of_means = {name: total for name, (total, _) in self._sums.items()}
-        numbers = self._totals | self._maxima | totals_of_means
-        for name, number in numbers.items():
+        for name, number in itertools.chain(*(numbers.items() for numbers in self._numbers.values())):
             is_checked = name.startswith(("policy/", "value/loss"))
             if is_checked and not math.isfinite(number):
                 raise GuardError(
@@ -96,8 +95,8 @@ class StepMetrics:
         elapsed, seconds = time_account.this_process.take()
         for name, spent in {"step": elapsed, **seconds}.items():
             # Not a mean of `add`: a rank that has spent nothing on a cause does not name it.
-            self._add_to_total(f"time/{name}", spent / world_size())
-            self._raise_maximum(f"time_max/{name}", spent)
+            self._merge("total", f"time/{name}", spent / world_size())
+            self._merge("maximum", f"time_max/{name}", spent)
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks; the same on every rank (collective).
@@ -106,45 +105,35 @@ class StepMetrics:
         """
         self._read()
         merged = StepMetrics()
-        gathered = gather_objects((self._sums, self._maxima, self._totals))
-        for sums, maxima, totals in gathered:
-            for name, (total, weight) in sums.items():
-                merged._add_to_mean(name, total, weight)
-            for name, maximum in maxima.items():
-                merged._raise_maximum(name, maximum)
-            for name, amount in totals.items():
-                merged._add_to_total(name, amount)
-        means = {name: total / weight for name, (total, weight) in merged._sums.items() if weight}
-        return means | merged._maxima | merged._totals
+        for own in gather_objects(self._numbers):
+            for kind, numbers in own.items():
+                for name, number in numbers.items():
+                    merged._merge(kind, name, number)
+        sums, weights, maxima, totals = merged._numbers.values()
+        means = {name: total / weights[name] for name, total in sums.items() if weights[name]}
+        return means | maxima | totals
 
-    def _keep(self, number: float | Tensor, merge: Callable[[float], None]) -> None:
+    def _keep(self, kind: str, name: str, number: float | Tensor) -> None:
         """Merge a number, or keep a tensor of one element for `_read`."""
         if isinstance(number, Tensor):
-            self._unread.append((number.detach(), merge))
+            self._unread.append((kind, name, number.detach()))
         else:
-            merge(float(number))
+            self._merge(kind, name, float(number))
 
     def _read(self) -> None:
         """Merge the numbers of the tensors, in the order in which they were added; one wait for each device."""
-        numbers = _numbers([tensor for tensor, _ in self._unread])
-        for (_, merge), number in zip(self._unread, numbers, strict=True):
-            merge(number)
+        numbers = _numbers([tensor for _, _, tensor in self._unread])
+        for (kind, name, _), number in zip(self._unread, numbers, strict=True):
+            self._merge(kind, name, number)
         self._unread = []
 
-    def _add_to_mean(self, name: str, total: float, weight: float) -> None:
-        total_before, weight_before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total_before + total, weight_before + weight)
-
-    def _add_to_total(self, name: str, amount: float) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + amount
-
-    def _raise_maximum(self, name: str, value: float) -> None:
-        if value == -math.inf:  # none was chosen
-            return
-        before = self._maxima.get(name, -math.inf)
-        # max() keeps or drops a NaN depending on the order of its arguments.
-        is_nan = math.isnan(before) or math.isnan(value)
-        self._maxima[name] = math.nan if is_nan else max(before, value)
+    def _merge(self, kind: str, name: str, number: float) -> None:
+        """Raise a maximum to a number, or add the number. A maximum of NaN stays NaN; one of nothing (-inf) is none."""
+        numbers = self._numbers[kind]
+        if kind != "maximum":
+            numbers[name] = numbers.get(name, 0.0) + number
+        elif number > numbers.get(name, -math.inf) or math.isnan(number):
+            numbers[name] = number
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[float]:

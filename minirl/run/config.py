@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from minirl.episodes.episode import Episode, RolloutFunction, Turns
+from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.ranks.process_group import world_size
@@ -121,7 +121,7 @@ class PolicyLoss:
     """denominator of the ratio: the engine's logprobs, a scoring pass, or chosen automatically"""
     correction: Correction = "auto"
     """importance weights between old and sampled logprobs: per token or completion, clamped or masked; auto: with
-    --decode-budget token_truncate, else none"""
+    --max-staleness token_truncate, else none"""
     correction_low: float = 0.0  # lower bound of importance weights
     correction_high: float = 2.0  # upper bound of importance weights
 
@@ -287,11 +287,6 @@ def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
     """The flags that name code for rollouts in worker processes, with their values: one, or none."""
     values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
     return [(kind, value) for kind, value in values if value]
-
-
-def one_turn(episode: Episode) -> Turns:
-    """The scripts' own rollout, unchanged, for `asks_for_one_turn` to compare with."""
-    yield episode.generate()
 
 
 def asks_for_one_turn(rollout: RolloutFunction) -> bool:

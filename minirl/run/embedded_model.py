@@ -77,7 +77,10 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
         print0(f"making the embedded model: {num_steps} supervised steps on {task}, into {folder}")
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
-    fault = _damage(folder)
+    try:
+        fault = durable.damage(folder, read_json_object(folder / DIGESTS_FILE))
+    except (InputError, LookupError, TypeError) as error:
+        fault = f"{DIGESTS_FILE}: {error}"
     refuse(
         fault, f"the embedded model is damaged ({fault}): delete {folder}, and the next run makes it again"
     )
@@ -89,18 +92,6 @@ def write_shape(folder: Path) -> Path:
     save_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(RECIPE["config"]))
     return folder
-
-
-def _damage(folder: Path) -> str | None:
-    """The file that has changed since it was written, and how, or None."""
-    try:
-        for name, digest in read_json_object(folder / DIGESTS_FILE).items():
-            fault = durable.damage(folder / name, digest)
-            if fault is not None:
-                return f"{name} {fault}"
-    except (InputError, LookupError, TypeError) as error:
-        return f"{DIGESTS_FILE}: {error}"
-    return None
 
 
 def _make_folder(folder: Path, task: Task) -> None:

@@ -31,7 +31,27 @@ def load_prompts(
     """
     tokenizer = load_tokenizer(config, model_folder, tools, workers)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    return prompt_streams(config, task, tokenizer, model_config, max_new_tokens)
+    check_limits(config, max_new_tokens)
+    max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    refuse(
+        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
+        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
+    )
+    held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
+    train, held_out_stream = (
+        PromptStream(
+            rows,
+            tokenizer,
+            purpose=purpose,
+            seed=config.seed,
+            max_tokens=max_tokens,
+            max_new_tokens=max_new_tokens,
+            vocab_size=model_config.vocab_size,
+            long_prompts=config.long_prompts,
+        )
+        for purpose, rows in (("train", task.train_rows), ("eval", held_out))
+    )
+    return train, held_out_stream
 
 
 def load_tokenizer(
@@ -60,33 +80,3 @@ def load_tokenizer(
         result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
         following_ids(tokenizer, [result], "the result of a tool", end_id=None)
     return tokenizer
-
-
-def prompt_streams(
-    config: RunConfig, task: Task, tokenizer: Tokenizer, model_config: ModelConfig, max_new_tokens: int
-) -> tuple[PromptStream, PromptStream]:
-    """The training prompts and the held-out ones (collective, as `PromptStream`).
-
-    Raises InputError naming rows and flags.
-    """
-    check_limits(config, max_new_tokens)
-    max_tokens = max_request_tokens(config, model_config, max_new_tokens)
-    refuse(
-        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
-        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
-    )
-    held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
-    train, held_out_stream = (
-        PromptStream(
-            rows,
-            tokenizer,
-            purpose=purpose,
-            seed=config.seed,
-            max_tokens=max_tokens,
-            max_new_tokens=max_new_tokens,
-            vocab_size=model_config.vocab_size,
-            long_prompts=config.long_prompts,
-        )
-        for purpose, rows in (("train", task.train_rows), ("eval", held_out))
-    )
-    return train, held_out_stream

@@ -33,17 +33,17 @@ from minirl.report.metrics import (
     derived,
     without_nan,
 )
-from minirl.report.progress import show_progress
+from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout, all_branches
 from minirl.run.checkpoint import Checkpoints, copy_remembered
-from minirl.run.inputs import keep_script
+from minirl.run.input_files import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
+from minirl.training.frozen_models import logprobs_as
 from minirl.training.learning_rate import learning_rate
-from minirl.training.old_logprobs import score_old_logprobs
 from minirl.training.sharded_model import ShardedModel
 
 IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records` of a checkpoint
@@ -222,8 +222,9 @@ class Run:
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
             shown = show_progress("score", microbatches)
-            scored = score_old_logprobs(policy.decoder, batch, shown, self._config.temperature)
-            return batch.replace(old_logprobs=scored)
+            outputs = logprobs_as("old_logprobs", self._config.temperature)
+            old_policy = self._setup.frozen(policy.decoder, outputs, ["old_logprobs"])
+            return old_policy.add_to(batch, shown)
         return batch
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:

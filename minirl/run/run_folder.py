@@ -17,7 +17,6 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -361,11 +360,9 @@ def _damage(checkpoint: Path) -> str | None:
         is_whole = False
     if not is_whole:
         return unreadable
-    with ThreadPoolExecutor() as pool:
-        reasons = pool.map(lambda name: durable.damage(checkpoint / name, digests[name]), digests)
-        for name, reason in zip(digests, reasons, strict=True):
-            if reason is not None:
-                return f"{name} {reason}"
+    fault = durable.damage(checkpoint, digests)
+    if fault is not None:
+        return fault
     for name in digests:
         is_of_script = name.startswith((f"{EXTRA_FILE}.", f"{RECORDS_FOLDER}/"))
         if name.endswith(".safetensors") and not is_of_script:

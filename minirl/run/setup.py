@@ -42,7 +42,7 @@ from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
-from minirl.run.inputs import check_inputs, input_digests
+from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, workload

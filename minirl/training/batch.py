@@ -226,7 +226,8 @@ def gather_table(
                     branch.own_end in CUT_OFF,
                 ]
             )
-    # All columns are in one tensor, to gather once. fp64 holds the integers and the rewards exactly.
+    # All columns, in the order of the table's, are in one tensor, to gather once. fp64 holds the integers and the
+    # rewards exactly.
     own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 7)
     num_branches = torch.tensor([len(rollout.branches) for rollout in rollouts], dtype=torch.int64)
     own_rewards = rewards.double().repeat_interleave(num_branches, 0)
@@ -238,18 +239,9 @@ def gather_table(
     order = sorted(range(len(ids)), key=lambda i: ids[i])
     table = table[order]
 
-    prompt_ordinal, sample, branch, num_prompt_tokens, num_tokens, num_loss_tokens = table[:, :6].long().T
-    return RolloutTable(
-        prompt_ordinal=prompt_ordinal,
-        sample=sample,
-        branch=branch,
-        num_prompt_tokens=num_prompt_tokens,
-        num_tokens=num_tokens,
-        num_loss_tokens=num_loss_tokens,
-        is_truncated=table[:, 6].bool(),
-        rewards=table[:, 7 : 7 + rewards.shape[1]],
-        branch_rewards=table[:, 7 + rewards.shape[1] :],
-    )
+    integers, is_truncated, all_rewards, of_branches = table.split([6, 1, *2 * [rewards.shape[1]]], 1)
+    columns = [*integers.long().T, is_truncated[:, 0].bool(), all_rewards, of_branches]
+    return RolloutTable(*columns)
 
 
 def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:

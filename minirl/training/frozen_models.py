@@ -40,7 +40,8 @@ def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterato
 class FrozenModel:
     """A model that does not change while a step's rollouts are made, and the streams that it computes for them.
 
-    A script may write to the parameters of `model` between two steps, for a moving average of the policy's weights.
+    The policy is one until its update. A script may write to the parameters of `model` between two steps, for a moving
+    average of the policy's weights.
 
     It can compute the streams of finished rollouts early, while its rank would wait for replies, rewards or other
     ranks. That changes no bit if the model's outputs do not depend on the batch. Not collective.

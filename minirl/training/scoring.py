@@ -22,7 +22,7 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.training.batch import Batch
 
-TOKEN_CHUNK = 512  # tokens that have logits at the same time
+TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
 # fp64, and -inf times 0 would be NaN.
 LOWEST = -1e4
@@ -35,13 +35,11 @@ def score(
     *,
     select: Tensor,
     temperature: float,
-    token_chunk: int = TOKEN_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
 
     tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
-    the first token of a sequence. token_chunk: tokens that have logits at the same time on the CPU. Differentiable
-    in the parameters. Not collective.
+    the first token of a sequence. Differentiable in the parameters. Not collective.
     """
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
@@ -54,7 +52,7 @@ def score(
 
         logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature)
     else:
-        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, token_chunk)
+        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, TOKEN_CHUNK)
     zeros = logprobs.new_zeros(len(tokens))
     all_logprobs = zeros.index_put((selected,), logprobs)
     all_entropies = zeros.index_put((selected,), entropies)

@@ -51,11 +51,6 @@ class UserProcess:
         return self._process.pid
 
     @property
-    def is_alive(self) -> bool:
-        """Return whether the process runs and was not killed."""
-        return self.kill.alive and self._process.poll() is None
-
-    @property
     def has_unsent(self) -> bool:
         """Return whether some data is still unsent."""
         return bool(self._unsent)

@@ -199,3 +199,17 @@ def collected(
 def rollout_records(collector):
     """The records of all rollouts that a checkpoint would hold as in flight."""
     return [record for group in collector.records() for record in group["rollouts"]]
+
+
+def assert_resumes(make, make_again=None, *, num_groups: int = 2) -> list[list[tuple]]:
+    """Four steps of a collector, which those of two are that stop after the first and go on. Returns the four.
+
+    make_again: makes the one that goes on from the checkpoint, if it is another one.
+    """
+    expected = collected(make(), 4, num_groups)
+    first = make()
+    assert collected(first, 1, num_groups) == expected[:1]
+    assert first.records(), "nothing is in flight"
+    second = resumed(first, (make_again or make)())
+    assert collected(second, 3, num_groups, first_step=1) == expected[1:]
+    return expected

@@ -9,13 +9,14 @@ from typing import Any
 ARCHITECTURES = (80, 90, 100, 120)
 
 
-def compile_for_all(make_kernel: Callable[[], Any], types: Mapping[str, str], **constants: int) -> None:
-    """types: "*fp32" and the like of the arguments that are not compile-time constants, by name and in order."""
+def compile_for_all(make_kernel: Callable[[], Any], arguments: Mapping[str, str], **constants: int) -> None:
+    """arguments: by type, "*fp32" and the like, the names of those that are not compile-time constants."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = make_kernel()
+    types = {name: kind for kind, names in arguments.items() for name in names.split()}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     for architecture in ARCHITECTURES:
         source = ASTSource(kernel, signature, constexprs=constants)
@@ -26,63 +27,21 @@ def main() -> None:
     from minirl.kernels import fused_gate, fused_head, fused_rotation, fused_sampling
     from minirl.model.padding import next_power_of_two
 
-    heads = ("q", "k", "cos", "sin", "rotated_q", "rotated_k")
-    rotation_types = {name: "*fp32" if name in ("cos", "sin") else "*bf16" for name in heads}
+    heads = {"*bf16": "q k rotated_q rotated_k", "*fp32": "cos sin"}
     for dim in (64, 80):
-        compile_for_all(
-            fused_rotation.rotation_kernel,
-            rotation_types,
-            DIRECTION=-1,
-            NUM_HEADS=14,
-            NUM_KV=2,
-            HALF=dim // 2,
-            PADDED_HALF=next_power_of_two(dim // 2),
-        )
-    tensors = dict.fromkeys(("gate", "up", "out", "grad", "grad_gate", "grad_up"), "*bf16")
+        half = {"HALF": dim // 2, "PADDED_HALF": next_power_of_two(dim // 2)}
+        compile_for_all(fused_rotation.rotation_kernel, heads, DIRECTION=-1, NUM_HEADS=14, NUM_KV=2, **half)
+    tensors = {"*bf16": "gate up out grad grad_gate grad_up", "i32": "size"}
     for make_kernel in (fused_gate.gate_kernel, fused_gate.gate_gradient_kernel):
-        compile_for_all(make_kernel, {**tensors, "size": "i32"}, TILE=fused_gate.TILE)
-    compile_for_all(
-        fused_sampling.blocks_kernel,
-        {
-            "logits": "*fp32",
-            "temperature": "*fp32",
-            "greatest": "*fp32",
-            "likeliest": "*i32",
-            "totals": "*fp64",
-            "vocab_size": "i32",
-        },
-        BLOCK=fused_sampling.BLOCK,
-    )
-    compile_for_all(
-        fused_sampling.tokens_kernel,
-        {
-            "logits": "*fp32",
-            "temperature": "*fp32",
-            "uniform": "*fp64",
-            "greatest": "*fp32",
-            "likeliest": "*i32",
-            "totals": "*fp64",
-            "tokens": "*i64",
-            "logprobs": "*fp32",
-            "vocab_size": "i32",
-            "num_blocks": "i32",
-        },
-        BLOCK=fused_sampling.BLOCK,
-        PADDED_BLOCKS=512,
-    )
-    rows = {"targets": "*i64", "divisor": "*fp32", "totals": "*fp32", "entropies": "*fp32"}
-    chunk = {"first": "i32", "width": "i32"}
-    compile_for_all(
-        fused_head.statistics_kernel,
-        {"logits": "*fp32", **rows, "target_logits": "*fp32", **chunk, "chunk": "i32", "num_chunks": "i32"},
-        TILE=fused_head.TILE,
-    )
-    gradients = {"by_logprob": "*fp32", "by_entropy": "*fp32", "grad": "*bf16"}
-    compile_for_all(
-        fused_head.gradient_kernel,
-        {"logits": "*fp32", **rows, **gradients, **chunk},
-        TILE=fused_head.TILE,
-    )
+        compile_for_all(make_kernel, tensors, TILE=fused_gate.TILE)
+    sums = {"*i32": "likeliest", "*fp64": "totals uniform", "*i64": "tokens", "i32": "vocab_size num_blocks"}
+    sums["*fp32"] = "logits temperature greatest logprobs"
+    compile_for_all(fused_sampling.blocks_kernel, sums, BLOCK=fused_sampling.BLOCK)
+    compile_for_all(fused_sampling.tokens_kernel, sums, BLOCK=fused_sampling.BLOCK, PADDED_BLOCKS=512)
+    rows = {"*i64": "targets", "*bf16": "grad", "i32": "first width chunk num_chunks"}
+    rows["*fp32"] = "logits divisor totals entropies target_logits by_logprob by_entropy"
+    for make_kernel in (fused_head.statistics_kernel, fused_head.gradient_kernel):
+        compile_for_all(make_kernel, rows, TILE=fused_head.TILE)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
-from minirl.model.config import ModelConfig
+from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
+from support.models import RAW_CONFIG
 
 CPU = torch.device("cpu")
 
@@ -25,25 +27,11 @@ WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
 
 def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=mlp_width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        layer_windows=WINDOWS[attention],
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": mlp_width}
+    config = config_from_dict(
+        {**RAW_CONFIG, "model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, **sizes}
     )
+    config = replace(config, layer_windows=WINDOWS[attention])
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -23,6 +23,30 @@ RAW_CONFIG = {
 }
 
 
+def qwen2_config(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, vocab: int = 151936, tied: bool = True
+) -> dict[str, Any]:
+    """The config.json of a model of the Qwen2.5 family."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+    }
+
+
+QWEN_05B = qwen2_config(896, 4864, 24, 14, 2)
+QWEN_1_5B = qwen2_config(1536, 8960, 28, 12, 2)
+QWEN_7B = qwen2_config(3584, 18944, 28, 28, 4, vocab=152064, tied=False)
+QWEN_14B = qwen2_config(5120, 13824, 48, 40, 8, vocab=152064, tied=False)
+
+
 def make_folder(folder: Path, raw: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     model = Transformer(config_from_dict(raw)).double()
