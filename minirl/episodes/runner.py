@@ -140,6 +140,10 @@ class EpisodeRunner:
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
             self._take_tokens(running, rollout)
+        if self._engine.lacks_room:
+            # Those that need no more in this round make room for others.
+            for running in self._spent:
+                self._leave(running)
         has_replies = self._take_replies(0.0 if self._engine.is_decoding else WAIT_S)
         if has_replies or self._engine.is_decoding:
             self._active_at = time.monotonic()

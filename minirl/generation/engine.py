@@ -113,6 +113,8 @@ class Engine:
         self.keeps_cache = keeps_cache
         self.stats = EngineStats()
         self.weight_version = 0
+        # Do requests wait for blocks of the cache, as of the last step?
+        self.lacks_room = False
 
         self._waiting: deque[Request] = deque()
         self._running = self._no_requests()
@@ -379,6 +381,7 @@ class Engine:
         nothing. `_extend_or_preempt` copes with a full cache.
         """
         groups: list[_AdmittedGroup] = []
+        self.lacks_room = False
         # Resumed requests that are not computed yet have a place, too.
         num_running = len(self._running) + len(self._resumed)
         if not self._waiting or num_running >= self.max_running_requests:
@@ -400,6 +403,7 @@ class Engine:
                 blocks_per_request += 1  # a fork's copy of the last, partial block
             max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
             if max_admitted < 1 and num_running > 0:
+                self.lacks_room = True
                 break
             while num_spare < 0:
                 # Nothing is running: a stem of later requests, or requests that wait for another turn, take the room of
