@@ -40,6 +40,7 @@ from minirl.ranks.process_group import (
 )
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
@@ -228,6 +229,14 @@ class Setup:
         print0(f"task {self._task_name}: {counts}")
         print0(f"sizes {self._memory_note}")
         of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
+        in_workers = self._rollout_workers or any(
+            isinstance(function, RewardWorkers) for function in self.reward_functions.values()
+        )
+        if self.config.max_staleness and in_workers:
+            of_prompts.append(
+                "with --max-staleness, a step leaves replies and rewards of worker processes that take longer than 50 ms "
+                "to a later round: which rollouts it trains on then depends on the clock"
+            )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
 
