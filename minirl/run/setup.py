@@ -234,8 +234,8 @@ class Setup:
         )
         if self.config.max_staleness and in_workers:
             of_prompts.append(
-                "with --max-staleness, a step leaves replies and rewards of worker processes that take longer than 50 ms "
-                "to a later round: which rollouts it trains on then depends on the clock"
+                "with --max-staleness, a step leaves replies and rewards of workers that take longer than 50 ms to a "
+                "later round: which rollouts it trains on then depends on the clock"
             )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
