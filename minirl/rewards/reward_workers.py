@@ -120,10 +120,10 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardWorkers, *, num_completions: int):
-        """num_completions: as of `expect`."""
+        """num_completions: as of `begin_step`."""
         self.function = function
         self._num_given_up = function.num_given_up
-        self.expect(num_completions)
+        self.begin_step(num_completions)
         # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
         # The same with the request under way, by the conversation's number.
@@ -134,9 +134,13 @@ class FunctionCalls:
         """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
-    def expect(self, num_completions: int) -> None:
-        """Begin a step with this many completions; the limit of forgiven failures is a share of them."""
+    def begin_step(self, num_completions: int) -> None:
+        """Count failures anew; the limit of those that are forgiven is a share of these completions."""
         self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
+
+    def expect(self, num_completions: int) -> None:
+        """Note that this many more completions belong to the step."""
+        self._failures.num_total += num_completions
 
     def add(self, call: Call) -> None:
         """Add a call; it begins at once if a worker is free."""
