@@ -37,6 +37,7 @@ from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode
+from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival, all_gather_rows
 from minirl.report.progress_bar import progress_bar
@@ -143,11 +144,8 @@ class Collector:
             model.begin()
         with self._queue_given_up_on_error():
             selection = self._select_step(num_groups, weight_version)
-        self._runner.leave_engine()
+        self._end_step()
         self._rewarded = selection.left
-        for ordinal in selection.groups.table.prompt_ordinal.tolist():
-            age = self._num_steps - self._begun_in[ordinal]
-            assert age <= self._max_staleness, f"prompt {ordinal} was begun {age} steps ago"
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
@@ -168,7 +166,7 @@ class Collector:
             self._begin(requests)
             self._run_round(weight_version)
             rewarded = self._finish(sorted(self._ended))
-        self._runner.leave_engine()
+        self._end_step()
         return rewarded
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
@@ -225,6 +223,7 @@ class Collector:
         for record in finished:
             if record["rewards"] is None:
                 self._ended.setdefault(id_of(record).prompt_ordinal, []).append(finished_rollout(record))
+        self._queue.expect(len(paused) + sum(map(len, self._ended.values())))
         for ordinal in self._ended:
             self._add_if_whole(ordinal)
 
@@ -247,19 +246,24 @@ class Collector:
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
 
-        If each further step takes `num_groups` of them, the oldest first, all are taken in time.
+        If each further step takes `num_groups` of them, the oldest first, all are taken in time. Raises InputError if
+        that is impossible: the run was resumed with other flags.
         """
         ordinals = sorted(self._begun_in)
         num_due = 0
         for i, ordinal in enumerate(ordinals):
             num_later_steps = self._begun_in[ordinal] + self._max_staleness - self._num_steps
             num_due = max(num_due, i + 1 - num_groups * num_later_steps)
+        refuse(
+            num_due > num_groups,
+            f"--max-staleness {self._max_staleness}: steps of {num_groups} prompts take some of those in flight too "
+            "late; resume with the --max-staleness and --prompts-per-step that they were begun with",
+        )
         return set(ordinals[:num_due])
 
     def _select_step(self, num_groups: int, weight_version: int) -> Selection:
         """Decode round by round until a step's groups are complete, and select them (collective)."""
         due = self._prompts_due(num_groups)
-        is_first = True
         num_equal = num_refills = 0
         while True:
             ready = self._ready()
@@ -275,9 +279,6 @@ class Collector:
             # No more than can be taken before they are too old.
             num_allowed = num_groups * (1 + self._max_staleness) - (len(self._begun_in) - num_equal)
             self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
-            if is_first:
-                self._queue.expect(self._num_running.total() + sum(map(len, self._ended.values())))
-                is_first = False
             self._run_round(weight_version)
 
     def _ready(self) -> set[int]:
@@ -328,6 +329,7 @@ class Collector:
     def _begin(self, requests: Sequence[Request]) -> None:
         self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
+        self._queue.expect(len(requests))
 
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
@@ -349,10 +351,16 @@ class Collector:
         """If all rollouts of a prompt ended, let them be rewarded and scored."""
         if self._num_running[ordinal]:
             return
+        del self._num_running[ordinal]
         rollouts = self._ended[ordinal]
         self._queue.add(rollouts)
         for model in self._frozen:
             model.add([rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size])
+
+    def _end_step(self) -> None:
+        """Take what is in flight out of the engine; failures are counted over it and what the next step begins."""
+        self._runner.leave_engine()
+        self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
 
     def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take the rollouts of these prompts with their rewards, in order of their ids."""

@@ -52,7 +52,7 @@ class RewardQueue:
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
-        """num_rollouts: as of `expect`."""
+        """num_rollouts: as of `begin_step`."""
         self._functions = functions
         self._prompts = prompts
         self._calls: dict[str, FunctionCalls] = {}
@@ -62,8 +62,13 @@ class RewardQueue:
         self._asked = asked_of_episodes(functions.values())
         self._added: dict[RolloutId, _Added] = {}
 
+    def begin_step(self, num_rollouts: int) -> None:
+        """Begin a step to which this rank may add this many rollouts; forgiven failures are counted over them."""
+        for calls in self._calls.values():
+            calls.begin_step(num_rollouts)
+
     def expect(self, num_rollouts: int) -> None:
-        """Begin a step to which this rank may add so many rollouts: forgiven failures are counted over them."""
+        """Let the step have this many rollouts more."""
         for calls in self._calls.values():
             calls.expect(num_rollouts)
 

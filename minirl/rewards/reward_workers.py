@@ -120,10 +120,10 @@ class FunctionCalls:
     """
 
     def __init__(self, function: RewardWorkers, *, num_completions: int):
-        """num_completions: as of `expect`."""
+        """num_completions: as of `begin_step`."""
         self.function = function
         self._num_given_up = function.num_given_up
-        self.expect(num_completions)
+        self.begin_step(num_completions)
         # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
         # The same with the request under way, by the conversation's number.
@@ -134,9 +134,13 @@ class FunctionCalls:
         """Return whether calls are under way or wait for a worker."""
         return bool(self._under_way or self._waiting)
 
-    def expect(self, num_completions: int) -> None:
+    def begin_step(self, num_completions: int) -> None:
         """Begin a step with this many completions; the limit of forgiven failures is a share of them."""
         self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
+
+    def expect(self, num_completions: int) -> None:
+        """Let the step have this many completions more."""
+        self._failures.num_total += num_completions
 
     def add(self, call: Call) -> None:
         """Add a call; it begins at once if a worker is free."""
@@ -197,7 +201,8 @@ class FunctionCalls:
             yield
         except WorkerError as error:
             of_call = ""
-            if error.number is not None:
+            # It may be one of other calls of the function.
+            if error.number in self._under_way:
                 call, _ = self._under_way[error.number]
                 of_call = named_completion(call.places[0], call.texts[0])
             raise RewardError(escaped(f"reward {self.function.__name__}{of_call}: {error}")) from None
@@ -262,7 +267,8 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
         if timeout_s > 0:
             # The deadlines limit this wait, not --hang-timeout.
             watchdog.heartbeat()
-            wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
+            with spent_on("wait_rewards"):
+                wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
         for calls in all_calls:
             calls.advance()
 
