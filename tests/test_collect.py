@@ -24,7 +24,7 @@ from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import pack
-from minirl.training.frozen_models import FrozenModel
+from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score
 from support.collecting import (
     CHAT,
@@ -644,6 +644,19 @@ def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_micro
     batch = pack(rollouts).replace(ref_logprobs=early)
     assert torch.equal(frozen.add_to(batch, [[i] for i in range(len(rollouts))]).ref_logprobs, expected)
     frozen.begin()
+    assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
+
+
+def test_a_parked_model_is_not_copied_to_the_device_for_a_short_wait():
+    """Here there is none, so a copy would fail."""
+    rollouts = make_collector().collect(1).rewarded.rollouts
+    model = make_frozen().model
+    outputs = logprobs_as("ref_logprobs", 1.0)
+    device = torch.device("cuda")
+    frozen = FrozenModel(model, outputs, names=["ref_logprobs"], device=device, max_tokens=99, park=True)
+    frozen.add(rollouts)
+    waits = iter([True] * 5)
+    frozen.score_early(lambda: next(waits, False))
     assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
 
 

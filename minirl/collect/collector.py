@@ -10,11 +10,10 @@ then depends on the clock, too. What is unfinished, or complete but not taken, i
 it into a checkpoint.
 """
 
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ class Collector:
             reward_names=reward_names,
             shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
         )
-        self._queue = RewardQueue(functions, prompts, num_rollouts=0)
+        self._queue = RewardQueue(functions, prompts)
         # In flight on this rank, besides the runner's episodes: by prompt, how many of these there are, and the
         # rollouts that ended; whole groups with their rewards.
         self._num_running: Counter[int] = Counter()
@@ -142,9 +141,10 @@ class Collector:
         self._num_steps += 1
         for model in self._frozen:
             model.begin()
-        with self._queue_given_up_on_error():
+        self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
+        with self._queue.given_up_on_error():
             selection = self._select_step(num_groups, weight_version)
-        self._end_step()
+        self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -162,11 +162,12 @@ class Collector:
 
         Functions that judge groups get those of each prompt that are among them.
         """
-        with self._queue_given_up_on_error():
+        self._queue.begin_step(0)
+        with self._queue.given_up_on_error():
             self._begin(requests)
             self._run_round(weight_version)
             rewarded = self._finish(sorted(self._ended))
-        self._end_step()
+        self._runner.leave_engine()
         return rewarded
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
@@ -223,7 +224,6 @@ class Collector:
         for record in finished:
             if record["rewards"] is None:
                 self._ended.setdefault(id_of(record).prompt_ordinal, []).append(finished_rollout(record))
-        self._queue.expect(len(paused) + sum(map(len, self._ended.values())))
         for ordinal in self._ended:
             self._add_if_whole(ordinal)
 
@@ -295,7 +295,7 @@ class Collector:
 
     def _is_ready(self, ordinal: int) -> bool:
         """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
-        is_whole = not self._num_running[ordinal]
+        is_whole = ordinal not in self._num_running
         return is_whole and all(self._queue.is_ready(one.rollout_id) for one in self._ended[ordinal])
 
     def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
@@ -327,40 +327,42 @@ class Collector:
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        self._queue.expect(len(requests))
         self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
-        self._queue.expect(len(requests))
 
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
+        # A round with a budget waits for too short a time.
+        scorers = self._frozen if self._scores_beside_cache and not self._max_staleness else ()
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
         with progress_bar("generate", total=self._num_running.total(), unit="completions") as bar:
             while not self._runner.is_round_over:
-                for model in self._frozen if self._scores_beside_cache else ():
+                for model in scorers:
                     model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
-                    ordinal = rollout.rollout_id.prompt_ordinal
-                    self._ended.setdefault(ordinal, []).append(rollout)
-                    self._num_running[ordinal] -= 1
-                    self._add_if_whole(ordinal)
+                    self._take(rollout)
                 self._queue.poll()
                 bar.update(len(rollouts))
 
+    def _take(self, rollout: Rollout) -> None:
+        """Take a rollout that ended."""
+        ordinal = rollout.rollout_id.prompt_ordinal
+        self._ended.setdefault(ordinal, []).append(rollout)
+        self._num_running[ordinal] -= 1
+        if self._num_running[ordinal] == 0:
+            del self._num_running[ordinal]
+        self._add_if_whole(ordinal)
+
     def _add_if_whole(self, ordinal: int) -> None:
         """If all rollouts of a prompt ended, let them be rewarded and scored."""
-        if self._num_running[ordinal]:
+        if ordinal in self._num_running:
             return
-        del self._num_running[ordinal]
         rollouts = self._ended[ordinal]
         self._queue.add(rollouts)
         for model in self._frozen:
             model.add([rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size])
-
-    def _end_step(self) -> None:
-        """Take what is in flight out of the engine; failures are counted over it and what the next step begins."""
-        self._runner.leave_engine()
-        self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
 
     def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take the rollouts of these prompts with their rewards, in order of their ids."""
@@ -374,13 +376,3 @@ class Collector:
         for model in self._frozen:
             model.score_early(is_waiting)
         return self._queue.finish(rollouts)
-
-    @contextlib.contextmanager
-    def _queue_given_up_on_error(self) -> Iterator[None]:
-        """Drop the calls of reward functions if the block raises anything."""
-        try:
-            yield
-        except BaseException:
-            self._queue.give_up()
-            self._queue = RewardQueue(self._functions, self._prompts, num_rollouts=0)
-            raise

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ class RewardQueue:
     model, the overlong penalty) run in this process, in `finish`.
     """
 
-    def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int):
+    def __init__(
+        self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int = 0
+    ):
         """num_rollouts: as of `begin_step`."""
         self._functions = functions
         self._prompts = prompts
@@ -63,14 +66,18 @@ class RewardQueue:
         self._added: dict[RolloutId, _Added] = {}
 
     def begin_step(self, num_rollouts: int) -> None:
-        """Begin a step to which this rank may add this many rollouts; forgiven failures are counted over them."""
+        """Count failures anew; the limit of those that are forgiven is a share of these rollouts."""
         for calls in self._calls.values():
             calls.begin_step(num_rollouts)
 
     def expect(self, num_rollouts: int) -> None:
-        """Let the step have this many rollouts more."""
+        """Note that this rank makes this many more rollouts in this step."""
         for calls in self._calls.values():
             calls.expect(num_rollouts)
+
+    def given_up_on_error(self) -> AbstractContextManager[None]:
+        """Drop all calls if the block raises anything; then nothing can be added any more."""
+        return given_up_on_error(list(self._calls.values()))
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
@@ -106,11 +113,6 @@ class RewardQueue:
     def is_ready(self, rollout_id: RolloutId) -> bool:
         """Return whether `finish` would not wait for the rewards of this rollout."""
         return all(call.is_complete for call in self._added[rollout_id].calls.values())
-
-    def give_up(self) -> None:
-        """Drop all calls; nothing can be added any more."""
-        for calls in self._calls.values():
-            calls.give_up()
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Send, receive, start the next calls, kill calls that are over their time.

@@ -135,11 +135,11 @@ class FunctionCalls:
         return bool(self._under_way or self._waiting)
 
     def begin_step(self, num_completions: int) -> None:
-        """Begin a step with this many completions; the limit of forgiven failures is a share of them."""
+        """Count failures anew; the limit of those that are forgiven is a share of these completions."""
         self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
 
     def expect(self, num_completions: int) -> None:
-        """Let the step have this many completions more."""
+        """Note that this many more completions belong to the step."""
         self._failures.num_total += num_completions
 
     def add(self, call: Call) -> None:

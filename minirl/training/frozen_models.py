@@ -1,5 +1,6 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import scalar_outputs, score_batch
 
+# A parked model is not copied to the device for a shorter wait than the copy takes.
+UPLOAD_S = 0.1
+POLL_S = 0.002
 # Streams [T] of a batch by their names in `Batch`, computed without gradient.
 Outputs = Callable[[Transformer, Batch], dict[str, Tensor]]
 
@@ -35,6 +39,16 @@ def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterato
     if park:
         for parameter, parked in zip(model.parameters(), host, strict=True):
             parameter.data = parked
+
+
+def _lasts(is_waiting: Callable[[], bool], seconds: float) -> bool:
+    """Wait; return whether this rank still waits after these seconds."""
+    deadline = time.monotonic() + seconds
+    while is_waiting():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 class FrozenModel:
@@ -81,6 +95,8 @@ class FrozenModel:
     def score_early(self, is_waiting: Callable[[], bool]) -> None:
         """Run the model over the rollouts that were added, microbatch by microbatch, as long as this rank waits."""
         if not self._pending or not is_waiting():
+            return
+        if self._park and self._device.type == "cuda" and not _lasts(is_waiting, UPLOAD_S):
             return
         batch = pack(self._pending)
         (microbatches,) = plan_microbatches(
