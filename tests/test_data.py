@@ -96,7 +96,7 @@ def test_a_request_is_its_row_its_key_and_the_limits():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
-def test_shares_of_the_ranks_are_every_group_once_in_order(monkeypatch, world_size):
+def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group."""
     wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
     whole = make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted)
@@ -107,12 +107,22 @@ def test_shares_of_the_ranks_are_every_group_once_in_order(monkeypatch, world_si
     for rank in range(world_size):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
         shares.append(prompts.requests(**wanted))
-    assert [request for share in shares for request in share] == whole
+    assert sorted(itertools.chain(*shares), key=lambda request: request.rollout_id) == whole
     groups = [{request.rollout_id.prompt_ordinal for request in share} for share in shares]
     assert sum(map(len, groups)) == 6, "a group is split"
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
     notes = prompts.notes(per_step=6)
     assert any("--prompts-per-step" in note for note in notes) == (world_size > 6)
+
+
+def test_prompts_that_are_begun_one_at_a_time_go_to_all_ranks(monkeypatch):
+    prompts = make_prompts(["a", "bb", "ccc", "dd"])
+    monkeypatch.setattr("minirl.data.prompts.world_size", lambda: 3)
+    num_requests = []
+    for rank in range(3):
+        monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
+        num_requests.append(sum(len(prompts.requests(first, 1, group_size=2)) for first in range(12)))
+    assert num_requests == [8, 8, 8]
 
 
 def test_greedy_requests_come_after_the_group():

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from minirl.episodes.runner import EpisodeRunner
-from minirl.errors import RolloutError
+from minirl.errors import InputError, RewardError, RolloutError
+from minirl.ranks import time_account
 from minirl.rewards.reward_workers import load_reward
+from minirl.workers.pool import wait_for_any
 from support.collecting import (
     Prompts,
+    calculator,
     collected,
     in_workers,
     make_collector,
@@ -44,6 +47,15 @@ def reward(completion_ids, prompts):
 
 def fails(episode):
     yield episode.generate(max_tokens=3)
+    raise ValueError("never")
+
+async def ends_late(episode):
+    yield episode.generate(max_tokens=3)
+    if episode.row.place == "PLACE":
+        while not GATE.exists():
+            await asyncio.sleep(0.01)
+
+def raises(completions):
     raise ValueError("never")
 """
 NUM_STEPS = 5
@@ -117,6 +129,81 @@ def test_the_bound_of_staleness_holds_for_slow_replies_too(load, tmp_path):
     assert 1 in ordinals(collected(collector, 1, 2, first_step=1))[0]
 
 
+def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
+    """Also the last one that runs: the step would wait for it forever."""
+    rollout = load("ends_late")
+    collector = make_collector(make_prompts(), rollout=rollout, group_size=1, round_tokens=4, max_staleness=1)
+    steps = collected(collector, 1, 2)
+    begin_round = collector._runner.begin_round
+    num_late = []
+
+    def begin_late(*args, **options):
+        if len(collector._runner.running) == 1 and not collector._runner._spent:
+            num_late.append(1)
+            assert len(num_late) < 9, "its rollout was lost"
+            (tmp_path / "open").touch()
+            wait_for_any([rollout.pool], 60.0)
+        begin_round(*args, **options)
+
+    collector._runner.begin_round = begin_late
+    steps += collected(collector, 1, 2, first_step=1)
+    assert num_late
+    assert 1 in ordinals(steps)[1]
+
+
+def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_says_so(load, tmp_path):
+    """Also where it held episodes of the training."""
+    rollout = load("patient")
+    collector = make_collector(make_prompts(), rollout=rollout, **OPTIONS)
+    collected(collector, 1, 2)
+    (tmp_path / "mine.py").write_text("raise ValueError('it is gone')")
+    for worker in rollout.pool.workers:
+        worker.kill()
+    requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
+    with pytest.raises(RolloutError, match=r"(?s)^rollout patient: raised.*it is gone"):
+        collector.evaluator(make_prompts()).run(requests)
+
+
+def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(load):
+    """Also after a resume, which begins none of these."""
+    functions = {"raises": load("raises", make=load_reward, on_error="zero")}
+    options = {"functions": functions, "rollout": here, **OPTIONS}
+    first = make_collector(make_prompts(), **options)
+    first._serve(20)
+    second = resumed(first, make_collector(make_prompts(), **options))
+    assert second._runner._failures.num_total == 60
+    requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)
+    evaluator = make_collector(make_prompts(), rollout=here, functions=functions)
+    with pytest.raises(RewardError, match=r"^3 of this step's 40 .* forgives 2"):
+        evaluator.run(requests)
+
+
+def test_nothing_is_kept_of_prompts_that_were_taken():
+    collector = make_collector(make_prompts(), rollout=calculator, **OPTIONS)
+    collected(collector, 20, 2)
+    runner = collector._runner
+    by_prompt = (
+        collector._num_running,
+        collector._ended,
+        collector._begun_in,
+        runner._num_unbegun,
+        runner._begun,
+    )
+    assert max(map(len, by_prompt)) <= 2 * (1 + OPTIONS["max_staleness"])
+    assert max(len(collector._queue._added), len(runner._number_of)) <= 6 * (1 + OPTIONS["max_staleness"])
+
+
+def test_what_is_in_flight_and_would_be_taken_too_late_is_refused_before_decoding():
+    """As after `--resume force` with a smaller `--max-staleness`."""
+    first = make_collector(make_prompts(), rollout=calculator, **OPTIONS)
+    collected(first, 3, 4)
+    second = make_collector(make_prompts(), rollout=calculator, round_tokens=4, max_staleness=1)
+    resumed(first, second)
+    with pytest.raises(InputError, match=r"^--max-staleness 1: steps of 1 prompts .* too late; resume with"):
+        second.collect(1)
+    assert second.take_count("sampled_tokens") == 0
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
     function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
@@ -141,11 +228,14 @@ def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(
         function.close()
 
 
-def test_an_error_elsewhere_leaves_no_reward_under_way(load, tmp_path):
+def test_waits_for_rewards_are_counted_and_an_error_elsewhere_leaves_none_under_way(load, tmp_path):
     function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
     try:
         collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
+        time_account.this_process.begin()
         collector.collect(2)
+        _, seconds = time_account.this_process.take()
+        assert seconds["wait_rewards"] > 0.8 * EpisodeRunner.patience_s
         (busy,) = (worker.pid for worker in function.pool.workers if worker.held)
         collector._runner.step = None
         with pytest.raises(TypeError):

@@ -36,6 +36,7 @@ from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode
+from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import Arrival, all_gather_rows
 from minirl.report.progress_bar import progress_bar
@@ -145,9 +146,6 @@ class Collector:
             selection = self._select_step(num_groups, weight_version)
         self._runner.leave_engine()
         self._rewarded = selection.left
-        for ordinal in selection.groups.table.prompt_ordinal.tolist():
-            age = self._num_steps - self._begun_in[ordinal]
-            assert age <= self._max_staleness, f"prompt {ordinal} was begun {age} steps ago"
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
@@ -248,13 +246,19 @@ class Collector:
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
 
-        If each further step takes `num_groups` of them, the oldest first, all are taken in time.
+        If each further step takes `num_groups` of them, the oldest first, all are taken in time. Raises InputError if
+        that is impossible: the run was resumed with other flags.
         """
         ordinals = sorted(self._begun_in)
         num_due = 0
         for i, ordinal in enumerate(ordinals):
             num_later_steps = self._begun_in[ordinal] + self._max_staleness - self._num_steps
             num_due = max(num_due, i + 1 - num_groups * num_later_steps)
+        refuse(
+            num_due > num_groups,
+            f"--max-staleness {self._max_staleness}: steps of {num_groups} prompts take some of those in flight too "
+            "late; resume with the --max-staleness and --prompts-per-step that they were begun with",
+        )
         return set(ordinals[:num_due])
 
     def _select_step(self, num_groups: int, weight_version: int) -> Selection:

@@ -113,14 +113,12 @@ class PromptStream:
         """Return this rank's share of the requests for `count` prompts, from ordinal `first` on.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        has whole groups: it prefills a prompt once, and has all that a reward may compare.
+        has whole groups: it prefills a prompt once, and has all that a reward may compare. The ranks take the ordinals
+        in turn, so that they get equally many prompts also where each call is for one.
         """
-        begin = first + count * rank() // world_size()
-        end = first + count * (rank() + 1) // world_size()
+        own = range(first + (rank() - first) % world_size(), first + count, world_size())
         requests = []
-        for prompt_ordinal, prompt_ids in zip(
-            range(begin, end), self._prompt_ids(range(begin, end)), strict=True
-        ):
+        for prompt_ordinal, prompt_ids in zip(own, self._prompt_ids(own), strict=True):
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
                 is_greedy = sample >= group_size

@@ -117,7 +117,8 @@ class RolloutWorkers:
             found = self.pool.poll(self._episodes)
         except WorkerError as error:
             started_for = ""
-            if error.number is not None:
+            # It may be one of `beside`.
+            if error.number in self._episodes:
                 place = self._episodes[error.number].row.place
                 started_for = f"\nThe process was to replace one that had died, for the row at {place}"
             raise RolloutError(f"{self.pool.what}: {error}{started_for}") from None

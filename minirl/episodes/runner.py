@@ -118,8 +118,13 @@ class EpisodeRunner:
 
     @property
     def is_round_over(self) -> bool:
-        """Return whether all episodes ended. With a budget: ended, used it up, or have waited long for a reply."""
-        if self._engine.is_decoding or self._budget == NO_BUDGET:
+        """Return whether all episodes ended. With a budget: ended, used it up, or have waited long for a reply.
+
+        `step` has returned the rollouts of all that ended.
+        """
+        if self._engine.is_decoding or self._ended:
+            return False
+        if self._budget == NO_BUDGET:
             return not self._running
         waits = len(self._spent) < len(self._running)
         return not waits or time.monotonic() - self._active_at > self.patience_s
@@ -153,7 +158,7 @@ class EpisodeRunner:
     def is_waiting(self) -> bool:
         """Return whether `step` would only wait for replies: no turn is there to be decoded, and no reply."""
         self._take_replies(0.0)
-        return not self.is_round_over and not self._engine.is_decoding
+        return not (self._ended or self._engine.is_decoding or self.is_round_over)
 
     def take_count(self, counted: Counted) -> int:
         """Return how many of these there were since the last call."""
@@ -165,6 +170,7 @@ class EpisodeRunner:
         One that then does something else than it did begins again from the start, and is counted. Raises RolloutError
         if it fails, or asks for something that it may not ask for.
         """
+        self._failures.num_total += len(paused)
         restored = [self._make(one.request, one) for one in paused]
         left = {running.number: i for i, running in enumerate(restored)}
         restarted: set[int] = set()
@@ -333,7 +339,7 @@ class EpisodeRunner:
         self._num_unbegun[ordinal] -= 1
         if self._num_unbegun[ordinal] == 0:
             self._start(sorted(begun, key=lambda running: running.request.rollout_id.sample))
-            del self._begun[ordinal]
+            del self._begun[ordinal], self._num_unbegun[ordinal]
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Let the engine take up the turns of these episodes, in branches that it does not have."""

@@ -201,7 +201,8 @@ class FunctionCalls:
             yield
         except WorkerError as error:
             of_call = ""
-            if error.number is not None:
+            # It may be one of other calls of the function.
+            if error.number in self._under_way:
                 call, _ = self._under_way[error.number]
                 of_call = named_completion(call.places[0], call.texts[0])
             raise RewardError(escaped(f"reward {self.function.__name__}{of_call}: {error}")) from None
@@ -266,7 +267,8 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
         if timeout_s > 0:
             # The deadlines limit this wait, not --hang-timeout.
             watchdog.heartbeat()
-            wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
+            with spent_on("wait_rewards"):
+                wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
         for calls in all_calls:
             calls.advance()
 
