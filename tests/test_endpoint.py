@@ -159,12 +159,6 @@ def of_ids(episode):
     yield episode.generate(after=[7, 9], max_tokens=4)
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
-def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name, num_workers):
-    assert rollouts_of(load(name, num_workers=num_workers), 2) == rollouts_of(in_turns, 2)
-
-
 def with_tools(episode):
     """What the program of the same name asks for."""
     own = episode.branch(as_messages(episode.row.prompt), tools=[TOOL])
@@ -250,9 +244,9 @@ def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logpro
     assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
 
 
-@pytest.mark.parametrize("name", [pytest.param("in_loop", marks=pytest.mark.slow), "in_thread"])
-def test_what_is_in_flight_goes_on_from_a_checkpoint(load, name):
-    """The program is run again, and gets the answers that it got."""
+@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
+def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name):
+    """On any number of workers, and where it goes on from a checkpoint: it is run again, and gets the same answers."""
 
     def collector(rollout):
         return make_collector(chat_prompts(120), rollout=rollout, round_tokens=6, max_staleness=3)
@@ -419,18 +413,14 @@ async def post(url, path="/chat/completions", method="POST", **fields):
 
 
 def test_requests_on_one_connection_are_answered_one_after_another():
+    """And a client that asks whether to send its body, which it then sends."""
+
     async def conversation(url, _):
-        reader, _ = await connect(url, head(url, "/a?b=c", 3) + b"abc" + head(url, "/x", 6) + b"refuse")
+        reader, writer = await connect(url, head(url, "/a?b=c", 3) + b"abc" + head(url, "/x", 6) + b"refuse")
         assert await read_answer(reader) == (200, ["POST", "v1/a", 3])
         error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
         assert await read_answer(reader) == (400, {"error": error})
-
-    at_route(conversation)
-
-
-def test_a_client_that_asks_whether_to_send_its_body_is_answered():
-    async def conversation(url, _):
-        reader, writer = await connect(url, head(url, "/x", 3, "Expect: 100-continue"))
+        writer.write(head(url, "/x", 3, "Expect: 100-continue"))
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"abc")
         assert await read_answer(reader) == (200, ["POST", "v1/x", 3])
@@ -579,11 +569,6 @@ def made_episode(*, seed=0, **options):
     return Episode(Row("hi", {}, "f:1"), seed, 50, tools=[TOOL], prompt_ids=[5, 6], **options)
 
 
-def read(fields, **options):
-    body = json.dumps({"messages": [HI], **fields}).encode()
-    return read_request("v1/chat/completions", body, made_episode(is_chat=True, **options))
-
-
 # By path what is sent, and what is said of it.
 REFUSED = {
     "v1/embeddings": {"{}": "there is no /v1/embeddings; there are /v1/chat/completions, /v1/completions"},
@@ -654,20 +639,19 @@ def test_messages_are_refused_where_prompts_are_text():
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "temperature"),
     [
-        {"tool_choice": "none"},
-        {"tools": []},
-        {"tools": [TOOL]},
-        {"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False},
+        ({"tool_choice": "none"}, 1),
+        ({"tools": []}, 1),
+        ({"tools": [TOOL]}, 1),
+        ({"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False}, 1),
+        ({"temperature": 0.7}, 0),  # a greedy evaluation takes any
     ],
 )
-def test_fields_that_change_nothing_are_taken(fields):
-    assert read(fields).prompt == [HI]
-
-
-def test_a_greedy_evaluation_takes_any_temperature():
-    assert read({"temperature": 0.7}, temperature=0).prompt == [HI]
+def test_fields_that_change_nothing_are_taken(fields, temperature):
+    body = json.dumps({"messages": [HI], **fields}).encode()
+    episode = made_episode(is_chat=True, temperature=temperature)
+    assert read_request("v1/chat/completions", body, episode).prompt == [HI]
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
@@ -872,19 +856,6 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
     assert statuses == [429] * 36
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), StopIteration()])
-@pytest.mark.parametrize("is_async", [True, False])
-def test_row_60_what_a_program_raises_is_its_episodes_error(error, is_async):
-    async def program(url, episode):
-        raise error
-
-    def program_in_thread(url, episode):
-        raise error
-
-    with pytest.raises((ValueError, RuntimeError)):
-        asyncio.run(serve(program if is_async else program_in_thread)(made_episode()).asend(None))
-
-
 def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started(tmp_path):
     """A coroutine, even one that does not let itself be cancelled; a thread that asks; a process."""
     seen = []
@@ -959,6 +930,21 @@ def raises(url, episode):
 def exits(url, episode):
     post(url, {"messages": first_messages(episode), "max_tokens": 3})
     sys.exit(3)
+
+@serve
+async def interrupts(url, episode):
+    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    raise KeyboardInterrupt
+
+@serve
+async def stops(url, episode):
+    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    raise StopIteration
+
+@serve
+def stops_in_thread(url, episode):
+    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    raise StopIteration
 """
 
 
@@ -969,6 +955,9 @@ def exits(url, episode):
         ("silent_thread", "took more than 0.7 s for a reply; see --reply-timeout"),
         ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
+        ("interrupts", r"raised\n(.|\n)*the program raised KeyboardInterrupt"),
+        ("stops", r"raised\n(.|\n)*StopIteration"),
+        ("stops_in_thread", r"raised\n(.|\n)*StopIteration"),
     ],
 )
 def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):

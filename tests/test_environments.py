@@ -729,22 +729,6 @@ class Dataset:
 
 load_dataset = None
 """,
-    "echo_env/models.py": """
-class EchoAction:
-    def __init__(self, message):
-        self.message = message
-""",
-    "echo_env/__init__.py": """
-import types
-
-class EchoEnv:
-    def __init__(self, base_url):
-        self.lock = open("/dev/null")
-
-    def step(self, action):
-        observation = types.SimpleNamespace(reward=len(action.message) / 8, echoed_message=action.message)
-        return types.SimpleNamespace(observation=observation)
-""",
     "textarena_env.py": """
 import types
 
@@ -839,15 +823,6 @@ PROGRAMS = {
             "never": ([said("no idea")], [0, 1]),
         },
     ),
-    "echo": (
-        "environment",
-        "EchoToolEnv",
-        ["reward_func"],
-        {
-            "once": ([said("", ("echo", {"message": "Hello"})), said("done")], [0.625]),
-            "never": ([said("Hello")], [0]),
-        },
-    ),
     "wordle": (
         "environment",
         "WordleEnv",
@@ -882,12 +857,9 @@ def program_of_trl(name):
         return Path(TRL, "examples/scripts/grpo_agent.py").read_text()
     page = Path(TRL, "docs/source/openenv.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    parts = {
-        "echo": [["class EchoToolEnv", "trainer.train()"]],
-        "wordle": [["class WordleEnv", "def guess"], ["environment_factory=WordleEnv"]],
-    }
-    found = [[block for block in blocks if all(word in block for word in words)] for words in parts[name]]
-    return "\n".join(block for (block,) in found)
+    (environment,) = (block for block in blocks if "class WordleEnv" in block and "def guess" in block)
+    (training,) = (block for block in blocks if "environment_factory=WordleEnv" in block)
+    return f"{environment}\n{training}"
 
 
 def said_by(rows):

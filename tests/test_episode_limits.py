@@ -175,7 +175,6 @@ def test_a_limit_that_is_not_reached_is_not_the_reason():
     for rollout in rollouts_of(leaves_it_at_two, limits=EpisodeLimits(max_sampled_tokens=15)):
         assert (num_sampled(rollout), rollout.finish_reason) == (14, "turn_length")
         assert not rollout.is_truncated
-    assert {r.finish_reason for r in rollouts_of(endless, limits=EpisodeLimits(2, 100))} == {"max_turns"}
 
 
 def in_turn(episode: Episode):

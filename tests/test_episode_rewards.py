@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,57 +108,44 @@ def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
     expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
     assert groups.rewards.view(-1, 2).tolist() == expected
     assert len({total for total, _ in expected}) > 3
-    for rollout in groups.rewarded.rollouts:
-        first = rollout.episode.turns[0]
-        assert first.rewards == {"early": first.end - first.start + 10.0}
-        assert rollout.episode.turns[1].rewards == {}
 
 
+# What an episode gives, what it returns, and what is said of it.
 HOSTILE = {
-    "nan": (math.nan, r"returns nan; a reward is a finite number of at most 1e\+12"),
-    "inf": ({"total": math.inf}, "returns 'total': inf; a reward is a finite number"),
-    "bool": (True, "returns True; a reward is"),
-    "tensor_of_bool": (torch.tensor(True), r"returns tensor\(True\); a reward is"),
-    "text": ("1.0", "returns '1.0'; a reward is"),
-    "list": ([1.0], r"returns \[1.0\]; a reward is"),
-    "large": (1e13, "returns 10000000000000.0; a reward is"),
-    "number_as_name": ({7: 1.0}, "returns a reward named 7; expected text of at most 80 characters"),
-    "long_name": ({"x" * 81: 1.0}, "returns a reward named 'xxx"),
+    "nan": ([], math.nan, r"returns nan; a reward is a finite number of at most 1e\+12"),
+    "inf": ([], {"total": math.inf}, "returns 'total': inf; a reward is a finite number"),
+    "bool": ([], True, "returns True; a reward is"),
+    "tensor_of_bool": ([], torch.tensor(True), r"returns tensor\(True\); a reward is"),
+    "text": ([], "1.0", "returns '1.0'; a reward is"),
+    "list": ([], [1.0], r"returns \[1.0\]; a reward is"),
+    "large": ([], 1e13, "returns 10000000000000.0; a reward is"),
+    "number_as_name": ([], {7: 1.0}, "returns a reward named 7; expected text of at most 80 characters"),
+    "long_name": ([], {"x" * 81: 1.0}, "returns a reward named 'xxx"),
     "missing": (
+        [],
         {"early": 1.0},
         r"ended without the reward 'total' \(given: 'early'\); give it in every episode",
     ),
-    "nothing": (None, r"ended without the reward 'total' \(given: none\)"),
+    "nothing": ([], None, r"ended without the reward 'total' \(given: none\)"),
+    "nan_given": ([math.nan], None, "'total' is nan; a reward is a finite number"),
+    "text_given": (["1"], None, "'total' is '1'; a reward is"),
+    "large_sum": ([1e12, 1e12], None, "'total' adds up to 2000000000000.0; a reward is"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
-    value, message = HOSTILE[name]
+    """What is given at once."""
+    given, value, message = HOSTILE[name]
+    says = "episode.reward, for the row at" if given else r"rollout mine for the row at f:\d+, after turn 1:"
 
     def mine(episode):
         yield episode.generate(max_tokens=3)
+        for amount in given:
+            episode.reward(amount, "total")
         return value
 
-    with pytest.raises(RolloutError, match=rf"rollout mine for the row at f:\d+, after turn 1: .*{message}"):
-        collector_of(OF_EPISODE, mine).collect(2)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([math.nan], r"f:\d+: 'total' is nan; a reward is a finite number"),
-        (["1"], r"f:\d+: 'total' is '1'; a reward is"),
-        ([1e12, 1e12], r"f:\d+: 'total' adds up to 2000000000000.0; a reward is"),
-    ],
-)
-def test_row_24_what_is_given_is_checked_at_once(values, message):
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
-        for value in values:
-            episode.reward(value, "total")
-
-    with pytest.raises(RolloutError, match=f"episode.reward, for the row at {message}"):
+    with pytest.raises(RolloutError, match=f"{says} .*{message}"):
         collector_of(OF_EPISODE, mine).collect(2)
 
 
@@ -490,51 +478,42 @@ def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
 # What functions get
 
 
-def test_functions_that_name_them_get_messages_and_what_was_given():
-    seen = []
-
-    def mine(messages, rewards_given, completions, prompts, **others):
-        assert sorted(others) == ["answer", "completion_ids"]
-        seen.extend(zip(messages, completions, rewards_given, strict=True))
-        return [0.0] * len(messages)
-
-    rewarded = collector_of({"mine": mine, **OF_EPISODE}, giving).collect(2).rewarded
-    for rollout, row, text, found in zip(rewarded.rollouts, rewarded.rows, rewarded.texts, seen, strict=True):
-        messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": text}]
-        assert found == (messages, text, rollout.episode.rewards)
-
-
-def chat_rows():
-    prompts = chat_prompts(200)
-    prompts._rows = [
-        Row([{"role": "user", "content": row.prompt}], row.columns, row.place) for row in prompts._rows
-    ]
-    return prompts
-
-
-def test_completions_of_a_chat_are_the_messages_behind_the_prompt_as_in_trl():
-    """Those that the episode itself had, with tool results between; one answer where nothing was appended."""
+def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
+    """Of a chat the completion is the episode's own messages behind the prompt, with tool results between."""
     conversations = {}
     seen = []
 
     def chatting(episode):
         yield episode.generate(max_tokens=5)
+        episode.reward(episode.seed, "early")
         if episode.seed % 2:
             yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
             yield episode.generate(after=" and", max_tokens=3)
-        conversations[episode.seed] = episode.messages
+        conversations[episode.seed] = episode.messages, {"early": float(episode.seed)}
 
-    def mine(prompts, completions, messages, episodes):
-        seen.extend(messages)
-        for prompt, completion, conversation in zip(prompts, completions, messages, strict=True):
-            assert prompt + completion == conversation
+    def mine(prompts, completions, messages, rewards_given, episodes, **others):
+        assert sorted(others) == ["answer", "completion_ids"]
+        assert [
+            prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
+        ] == messages
         assert [episode.messages for episode in episodes] == messages
-        return [float(len(completion)) for completion in completions]
+        seen.extend(zip(messages, rewards_given, strict=True))
+        return [0.0] * len(messages)
 
-    prompts = chat_rows()
+    prompts = chat_prompts(200)
+    prompts._rows = [replace(row, prompt=[{"role": "user", "content": row.prompt}]) for row in prompts._rows]
     groups = collector_of({"mine": mine}, chatting, prompts=prompts).collect(6)
     assert seen == [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
-    assert {len(messages) for messages in seen} == {2, 4}
+    assert {len(messages) for messages, _ in seen} == {2, 4}
+    seen.clear()
+
+    def of_text(messages, completions, prompts):
+        seen.extend(zip(messages, prompts, completions, strict=True))
+        return [0.0] * len(messages)
+
+    collector_of({"mine": of_text}, giving).collect(2)
+    for messages, prompt, text in seen:
+        assert messages == [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
 
 
 NOT_GIVEN = "TRL's trainer gives it, minirl does not: give it a default, {0}=None"
@@ -542,20 +521,18 @@ NO_ENVIRONMENT = "these are the objects of --environment FILE.py:CLASS, which th
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "advice"),
+    ("name", "advice"),
     [
-        ("trainer_state", lambda completions, trainer_state: None, NOT_GIVEN),
-        ("log_extra", lambda completions, log_extra: None, NOT_GIVEN),
-        ("log_metric", lambda completions, log_metric: None, NOT_GIVEN),
-        ("environments", lambda completions, environments: None, NO_ENVIRONMENT),
+        *((name, NOT_GIVEN.format(name)) for name in ("trainer_state", "log_extra", "log_metric")),
+        ("environments", NO_ENVIRONMENT),
     ],
 )
-def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, function, advice):
+def test_arguments_that_only_trl_can_give_are_refused_with_what_to_do(name, advice):
     rows = [Row("a", {"answer": "1"}, "f.jsonl:1")]
-    expected = f"no field '{name}', which the reward mine asks for; {advice.format(name)}"
-    with pytest.raises(InputError, match=expected):
-        check_columns({"mine": function}, rows)
-    check_columns({"fine": lambda completions, trainer_state=None, environments=None: None}, rows)
+    required, optional = (eval(f"lambda completions, {name}{default}: None") for default in ("", "=None"))
+    with pytest.raises(InputError, match=f"no field '{name}', which the reward mine asks for; {advice}"):
+        check_columns({"mine": required}, rows)
+    check_columns({"fine": optional}, rows)
 
 
 def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function_asks_for_it():
@@ -602,30 +579,21 @@ AWAY = ("perf/decode",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
-def test_a_returned_reward_trains_as_the_same_reward_of_a_function(
-    one_rank, two_ranks, runs, tmp_path, script
-):
-    """Every metric bit for bit, with evaluations, partial rollouts and a resume; greedy baselines too."""
+def test_a_returned_reward_trains_as_the_same_reward_of_a_function(two_ranks, runs, tmp_path, script):
+    """Every metric bit for bit, with evaluations and partial rollouts; greedy baselines too."""
     (tmp_path / "mine.py").write_text(FILE)
     flags = (
         "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
     )
-    flags += " --save-every 1 --max-staleness 2 --on-rollout-error end"
+    flags += " --max-staleness 2 --on-rollout-error end"
     flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
-    def train(pool, name, rollout, reward, *more):
+    def train(name, rollout, reward):
         extra = ("--rollout", f"{tmp_path}/mine.py:{rollout}", "--reward", reward, "--run-name", name)
-        run_in_pool(pool, script, *flags.split(), *extra, *more, runs=runs)
+        run_in_pool(two_ranks, script, *flags.split(), *extra, runs=runs)
         lines = [untimed(line) for line in read_metrics(runs / name)]
         return [{k: v for k, v in line.items() if not k.startswith(AWAY)} for line in lines]
 
-    expected = train(two_ranks, f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
-    assert train(two_ranks, f"{script}-returned", "rollout", "episode") == expected
+    expected = train(f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
+    assert train(f"{script}-returned", "rollout", "episode") == expected
     assert [line["count/rollout_errors"] for line in expected] == [0, 0]
-    if script == "train_ppo.py":
-        return  # what a checkpoint has of them is the same
-    train(two_ranks, f"{script}-resumed", "rollout", "episode", "--num-steps", "1")
-    resumed = train(
-        two_ranks, f"{script}-resumed", "rollout", "episode", "--resume", "force --rollout-workers 2"
-    )
-    assert resumed == expected

@@ -152,13 +152,6 @@ def test_functions_of_this_process_are_called_once_with_all_in_the_order_asked_f
     assert calls == [["a", "bb", "ccc", "dddd"]]
 
 
-def test_rollouts_of_several_prompts_are_not_added_together(make_groups):
-    """They would get the row of one of them."""
-    prompts, groups = make_groups([("a",), ("b",)])
-    with pytest.raises(ValueError, match="too many values"):
-        RewardQueue({}, prompts, num_rollouts=2).add(flat(groups))
-
-
 @pytest.mark.parametrize("bad", [(2, 0, 0), (1, 1, 0), (1, 1, 1)], ids=["together", "apart", "too_many"])
 def test_row_23_forgiven_failures_are_counted_over_the_phase(load, make_groups, bad, capfd):
     """Two of 40 completions are 5 %, wherever they are: also two of a call of four. A third stops the run.

@@ -20,7 +20,7 @@ from support.rollouts import make_prompts, make_rollout
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROWS = [
-    Row("one?", {"answer": 1, "level": "easy"}, "f.jsonl:1"),
+    Row("one?", {"answer": 1, "level": "easy", "completions": "of the file"}, "f.jsonl:1"),
     Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2"),
 ]
 
@@ -35,7 +35,10 @@ def rewards_of(function, rows=ROWS, completions=("1", "2")):
 
 
 def test_a_function_with_kwargs_gets_prompts_completions_ids_and_every_column():
-    """TRL's shape: lists by keyword; a column that a row does not have is None there; chat in, chat out."""
+    """TRL's shape: lists by keyword; a column that a row does not have is None there; chat in, chat out.
+
+    A column with the name of an argument does not take its place.
+    """
     seen = {}
 
     def everything(prompts, completions, **kwargs):
@@ -61,19 +64,6 @@ def test_a_function_gets_only_the_columns_that_it_names():
     assert rewards_of(scaled) == [10.0, 20.0]
 
 
-def test_a_data_column_cannot_take_the_place_of_the_completions():
-    """Columns named like the arguments of the interface are not passed over them."""
-    rows = [Row("p", {"completions": "from the file", "prompts": "too", "completion_ids": "too"}, "f:1")]
-    seen = []
-
-    def keep(prompts, completions, completion_ids):
-        seen.extend([prompts, completions, completion_ids])
-        return [1]
-
-    rewards_of(keep, rows, ["sampled"])
-    assert seen == [["p"], ["sampled"], [[7]]]
-
-
 def test_an_error_in_the_function_is_not_swallowed():
     """The user's own traceback is what they need."""
     with pytest.raises(ZeroDivisionError):
@@ -85,12 +75,13 @@ def test_tensors_are_numbers(value):
     assert rewards_of(lambda completions: value) == [1.0, 0.0]
 
 
-def test_load_reward_returns_the_named_function(tmp_path):
-    """The module is run once as a file, whatever else it holds; colons in the folder's name do no harm."""
+def test_load_reward_returns_the_named_function_which_finds_modules_beside_its_file(tmp_path):
+    """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours."""
     folder = tmp_path / "a:b"
     folder.mkdir()
+    (folder / "batch.py").write_text("BONUS = 2\n")
     (folder / "mine.py").write_text(
-        "BONUS = 2\ndef score(completions):\n    return [BONUS for _ in completions]\n"
+        "import batch\ndef score(completions):\n    return [batch.BONUS for _ in completions]\n"
     )
     assert rewards_of(load_reward(f"{folder}/mine.py:score")) == [2.0, 2.0]
 
@@ -108,12 +99,6 @@ def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatc
     assert rewards_of(load_reward("mine_in_parts.scores:score")) == [3.0, 3.0]
     installed = load_reward("minirl.data.gsm8k:strict_score")
     assert installed(completions=["#### 4", "#### 5"], answer=[4.0, 4.0]) == [1.0, 0.0]
-
-
-def test_none_says_that_a_reward_does_not_apply():
-    """In TRL's shape: None in the list is no error."""
-    assert rewards_of(lambda completions: [1.0, None]) == [1.0, None]
-    assert rewards_of(lambda completions: [None, None]) == [None, None]
 
 
 ASYNC_REWARD = """
@@ -333,12 +318,15 @@ def test_another_number_of_weights_than_rewards_is_refused(weights):
         functions_and_weights({"b": min, "a": max}, weights, logged={"seen": sum})
 
 
-def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
-    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfalls 15 and 16."""
+def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and_selected(tmp_path):
+    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfalls 15 and 16.
+
+    Where a rank has no rollouts, no function is called. An empty completion is judged: fault 29.
+    """
     rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
     prompts = make_prompts(tmp_path, rows)
     ordinals = (3, 0, 1, 2, 0)
-    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}b<eos>") for s, o in enumerate(ordinals)]
+    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate(ordinals)]
     functions = {
         "length": lambda completion_ids: [len(x) for x in completion_ids],
         "answer": lambda prompts, completions, answer: answer,
@@ -347,33 +335,16 @@ def test_judge_aligns_rollouts_rows_texts_and_rewards(tmp_path):
     judged = reward_rollouts(functions, prompts, rollouts)
     assert judged.rollouts == rollouts
     assert judged.rows == [rows[prompts.index(ordinal)] for ordinal in ordinals]
-    assert judged.texts == ["b", "ab", "aab", "aaab", "aaaab"]
+    assert judged.texts == ["", "a", "aa", "aaa", "aaaa"]
     assert judged.rewards.dtype == torch.float64
-    answers = [row.columns["answer"] for row in judged.rows]
-    assert {*answers} == {1, 2}
-    assert judged.rewards.tolist() == [[i + 2, answers[i], i + 1] for i in range(5)]
-
-
-def test_a_rank_without_rollouts_judges_nothing(tmp_path):
-    """No function is called, and the rewards are [0, K], ready to be gathered with other ranks'."""
-    prompts = make_prompts(tmp_path, [Row("a", {}, "f:1")])
-    functions = dict.fromkeys(("never", "nor"), lambda: pytest.fail("called"))
-    judged = reward_rollouts(functions, prompts, [])
-    assert (judged.rollouts, judged.rows, judged.texts, judged.failed.tolist()) == ([], [], [], [])
-    assert (judged.rewards.shape, judged.rewards.dtype) == ((0, 2), torch.float64)
-
-
-def test_judged_rollouts_add_up_and_are_selected_together(tmp_path):
-    """Rounds of rollouts join and are picked as one: rollouts, rows, texts and rewards stay aligned."""
-    prompts = make_prompts(tmp_path, [Row("a", {"answer": 1}, "f:1"), Row("b", {"answer": 2}, "f:2")])
-    functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
-    rollouts = [make_rollout(prompts, ordinal, 0, "a" * (ordinal + 1)) for ordinal in range(4)]
-    parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
-    whole = reward_rollouts(functions, prompts, rollouts)
+    assert judged.rewards.tolist() == [[i + 1, judged.rows[i].columns["answer"], i] for i in range(5)]
 
     def facts(judged):
         return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist(), judged.failed.tolist()
 
-    assert facts(parts[0] + parts[1] + parts[2]) == facts(whole)
-    assert facts(whole.select([3, 0])) == tuple([column[3], column[0]] for column in facts(whole))
-    assert whole.select([]).rewards.shape == (0, 2)
+    none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
+    first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))
+    assert facts(first + none + rest) == facts(judged)
+    assert facts(judged.select([3, 0])) == tuple([column[3], column[0]] for column in facts(judged))
+    for empty in (none, judged.select([])):
+        assert (empty.rewards.shape, empty.rewards.dtype) == ((0, 3), torch.float64)

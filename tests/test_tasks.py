@@ -16,7 +16,7 @@ from minirl.data.gsm8k import (
     strict_answer,
     strict_score,
 )
-from minirl.data.jsonl import load_jsonl_task, read_rows
+from minirl.data.jsonl import read_rows
 from minirl.data.sorting import ALPHABET, load_sorting, score
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
@@ -80,16 +80,12 @@ def test_a_bad_line_is_refused_with_file_line_and_field(write, line, said):
         read_rows(write([GOOD, "", line, GOOD]), "prompt")
 
 
-def test_bytes_that_are_not_utf8_are_refused_with_the_file(write):
-    """A Latin-1 file says which file it is, not only which byte."""
-    with pytest.raises(ValueError, match=r"rows\.jsonl"):
-        read_rows(write(GOOD.encode() + b'\n{"prompt": "caf\xe9"}\n'), "prompt")
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
-def test_a_file_without_rows_is_refused(write, content):
-    """Empty, blank and BOM-only files name themselves."""
-    with pytest.raises(ValueError, match=r"rows\.jsonl: no rows"):
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf", GOOD.encode() + b'\n{"prompt": "caf\xe9"}\n']
+)
+def test_a_file_without_rows_or_in_latin_1_is_refused_by_name(write, content):
+    """Empty, blank and BOM-only files too."""
+    with pytest.raises(ValueError, match=r"rows\.jsonl(: no rows|:2: not UTF-8)"):
         read_rows(write(content), "prompt")
 
 
@@ -127,14 +123,6 @@ def test_text_and_messages_arrive_as_they_were_written(write, prompt, ensure_asc
     path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
     rows = list(read_rows(path, "prompt"))
     assert rows == [Row(prompt, {}, f"{path}:{number}") for number in (1, 3)]
-
-
-def test_jsonl_task_has_both_files_and_no_reward(write):
-    """The task is named after its file; without eval data nothing is held out; the reward is the user's to give."""
-    train, held_out = write([GOOD] * 3, "stories.jsonl"), write([GOOD], "held_out.jsonl")
-    task = load_jsonl_task(train, [held_out], prompt_field="prompt")
-    assert (task.name, len(task.train_rows), len(eval_rows(task)), task.rewards) == ("stories", 3, 1, {})
-    assert load_jsonl_task(train, [], prompt_field="prompt").eval_sets == {}
 
 
 # What both read, what the flexible one reads alone, and what neither does.
@@ -228,20 +216,19 @@ def test_gsm8k_rows_have_question_instruction_and_number(write):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("line", "said"),
     [
-        ({"answer": "#### 3"}, "field 'question' is None"),
-        ({"question": " ", "answer": "#### 3"}, "field 'question' is ' '"),
-        ({"question": "q"}, "field 'answer' is None"),
-        ({"question": "q", "answer": 3}, "field 'answer' is 3"),
-        ({"question": "q", "answer": "three"}, "field 'answer' has no number after '####'"),
+        ('{"answer": "#### 3"}', "field 'question' is None"),
+        ('{"question": " ", "answer": "#### 3"}', "field 'question' is ' '"),
+        ('{"question": "q"}', "field 'answer' is None"),
+        ('{"question": "q", "answer": 3}', "field 'answer' is 3"),
+        ('{"question": "q", "answer": "three"}', "field 'answer' has no number after '####'"),
     ],
 )
-def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(write, fields, said):
+def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(write, line, said):
     """Also a reference answer that could never be matched."""
-    good = json.dumps({"question": "q", "answer": "#### 3"})
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {said}"):
-        read_gsm8k(write([good, json.dumps(fields)]))
+        read_gsm8k(write(['{"question": "q", "answer": "#### 3"}', line]))
 
 
 def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
@@ -300,7 +287,7 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     task = load_task(RunConfig(data=path, reward=(mine("four"), mine("three"))))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
     assert [len(function.pool.workers) for function in task.rewards.values()] == [1, 1]
-    assert task.extra_scores == {}
+    assert (task.extra_scores, task.eval_sets) == ({}, {})
     task = load_task(RunConfig(data=path, reward=(mine("four"),), reward_workers=2))
     assert len(task.rewards["four"].pool.workers) == 2
 
@@ -322,16 +309,12 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
         assert dict(task.extra_scores) == logged
 
 
-def test_two_rewards_of_one_name_are_refused(mine, tmp_path):
-    """Metrics and weights go by name: one would take the other's place."""
+def test_two_rewards_of_one_name_are_refused(write, mine, tmp_path):
+    """Metrics and weights go by name: one would take the other's place, or that of the task's logged score."""
     (tmp_path / "other.py").write_text("def three(completions):\n    return [0.0 for _ in completions]\n")
     for other in (mine("three"), f"{tmp_path}/other.py:three"):
         with pytest.raises(ValueError, match=r"--reward .*mine\.py:three .*: two functions of one name"):
             load_task(RunConfig(reward=(mine("three"), other)))
-
-
-def test_a_reward_named_like_a_score_of_the_task_is_refused(write, mine):
-    """The task's own score is still logged, under the name that is then taken."""
     path = write([json.dumps({"question": "q", "answer": "#### 3"})])
     with pytest.raises(ValueError, match=r"--reward .*strict"):
         load_task(RunConfig(task="gsm8k", data=path, reward=(mine("strict"),)))
@@ -373,6 +356,7 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     second = write([GOOD] * 3, "hard.jsonl")
     config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model="dir")
     task = load_task(config)
+    assert (task.name, len(task.train_rows), task.rewards) == ("easy", 2, {})
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
     (tmp_path / "other").mkdir()
     again = write([GOOD], "other/easy.jsonl")
