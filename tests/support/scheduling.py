@@ -14,6 +14,7 @@ from minirl.generation import kv_cache
 from minirl.generation.engine import Engine
 from minirl.model.families import config_from_dict
 from minirl.rollouts import Request
+from support.engines import make_request
 from support.models import RAW_CONFIG
 
 STOP = 0
