@@ -136,8 +136,8 @@ def measure_step(collector: Collector, engine: Engine, step: int, clock: PhaseCl
         "cpu_s": seconds["wall_cpu"],
         "taken": taken,
         "decode_steps": stats.decode_steps,
-        "prefill_s": reduced["time/prefill"],
-        "decode_s": reduced["time/decode"],
+        "prefill_s": reduced.get("time/prefill", 0.0),
+        "decode_s": reduced.get("time/decode", 0.0),
         **{name: value for name, value in reduced.items() if not name.startswith("time")},
     }
 

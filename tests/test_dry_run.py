@@ -133,13 +133,18 @@ def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):
 
 
 def test_stale_rollouts_have_room_beside_those_of_the_step(flags):
-    """The prompts of two steps are open, whose completions may have nearly all their tokens when they go on."""
+    """The prompts of two steps are open, whose completions may have nearly all their tokens when they go on.
+
+    Also those that have no place in the decode batch: they take turns.
+    """
     model = flags(QWEN_05B) | {"gpus": "8x80", "prompts_per_step": 8}
     whole, _ = dry_run(train_grpo, **model)
     partial, _ = dry_run(train_grpo, **model, max_staleness=8)
     # A rank has 8 completions and a greedy one of one prompt, or of 2.
     assert number(whole, "--cache-tokens") == 9 * (812 + 256)
     assert number(partial, "--cache-tokens") == 18 * (812 + 256)
+    in_turns, _ = dry_run(train_grpo, **model, max_staleness=8, max_running_requests=9)
+    assert number(in_turns, "--cache-tokens") == 18 * (812 + 256)
     # 9 sequences of 812 tokens at a time, or as many tokens as the engine prefills together, 8,192.
     assert gigabytes(partial, "prefill") > gigabytes(whole, "prefill")
 

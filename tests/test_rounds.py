@@ -55,6 +55,10 @@ async def ends_late(episode):
         while not GATE.exists():
             await asyncio.sleep(0.01)
 
+def large(episode):
+    yield episode.generate(max_tokens=3)
+    yield episode.generate(after="a" * 100_000)
+
 def raises(completions):
     raise ValueError("never")
 """
@@ -149,6 +153,18 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
     steps += collected(collector, 1, 2, first_step=1)
     assert num_late
     assert 1 in ordinals(steps)[1]
+
+
+def test_a_reply_that_fills_the_pipe_during_an_update_is_not_late(load):
+    """Its process waits for the trainer to read it, for longer than the time limit of a reply."""
+    rollout = load("large", timeout_s=1.0)
+    collector = make_collector(make_prompts(), rollout=rollout, **OPTIONS)
+    collector._runner.patience_s = 0.0
+    collector._serve(1)
+    collector._run_round(0)
+    rollout.pool.flush()
+    time.sleep(2)
+    collected(collector, 1, 2)
 
 
 def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_says_so(load, tmp_path):

@@ -48,8 +48,8 @@ from minirl.training.frozen_models import FrozenModel
 
 # Tokens of a rollout in a round: a share of the longest completion, within limits. Fewer let new prompts begin sooner
 # where others ended, and more cost fewer exchanges between the ranks (`benchmarks/rounds.py`).
-ROUND_FRAC = 1 / 16
-ROUND_LIMITS = (4, 256)
+ROUND_FRAC = 1 / 8
+ROUND_LIMITS = (4, 512)
 
 
 def default_round_tokens(max_new_tokens: int) -> int:

@@ -61,11 +61,13 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
 
 def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
     """Tokens of the cache: on CUDA such as can be kept from step to step, if that is half of what fits or more."""
+    tokens_per_request = work.longest + FLASH_BLOCK
     if not work.is_cuda:
-        return largest("cache_tokens", work, sizes, room, most=MOST_CACHE_TOKENS)
+        most = max(MOST_CACHE_TOKENS, work.in_flight * tokens_per_request)
+        return largest("cache_tokens", work, sizes, room, most=most)
     # There it is memory from the first token on: no more than all requests can fill.
-    requests = min(sizes.max_running_requests, work.requests)
-    tokens = largest("cache_tokens", work, sizes, room, most=requests * (work.longest + FLASH_BLOCK))
+    requests = max(min(sizes.max_running_requests, work.requests), work.in_flight)
+    tokens = largest("cache_tokens", work, sizes, room, most=requests * tokens_per_request)
     kept = largest("cache_tokens", work, sizes, room, most=tokens, keeps_cache=True)
     return kept if 2 * kept >= tokens else tokens
 

@@ -37,7 +37,8 @@ class Workload:
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
-    requests: completions that a rank decodes in one phase. update_tokens: tokens that it trains on in one update.
+    requests: completions that a rank decodes in one phase. in_flight: those that decode in rounds, so that the cache
+    should hold all of them. update_tokens: tokens that it trains on in one update.
     enough_tokens: see the function of that name.
     """
 
@@ -54,6 +55,7 @@ class Workload:
     requests: int
     update_tokens: int
     enough_tokens: int
+    in_flight: int = 0
 
     @property
     def policy(self) -> ModelConfig:

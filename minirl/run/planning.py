@@ -70,6 +70,7 @@ def workload(
         longest_prompt=longest_prompt,
         longest=longest,
         requests=max(requests_in_training, math.ceil(held_out.num_prompts / num_ranks)),
+        in_flight=requests_in_training if config.max_staleness else 0,
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
     )

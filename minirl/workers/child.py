@@ -28,7 +28,7 @@ from typing import Any
 
 from minirl.workers.containment import (
     OwnRandom,
-    Trainer,
+    TrainerPipes,
     connect,
     isolated,
     working_directory,
@@ -84,7 +84,7 @@ current_random: contextvars.ContextVar[OwnRandom] = contextvars.ContextVar("curr
 class Server:
     """Holds conversations, driven by the trainer's requests."""
 
-    def __init__(self, trainer: Trainer, loaded: Loaded, folder: int):
+    def __init__(self, trainer: TrainerPipes, loaded: Loaded, folder: int):
         """folder: a file descriptor of the working directory."""
         self._trainer = trainer
         self._loaded = loaded

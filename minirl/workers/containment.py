@@ -28,7 +28,7 @@ MAX_OUTPUT = 2000
 MAX_FILE_DESCRIPTOR = 4096
 
 
-class Trainer:
+class TrainerPipes:
     """The process that sends requests and receives answers, both as lines of JSON."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO, key: str, printed: "_PrintBuffer"):
@@ -45,7 +45,7 @@ class Trainer:
         self._answers.flush()
 
 
-def connect(source: str) -> Trainer | None:
+def connect(source: str) -> TrainerPipes | None:
     """Make this process ready for user code and take the first request, {"id", "path"}: the trainer's sys.path.
 
     Returns None if the trainer ended before it sent one.
@@ -61,7 +61,7 @@ def connect(source: str) -> Trainer | None:
     first = loads(first_line)
     own_folder = os.path.dirname(os.path.abspath(source)) if source.endswith(".py") else os.getcwd()
     sys.path[:] = [*first["path"], own_folder]
-    return Trainer(requests, answers, first["id"], printed)
+    return TrainerPipes(requests, answers, first["id"], printed)
 
 
 def _start_guard() -> None:

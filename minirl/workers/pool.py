@@ -372,8 +372,8 @@ class _Worker:
         """Start a process, which first answers that it loaded the code."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
-        # When the process could start its current work.
-        self._since = time.monotonic()
+        # When the process could start its current work, and when it last sent something.
+        self._since = self._heard_at = time.monotonic()
         try:
             self._process: UserProcess = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
         except OSError as error:
@@ -448,11 +448,18 @@ class _Worker:
         """Return when the process has taken too long, by the conversation that is to blame; -1 for its start."""
         if not self.is_ready:
             return {-1: self._since + self._timeout_s + LOAD_TIMEOUT_S}
+        # Answers that filled the pipe while this process was busy held the other one up: it has some time from then on.
+        least = self._heard_at + GRACE_S
         if self._is_async:
-            return {number: sent + limit + GRACE_S for number, (sent, limit) in self._awaited.items()}
+            awaited = self._awaited.items()
+            return {number: max(sent + limit + GRACE_S, least) for number, (sent, limit) in awaited}
         # The first of them runs, since it was sent or the one before it ended; the others wait for it.
         first = itertools.islice(self._awaited.items(), 1)
-        return {number: max(sent, self._since) + limit for number, (sent, limit) in first}
+        is_amid_answer = bool(self._process.received)
+        return {
+            number: max(max(sent, self._since) + limit, least if is_amid_answer else 0.0)
+            for number, (sent, limit) in first
+        }
 
     def _too_long(self) -> str:
         return f"took more than {self._timeout_s:g} s {self._kind.too_long}"
@@ -466,6 +473,8 @@ class _Worker:
         while not has_ended and size < len(received) <= MAX_ANSWER:
             size = len(received)
             has_ended = self._process.read()
+        if len(received) > searched:
+            self._heard_at = time.monotonic()
         if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
             return [], has_ended  # a long line is split once, when all of it is there
         *lines, rest = bytes(received).split(b"\n")
