@@ -58,15 +58,14 @@ def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py
     return runs / name
 
 
-def numbers_of(folder: Path) -> list[dict]:
-    """Of each step; how full decode steps are depends on when replies come."""
+def results_of(folder: Path) -> tuple[list[dict], dict[str, str]]:
+    """What a second run must give again: the numbers of each step, and the bits of checkpoints and rollouts.
+
+    How full decode steps are depends on when replies come.
+    """
     lines = [untimed(line) for line in read_metrics(folder)]
-    return [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
-
-
-def bits_of(folder: Path) -> dict[str, str]:
-    """What a second run must give again: checkpoints and rollouts."""
-    return {name: digest for name, digest in digests(folder).items() if not name.startswith("metrics")}
+    numbers = [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
+    return numbers, {name: bits for name, bits in digests(folder).items() if not name.startswith("metrics")}
 
 
 def without_advantages(rollouts: list[dict]) -> list[dict]:
@@ -132,8 +131,7 @@ def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processe
     two_ranks, calling, on_two_ranks, tmp_path
 ):
     fork = train(two_ranks, calling, "fork", script=make_fork(tmp_path))
-    assert numbers_of(fork) == numbers_of(on_two_ranks)
-    assert bits_of(fork) == bits_of(on_two_ranks)
+    assert results_of(fork) == results_of(on_two_ranks)
 
 
 @pytest.mark.parametrize("last_step", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -142,8 +140,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 ):
     copy = interrupted_copy(on_two_ranks, f"after-{last_step}", last_step)
     train(two_ranks, calling, copy.name, TOOL)
-    assert bits_of(copy) == bits_of(on_two_ranks)
-    assert numbers_of(copy) == numbers_of(on_two_ranks)
+    assert results_of(copy) == results_of(on_two_ranks)
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
     CHAT,
-    assert_resumes,
     chat_prompts,
     collected,
     facts,
@@ -36,104 +35,16 @@ from support.collecting import (
     make_collector,
 )
 from support.processes import is_alive
+from support.programs import AT_A_URL, in_turns
 from support.turns import SaidReader
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-SOURCE = """
-import asyncio, json, random, sys, time, urllib.error, urllib.request
-from minirl.agents.endpoint import run_program, serve
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-def post(url, fields, path="chat/completions"):
-    body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/{path}", body)) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        return json.load(error)
-
-def first_messages(episode):
-    return [{"role": "user", "content": episode.row.prompt}]
-
-def user(text):
-    return {"role": "user", "content": text}
-
-def chat(messages, answer):
-    message = answer["choices"][0]["message"]
-    return [*messages, message, user(message["content"][:3] + " go on")]
-
-@serve
-def in_thread(url, episode):
-    messages = first_messages(episode)
-    for number in range(3):
-        answer = post(url, {"model": "m", "messages": messages, "max_tokens": 5 + number, "stop": "e"})
-        messages = chat(messages, answer)
-
-async def post_async(url, fields):
-    host, port = url.split("/")[2].split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps(fields).encode()
-    path = url.split(port, 1)[1] + "/chat/completions"
-    writer.write(f"POST {path} HTTP/1.0\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
-    answer = await reader.read()
-    writer.close()
-    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])
-
-@serve
-async def in_loop(url, episode):
-    messages = first_messages(episode)
-    for number in range(3):
-        fields = {"model": "m", "messages": messages, "max_completion_tokens": 5 + number, "stop": ["e"]}
-        answer = await post_async(url, fields)
-        await asyncio.sleep(random.SystemRandom().random() / 50)
-        messages = chat(messages, answer)
-
-@serve
-def as_events(url, episode):
-    messages = first_messages(episode)
-    for number in range(3):
-        fields = {"messages": messages, "max_tokens": 5 + number, "stop": "e", "stream": True}
-        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(fields).encode())
-        with urllib.request.urlopen(request) as answer:
-            events = [line[6:] for line in answer.read().decode().splitlines() if line]
-        assert events.pop() == "[DONE]"
-        (choice,) = json.loads(events[0])["choices"]
-        messages = chat(messages, {"choices": [{"message": choice["delta"]}]})
-
-@serve
-def by_completion(url, episode):
-    ids = episode.prompt_ids
-    for number in range(3):
-        fields = {"prompt": ids, "max_tokens": 4, "return_token_ids": True, "logprobs": 1, "temperature": 1}
-        answer = post(url, fields, "completions")
-        (choice,) = answer["choices"]
-        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
-        assert choice["logprobs"]["token_logprobs"] == episode.turns[-1].logprobs
-        assert answer["usage"]["prompt_tokens"] == len(ids)
-        ids = [*ids, *choice["token_ids"], 7, 8 + number]
-
-@serve
-def with_tools(url, episode):
-    fields = {"messages": first_messages(episode), "tools": [TOOL], "max_tokens": 5}
-    answer = post(url, fields)["choices"][0]["message"]
-    said = [*first_messages(episode), answer]
-    post(url, {**fields, "messages": [*said, user("go on")], "tool_choice": "none"})
-    post(url, {"messages": [*said, user("so")], "max_tokens": 5})
-
-@serve
-async def two_at_a_time(url, episode):
-    await in_loop.__wrapped__(url, episode)
-
-two_at_a_time.max_episodes = 2
-"""
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
-    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "mine.py").write_text(AT_A_URL)
     monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
         yield load_function
@@ -142,15 +53,6 @@ def load(tmp_path, monkeypatch):
 def rollouts_of(rollout, num_steps=1, num_groups=5, *, is_chat=True, **options):
     prompts = chat_prompts(120) if is_chat else None
     return collected(make_collector(prompts, rollout=rollout, **options), num_steps, num_groups)
-
-
-def in_turns(episode):
-    """What the programs above ask for."""
-    turn = yield episode.generate(max_tokens=5, stop="e")
-    for number in (1, 2):
-        said = turn.text.partition("e")[0]
-        reply = {"role": "user", "content": said[:3] + " go on"}
-        turn = yield episode.generate(after=reply, max_tokens=5 + number, stop="e")
 
 
 def of_ids(episode):
@@ -242,18 +144,6 @@ def test_an_agents_process_takes_so_many_episodes_and_further_ones_get_another(l
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, is_chat):
     assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
-
-
-@pytest.mark.parametrize("name", ["in_thread", pytest.param("in_loop", marks=pytest.mark.slow), "as_events"])
-def test_a_program_at_a_url_makes_the_rollouts_of_a_function_that_asks_for_the_same(load, name):
-    """On any number of workers, and where it goes on from a checkpoint: it is run again, and gets the same answers."""
-
-    def collector(rollout):
-        return make_collector(chat_prompts(120), rollout=rollout, round_tokens=6, max_staleness=3)
-
-    one, two = load(name), load(name, num_workers=2)
-    steps = assert_resumes(lambda: collector(one), lambda: collector(two))
-    assert steps == collected(collector(in_turns), 4, 2)
 
 
 OPENAI = """
@@ -726,9 +616,16 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
         # As programs send it back: without the reasoning, with other spaces, with fields of None.
         said["tool_calls"] = called('{"b":[1,2],"a":"\\u00e9"}')
         await post(messages=[HI, {**said, "refusal": None}, {**result, "name": None}])
+        history = {"role": "assistant", "content": None, "tool_calls": called('{"a": 1}')}
+        await post(messages=[HI, history, HI])
 
-    _, second = drive(program, {"text": "so", "tool_calls": [CALL], "reasoning_content": "hm"}, {})
+    _, second, branch = drive(
+        program, {"text": "so", "tool_calls": [CALL], "reasoning_content": "hm"}, {}, {}
+    )
     assert second.after == [result]
+    # Templates get arguments as structures, and text.
+    assert branch.prompt[1]["content"] == ""
+    assert branch.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -961,7 +858,7 @@ def stops_in_thread(url, episode):
     ],
 )
 def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
-    (tmp_path / "mine.py").write_text(SOURCE + HOSTILE)
+    (tmp_path / "mine.py").write_text(AT_A_URL + HOSTILE)
     workers = load(name, timeout_s=0.7)
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
         rollouts_of(workers, num_groups=2, group_size=2)
@@ -991,16 +888,6 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
     assert asked[0].prompt == [system, HI]
     assert [generate.after for generate in asked[:4]] == ["", [HI], "", ""]
     assert (asked[7].prompt, asked[8].after) == ([9, 9], [7])
-
-
-def test_a_branch_shows_templates_the_calls_in_its_history():
-    async def program(post, _):
-        history = {"role": "assistant", "content": None, "tool_calls": called('{"a": 1}')}
-        await post(messages=[HI, history, HI])
-
-    (generate,) = drive(program, {})
-    assert generate.prompt[1]["content"] == ""
-    assert generate.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 def test_the_documented_agent_is_rewarded_for_its_last_answer():

@@ -362,31 +362,26 @@ def num_letters(environments):
 
 @pytest.mark.slow
 def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, monkeypatch):
-    """On any number of workers, with a budget, over a checkpoint and a kill.
+    """On any number of workers, in parts, over a checkpoint and a kill.
 
     Reward functions see the attributes as they were when `get_reward` was last asked, also where no further turn fits.
     """
     monkeypatch.setattr("minirl.data.answers.parsed_answer", letter_message)
     functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
-
-    def collector(rollout, **options):
-        return make_collector(chat_prompts(), functions=functions, rollout=rollout, **options)
-
+    options = {"functions": functions, "round_tokens": 7, "max_staleness": 3}
     one, three = (load("environment", "Letters", num_workers=n) for n in (1, 3))
-    steps = collected(collector(one), 2)
-    assert collected(collector(three), 2) == steps
-    assert len({tuple(row[2][: row[3].index(True)]) for row in steps[0]}) > 4  # of four rows
-    assert any(row[3].count(False) > row[3].index(True) for row in steps[0])  # tools were called
 
     def after_a_kill():
         for worker in three.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
-        return collector(three, round_tokens=7, max_staleness=3)
+        return make_collector(chat_prompts(), rollout=three, **options)
 
-    expected = assert_resumes(lambda: collector(one, round_tokens=7, max_staleness=3), after_a_kill)
-    rewards = [row[-1] for step in [*steps, *expected] for row in step]
-    assert all(given == seen for _, given, seen in rewards)
-    assert len({seen for _, _, seen in rewards}) > 4
+    steps = assert_resumes(lambda: make_collector(chat_prompts(), rollout=one, **options), after_a_kill)
+    rows = [row for step in steps for row in step]
+    assert len({tuple(row[2][: row[3].index(True)]) for row in rows}) > 4  # of so few prompts
+    assert any(row[3].count(False) > row[3].index(True) for row in rows)  # tools were called
+    assert all(given == seen for *_, (_, given, seen) in rows)
+    assert len({seen for *_, (_, _, seen) in rows}) > 4
 
 
 def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do():

@@ -1,6 +1,5 @@
 """Rollout functions in worker processes: the same rollouts as in this process, whatever happens there."""
 
-import functools
 import inspect
 import os
 import re
@@ -25,6 +24,7 @@ from support.collecting import (
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
 from support.processes import is_alive
+from support.programs import AT_A_URL, in_turns
 
 SOURCE = """
 import asyncio, os, pathlib, random, signal, subprocess, sys, time
@@ -246,7 +246,7 @@ FORGIVEN = ("raises", "dies", "dies_async", "hangs", "blocks_async", "foreign_id
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
     copies = inspect.getsource(chatting) + inspect.getsource(branching)
-    (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", ""))
+    (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", "") + AT_A_URL)
     monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
         yield load_function
@@ -258,27 +258,6 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
 
 def by_id(steps):
     return {row[0]: row for step in steps for row in step}
-
-
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(
-    "name", ["overlapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("calculator", "slow"))]
-)
-def test_rollouts_depend_neither_on_the_process_nor_on_delays_nor_on_the_number_of_workers(
-    load, name, num_workers
-):
-    """Also with a cache so small that rows which wait are dropped and computed again."""
-    engine_options = {"cache_tokens": 512, "max_running_requests": 5} if num_workers == 3 else {}
-    found = rollouts_of(load(name, num_workers=num_workers), 2, engine_options=engine_options)
-    assert found == rollouts_of(calculator_here, 2)
-
-
-@pytest.mark.parametrize("function", [chatting, pytest.param(branching, marks=pytest.mark.slow)])
-def test_messages_answers_and_branches_are_the_same_in_a_worker(load, function):
-    options = {"round_tokens": 8, "max_staleness": 3}
-    prompts = [chat_prompts(120, tool_format="hermes") for _ in range(2)]
-    expected = rollouts_of(function, 3, 2, prompts=prompts[0], **options)
-    assert rollouts_of(load(function.__name__), 3, 2, prompts=prompts[1], **options) == expected
 
 
 def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(load):
@@ -302,13 +281,43 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
     assert (tmp_path / "seen").exists()
 
 
-@pytest.mark.parametrize("name", [pytest.param("calculator", marks=pytest.mark.slow), "overlapped"])
-def test_what_is_in_flight_goes_on_in_the_same_workers_and_from_a_checkpoint(load, name):
-    """Paused episodes are run again from their turns; the steps are those of an uninterrupted run in this process."""
-    options = {"round_tokens": 6, "max_staleness": 3}
-    one, two = (load(name, num_workers=n) for n in (1, 2))
-    steps = assert_resumes(*(functools.partial(make_collector, rollout=f, **options) for f in (one, two)))
-    assert steps == rollouts_of(calculator_here, 4, 2, **options)
+# Of each program its twin in this process.
+PROGRAMS = {
+    "overlapped": calculator_here,
+    "chatting": chatting,
+    "in_thread": in_turns,
+    "as_events": in_turns,
+}
+SLOW_PROGRAMS = {
+    "calculator": calculator_here,
+    "slow": calculator_here,
+    "branching": branching,
+    "in_loop": in_turns,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [*PROGRAMS.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW_PROGRAMS.items())],
+)
+def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
+    """In this process, on one worker and on three, with a small cache, in parts, from a checkpoint and after a kill."""
+
+    def collector(rollout, **engine_options):
+        # `chatting` asks for the messages of its turns.
+        prompts = chat_prompts(120, tool_format="hermes" if here is chatting else None)
+        options = {"round_tokens": 6, "max_staleness": 3, "engine_options": engine_options}
+        return make_collector(prompts, rollout=rollout, **options)
+
+    one, three = (load(name, num_workers=n) for n in (1, 3))
+
+    def after_a_kill():
+        for worker in three.pool.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        return collector(three, cache_tokens=512, max_running_requests=5)
+
+    steps = assert_resumes(lambda: collector(one), after_a_kill)
+    assert steps == collected(collector(here), 4, 2)
 
 
 @pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])
