@@ -572,10 +572,12 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
         ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
         ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
         ({"num_minibatches": 129}, "--num-minibatches 129"),
+        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
+        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
     ],
 )
 def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Fault 43."""
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
     GRPO["check"](GRPO["Config"]())
     with pytest.raises(ValueError, match=re.escape(message)):
         GRPO["check"](GRPO["Config"](**options))
