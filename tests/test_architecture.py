@@ -29,7 +29,6 @@ def module_name(path):
     return ".".join(part for part in parts if part != "__init__")
 
 
-SCRIPTS = [ROOT / "train_grpo.py", ROOT / "train_ppo.py"]
 FILES = {module_name(path): path for path in sorted((ROOT / "minirl").rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
@@ -44,16 +43,11 @@ def imported_names(node):
     return []
 
 
-def imported_modules(tree):
-    """Modules of the package that a tree imports, also inside its functions."""
-    return modules_of(ast.walk(tree))
-
-
-def modules_of(nodes):
-    """Modules of the package that these nodes import."""
+def imported_modules(nodes):
+    """Modules of the package that these nodes import; a tree stands for all of its nodes, also inside functions."""
+    nodes = ast.walk(nodes) if isinstance(nodes, ast.AST) else nodes
     names = {name for node in nodes for name in imported_names(node)}
-    ours = {name.removeprefix("minirl.") for name in names if name.startswith("minirl.")}
-    return ours & FILES.keys()
+    return {name.removeprefix("minirl.") for name in names if name.startswith("minirl.")} & FILES.keys()
 
 
 def folder_of(name):
@@ -73,28 +67,15 @@ def statements_at_import(tree):
             waiting.extend(ast.iter_child_nodes(node))
 
 
-def docstrings(tree):
-    """The constants of a tree that are docstrings."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            yield node.body[0].value
-
-
-def test_every_folder_has_a_place_in_the_order():
-    """A new file needs no entry; a new folder says where it stands."""
-    assert {folder_of(name) for name in FILES if name} == set(ORDER)
-    assert imported_modules(TREES[""]) == set()
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if name])
 def test_no_module_imports_a_higher_folder(name):
-    """Also inside functions, but for annexes; the library never imports a script, a test or a benchmark."""
+    """Also inside functions, but for annexes. A new folder needs a place in the order.
+
+    The library never imports a script, a test or a benchmark.
+    """
     height = ORDER.index(folder_of(name))
     higher = {other for other in imported_modules(TREES[name]) if ORDER.index(folder_of(other)) > height}
-    early = modules_of(statements_at_import(TREES[name]))
+    early = imported_modules(statements_at_import(TREES[name]))
     wrong = {other for other in higher if other in early or folder_of(other) not in ANNEXES}
     assert not wrong, f"{name} imports {wrong}"
     outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks"}
@@ -118,6 +99,7 @@ def test_imports_have_no_cycle():
     """Within a layer too: the modules can be put in an order where each imports only earlier ones."""
     left = {name: imported_modules(tree) - {name} for name, tree in TREES.items() if name}
     assert sum(map(len, left.values())) > len(left), "the parser found hardly any import"
+    assert imported_modules(TREES[""]) == set()
     while ready := [name for name, imports in left.items() if not imports & left.keys()]:
         left = {name: imports for name, imports in left.items() if name not in ready}
     assert not left, f"import cycle among {sorted(left)}"
@@ -137,54 +119,27 @@ def test_heavy_packages_are_imported_where_they_are_used(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_padding_and_no_attention_mask(name):
-    """No identifier and no text of the code speaks of pad tokens or attention masks; config.json's keys may."""
-    tree = TREES[name]
-    exempt = {id(constant) for constant in docstrings(tree)}
+    """No identifier and no key in the code speaks of pad tokens or attention masks."""
     # Where transformers' classifiers read their score depends on it, also for one sequence.
-    if name == "rewards.reward_model":
-        exempt |= {id(node) for node in ast.walk(tree) if getattr(node, "value", None) == "pad_token_id"}
-    for node in tree.body:
-        if (
-            name == "model.families"
-            and isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "_HARMLESS_KEYS"
-        ):
-            exempt |= {id(inner) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) not in exempt:
-            words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")]
-            said = [w for w in words if isinstance(w, str) and re.search("pad_token|attention_mask", w)]
-            assert not said, f"{name}, line {getattr(node, 'lineno', '?')}: {said}"
-
-
-def help_by_flag(config, monkeypatch, capsys):
-    """Flag to description, without its default, as --help prints them."""
-    monkeypatch.setenv("COLUMNS", "110")
-    with pytest.raises(SystemExit) as end:
-        parse(config, description="", arguments=["--help"])
-    assert end.value.code == 0
-    found, flag = {}, ""
-    for line in capsys.readouterr().out.splitlines():
-        text = line.strip("│ \n")
-        if text.startswith("-") and text.strip("-"):
-            flags, _, text = text.partition("  ")
-            flag = [word for word in re.split(r"[ ,]+", flags) if word.startswith("--")][-1]
-            if flag.startswith("--no-"):
-                flag = flag.replace("--no-", "--", 1)
-        if flag:
-            found[flag] = f"{found.get(flag, '')} {text.strip()}".strip()
-    return {flag: re.sub(r"\(default: [^()]*\).*$", "", text).strip() for flag, text in found.items()}
+    exempt = {"pad_token_id"} if name == "rewards.reward_model" else set()
+    for node in ast.walk(TREES[name]):
+        words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")} - exempt
+        said = [w for w in words if re.fullmatch(r"\S*(pad_token|attention_mask)\S*", str(w))]
+        assert not said, f"{name}, line {getattr(node, 'lineno', '?')}: {said}"
 
 
 @pytest.mark.parametrize("config", [train_grpo.Config, train_ppo.Config], ids=["grpo", "ppo"])
 def test_help_describes_every_field(config, monkeypatch, capsys):
-    """Each field of Config has a flag, and each flag says what it does."""
-    described = help_by_flag(config, monkeypatch, capsys)
-    flags = {flag_of(field.name) for field in dataclasses.fields(config)}
-    assert flags == described.keys() - {"--help"}
-    assert described["--kl-reward-coef"].startswith("weight of the KL term")
-    assert described["--chat"].startswith("wrap text prompts")
-    assert [flag for flag, text in described.items() if len(text) < 5] == []
+    """Each field of Config has a flag, and each flag says what it does before it says its default."""
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        parse(config, description="", arguments=["--help"])
+    rows = re.split(r"\n\W (?=--\w)", capsys.readouterr().out)[1:]
+    described = {}
+    for usage, _, text in (row.partition("  ") for row in rows):
+        described |= dict.fromkeys(re.findall("--[a-z-]+", usage), text.strip("│ \n"))
+    assert {flag_of(field.name) for field in dataclasses.fields(config)} <= described.keys()
+    assert [flag for flag, text in described.items() if not re.match(r"\w[^(]{4}", text)] == []
 
 
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys):

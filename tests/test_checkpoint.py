@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import numpy as np
@@ -77,9 +77,17 @@ def model_folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("model") / "tiny", RAW_CONFIG)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    """The folder of the runs."""
+    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture(autouse=True)
 def source(tmp_path):
-    """The folder that config and tokenizer come from."""
+    """The folder that config and tokenizer come from, beside that of the runs."""
     path = tmp_path / "source"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(TINY))
@@ -87,24 +95,23 @@ def source(tmp_path):
     return path
 
 
-def open_at(root: Path, **options) -> RunFolder:
-    os.environ["MINIRL_RUNS"] = str(root)
-    return open_run_folder("a", FLAGS, **options).create()
+def open_run() -> RunFolder:
+    return open_run_folder("a", FLAGS).create()
 
 
 @contextmanager
-def saving(root: Path, source: Path, keep: int = 2) -> Iterator[tuple[Path, TinyModel, Checkpoints]]:
+def saving(keep: int = 2) -> Iterator[tuple[Path, TinyModel, Checkpoints]]:
     """A run's folder, its model and what saves it; the folder is let go of at the end of the block."""
-    run, model = open_at(root), TinyModel()
+    run, model = open_run(), TinyModel()
     durable.replace_file(run.path / "args.json", json.dumps({"flags": FLAGS}))
-    models, sources = {"policy": (model, None)}, {"policy": source}
-    yield run.path, model, Checkpoints(run, models, sources=sources, keep=keep)
+    sources = {"policy": run.path.parent.with_name("source")}
+    yield run.path, model, Checkpoints(run, {"policy": (model, None)}, sources=sources, keep=keep)
     run.lock.close()  # as the end of the process does
 
 
-def save_steps(root: Path, source: Path, steps, keep: int = 0, scores=(), **remembered) -> Path:
+def save_steps(steps, keep: int = 0, scores=(), **remembered) -> Path:
     """A run folder with checkpoints after these steps."""
-    with saving(root, source, keep) as (path, model, checkpoints):
+    with saving(keep) as (path, model, checkpoints):
         for step, score in itertools.zip_longest(steps, scores):
             model.set(step)
             checkpoints.save({"step": step}, score=score, **remembered)
@@ -130,60 +137,47 @@ def assert_is_whole(path: Path) -> int:
     return step
 
 
-def newest_step(root: Path) -> int:
+def newest_step() -> int:
     """Open the run as a new start does, and check what it goes on from; 0 without a checkpoint."""
-    run = open_at(root)
+    run = open_run()
     run.lock.close()
     assert not list((run.path / "checkpoints").glob(".*")), "left-overs of a killed save"
     return assert_is_whole(run.checkpoint) if run.checkpoint else 0
 
 
-def fork(function) -> int:
-    """Run a function in a forked process, which ends with it; its process id."""
-    if (pid := os.fork()) == 0:
-        try:
-            function()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
-def wait_for_save(pid: int, folder: Path) -> None:
-    """Wait until the process has begun to save; fails if it has ended instead."""
-    while not any(folder.glob(".tmp-*")):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        assert not ended, f"the saver ended with status {status}"
-        time.sleep(0.001)
+def fork(function) -> ForkProcess:
+    """Run a function in a forked process, which ends with it."""
+    process = ForkProcess(target=function)
+    process.start()
+    return process
 
 
 @pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(
-    tmp_path, source, capfd, num_kills
-):
+def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(runs, num_kills):
     """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
 
     Row 2: at most keep + 1 folders, no half-made one after the next start, no step backwards.
     """
-    rng, root, newest, num_inside = random.Random(0), tmp_path / "runs", 0, 0
+    rng, newest, num_inside = random.Random(0), 0, 0
+    folder = runs / "a" / "checkpoints"
     longest_wait_s = 0.05
     for _ in range(num_kills):
 
         def save_for_ever(first=newest + 1):
-            with saving(root, source) as (_, model, checkpoints):
+            with saving() as (_, model, checkpoints):
                 for step in itertools.count(first):
                     model.set(step)
                     checkpoints.save({"step": step})
 
-        folder = root / "a" / "checkpoints"
-        pid = fork(save_for_ever)
-        wait_for_save(pid, folder)
+        saver = fork(save_for_ever)
+        while not any(folder.glob(".tmp-*")):
+            assert saver.is_alive(), "the saver has ended"
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, longest_wait_s))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        num_inside += folder.exists() and any(path.name.startswith(".tmp-") for path in folder.iterdir())
-        step = newest_step(root)
+        saver.kill()
+        saver.join()
+        num_inside += any(folder.glob(".tmp-*"))
+        step = newest_step()
         assert step >= newest
         if step == newest:
             longest_wait_s *= 1.5  # saves take longer on a loaded machine
@@ -211,25 +205,26 @@ def die_before_operation(k: int) -> list[str]:
     return seen
 
 
-def test_row_02_a_kill_before_each_file_operation_loses_nothing(tmp_path, source):
+def test_row_02_a_kill_before_each_file_operation_loses_nothing(tmp_path, monkeypatch):
     """Point layer, row 2: the save of step 3 deletes step 1; whichever operation is the last, 2 or 3 is whole."""
-    save_steps(tmp_path / "base", source, [1, 2], keep=2)
+    save_steps([1, 2], keep=2)
     newest = []
     operations = tmp_path / "operations"
     for k in itertools.count(1):
         root = tmp_path / f"runs{k}"
-        shutil.copytree(tmp_path / "base", root)
+        shutil.copytree(tmp_path / "runs", root)
+        monkeypatch.setenv("MINIRL_RUNS", str(root))
 
-        def save_third(root=root, k=k):
-            with saving(root, source) as (_, model, checkpoints):
+        def save_third(k=k):
+            with saving() as (_, model, checkpoints):
                 model.set(3)
                 seen = die_before_operation(k)
                 checkpoints.save({"step": 3})
                 checkpoints.finish()
                 operations.write_text(" ".join(seen))
 
-        os.waitpid(fork(save_third), 0)
-        newest.append(newest_step(root))
+        fork(save_third).join()
+        newest.append(newest_step())
         names = [path.name for path in checkpoints_in(root / "a")]
         assert len(names) <= 3
         if operations.exists() and operations.read_text():
@@ -333,48 +328,48 @@ class TestWhatIsGoneOnFrom:
 
     @pytest.mark.parametrize(("name", "damage"), DAMAGES)
     def test_rows_08_and_09_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
-        self, tmp_path, source, capsys, name, damage
+        self, capsys, name, damage
     ):
         """The file is named, the folder kept aside under another name. No manifest is guessed at."""
         remembered = {"extra": every_value(), "records": {"replay": [1]}}
-        folder = save_steps(tmp_path, source, [1, 2, 3], **remembered) / "checkpoints"
+        folder = save_steps([1, 2, 3], **remembered) / "checkpoints"
         damage_file(folder / "000003" / name, damage)
-        assert newest_step(tmp_path) == 2
+        assert newest_step() == 2
         assert f"{folder}/000003: {name}" in capsys.readouterr().out
         assert len(list(folder.glob("000003-damaged-*"))) == 1
-        assert newest_step(tmp_path) == 2
+        assert newest_step() == 2
         assert "warning" not in capsys.readouterr().out
 
-    def test_row_52_a_checkpoint_of_weights_that_are_not_finite_is_damaged(self, tmp_path, source, capsys):
+    def test_row_52_a_checkpoint_of_weights_that_are_not_finite_is_damaged(self, capsys):
         """Its digests are right: it was saved like this."""
-        save_steps(tmp_path, source, [2])
-        with saving(tmp_path, source) as (_, model, checkpoints):
+        save_steps([2])
+        with saving() as (_, model, checkpoints):
             model.compute_weights["weight"][7] = torch.nan
             checkpoints.save({"step": 3})
             checkpoints.finish()
-        assert newest_step(tmp_path) == 2
+        assert newest_step() == 2
         assert "has values that are not finite in" in capsys.readouterr().out
 
-    def test_row_10_all_damaged_is_an_error_that_lists_each(self, tmp_path, source):
+    def test_row_10_all_damaged_is_an_error_that_lists_each(self):
         """No fresh start, and nothing is renamed or deleted."""
-        folder = save_steps(tmp_path, source, [1, 2])
+        folder = save_steps([1, 2])
         for step in (1, 2):
             damage_file(folder / "checkpoints" / f"00000{step}" / "model.safetensors", "cut")
         for _ in range(2):
             with pytest.raises(InputError, match=r"000002.*model\.safetensors.*000001.*model\.safetensors"):
-                open_at(tmp_path)
+                open_run()
             assert len(checkpoints_in(folder)) == 2
 
-    def test_row_11_a_later_format_is_refused(self, tmp_path, source):
+    def test_row_11_a_later_format_is_refused(self):
         """Neither read nor taken for damage."""
-        path = save_steps(tmp_path, source, [1, 2]) / "checkpoints" / "000002" / "manifest.json"
+        path = save_steps([1, 2]) / "checkpoints" / "000002" / "manifest.json"
         path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
         with pytest.raises(InputError, match="has format 3, this version of minirl reads 2; resume"):
-            open_at(tmp_path)
+            open_run()
 
-    def test_row_13_other_flags_are_listed_and_refused_without_force(self, tmp_path, source, capsys):
+    def test_row_13_other_flags_are_listed_and_refused_without_force(self, runs, capsys):
         """Flags that change no number may differ."""
-        save_steps(tmp_path, source, [1])
+        save_steps([1])
         with pytest.raises(InputError, match=r"--lr 0.2 \(was 0.1\).*--resume force"):
             open_run_folder("a", FLAGS | {"lr": 0.2})
         open_run_folder("a", FLAGS | {"save_every": 5, "reward_workers": 4}).lock.close()
@@ -384,62 +379,56 @@ class TestWhatIsGoneOnFrom:
         run.lock.close()
         with pytest.raises(InputError, match="choose another --run-name"):
             open_run_folder("a", FLAGS, resume="never")
-        (tmp_path / "a" / "args.json").unlink()
+        (runs / "a" / "args.json").unlink()
         with pytest.raises(InputError, match=r"no args\.json to compare the flags with.*--resume force"):
             open_run_folder("a", FLAGS)
         open_run_folder("a", FLAGS, resume="force").lock.close()
 
-    def test_row_14_a_folder_in_use_is_refused_with_its_holder(self, tmp_path, source):
+    def test_row_14_a_folder_in_use_is_refused_with_its_holder(self):
         """The second start names process and host; when the first is gone, its lock is."""
-        held = open_at(tmp_path)
+        held = open_run()
         with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
-            open_at(tmp_path)
+            open_run()
         held.lock.close()
-        stale = fork(lambda: (open_at(tmp_path), os.kill(os.getpid(), signal.SIGKILL)))
-        os.waitpid(stale, 0)
-        open_at(tmp_path).lock.close()
+        fork(lambda: (open_run(), os.kill(os.getpid(), signal.SIGKILL))).join()
+        open_run().lock.close()
 
-    def test_two_runs_with_one_generated_name_get_two_folders(self, tmp_path, monkeypatch):
+    def test_two_runs_with_one_generated_name_get_two_folders(self):
         """Begun in the same second, for example."""
-        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
         runs = [open_run_folder("now", FLAGS, is_name_generated=True).create() for _ in range(2)]
         assert [run.path.name for run in runs] == ["now", "now-2"]
 
-    def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, monkeypatch):
+    def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, runs, source):
         """Nothing is made outside of the runs' folder, or in it."""
-        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
         for name in ("..", ".", "", "../x", "/tmp/x", "a/b", ".hidden", "a\0b", "-x", "a b", "ä/.."):
             with pytest.raises(InputError, match="plain name"):
                 open_run_folder(name, FLAGS)
-        assert not list(tmp_path.iterdir())
+        assert set(tmp_path.iterdir()) == {runs, source}
+        assert not list(runs.iterdir())
 
-    def test_row_07_a_folder_that_is_a_file_is_named(self, tmp_path, monkeypatch):
+    def test_row_07_a_folder_that_is_a_file_is_named(self, runs, monkeypatch):
         """So is one that may not be written to."""
-        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
-        (tmp_path / "a").touch()
-        with pytest.raises(InputError, match=f"{tmp_path}/a.*--run-name"):
+        (runs / "a").touch()
+        with pytest.raises(InputError, match=f"{runs}/a.*--run-name"):
             open_run_folder("a", FLAGS)
-        (tmp_path / "b").mkdir()
+        (runs / "b").mkdir()
         monkeypatch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(InputError, match=f"{tmp_path}/b.*cannot be written"):
+        with pytest.raises(InputError, match=f"{runs}/b.*cannot be written"):
             open_run_folder("b", FLAGS)
 
-    def test_row_47_a_folder_of_something_else_is_refused(self, tmp_path, monkeypatch):
+    def test_row_47_a_folder_of_something_else_is_refused(self, runs):
         """What is there stays as it was."""
-        monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
-        (tmp_path / "taken").mkdir()
-        (tmp_path / "taken" / "metrics.jsonl").touch()
+        (runs / "taken").mkdir()
+        (runs / "taken" / "metrics.jsonl").touch()
         with pytest.raises(InputError, match="it is not a run"):
             open_run_folder("taken", FLAGS)
-        assert [path.name for path in tmp_path.rglob("*")] == ["taken", "metrics.jsonl"]
+        assert [path.name for path in runs.rglob("*")] == ["taken", "metrics.jsonl"]
 
-    def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(
-        self, tmp_path, source, capsys
-    ):
+    def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(self, capsys):
         """Not a silent restart."""
-        with saving(tmp_path, source):
+        with saving():
             pass
-        assert newest_step(tmp_path) == 0
+        assert newest_step() == 0
         assert "no checkpoint yet: starting from the first step" in capsys.readouterr().out
 
 
@@ -469,9 +458,9 @@ def fail_to_write(part: str):
     return write_or_fail
 
 
-def test_row_06_a_failed_save_is_said_and_the_run_goes_on(tmp_path, source, monkeypatch, capsys):
+def test_row_06_a_failed_save_is_said_and_the_run_goes_on(monkeypatch, capsys):
     """The message names path and free bytes; the old checkpoint and the next save are good; no left-over stays."""
-    with saving(tmp_path, source, keep=0) as (folder, _, checkpoints):
+    with saving(keep=0) as (folder, _, checkpoints):
         checkpoints.save({"step": 1})
         checkpoints._wait()
         monkeypatch.setattr(durable, "write_file", fail_to_write("model.safetensors"))
@@ -499,10 +488,10 @@ def failing_save(rank: int, folder: Path, run: Path) -> list[str]:
     return [str(error), str(checkpoints.finish())]
 
 
-def test_row_06_nodes_that_do_not_share_the_folder_are_told_so(tmp_path, source, monkeypatch):
+def test_row_06_nodes_that_do_not_share_the_folder_are_told_so(monkeypatch):
     """Rank 0 does not wait for ever for files that it cannot see."""
     monkeypatch.setattr(checkpoint_module, "SHARED_S", 0.1)
-    with saving(tmp_path, source) as (*_, checkpoints):
+    with saving() as (*_, checkpoints):
         monkeypatch.setenv("WORLD_SIZE", "2")
         checkpoints.save({"step": 1})
         monkeypatch.setenv("WORLD_SIZE", "1")
@@ -527,42 +516,42 @@ def test_row_06_a_save_that_fails_on_one_rank_fails_on_all(two_ranks, model_fold
         (2, [0.9, 0.5, None, 0.9, 0.1], [4, 5]),
     ],
 )
-def test_the_newest_and_the_best_checkpoints_stay(tmp_path, source, keep, scores, left):
+def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
     """By their numbers, also beyond six digits. Of equal scores the later one; 0 keeps all."""
-    folder = save_steps(tmp_path, source, range(999_997, 1_000_002), keep=keep, scores=scores)
+    folder = save_steps(range(999_997, 1_000_002), keep=keep, scores=scores)
     for _ in range(2):
         assert [int(path.name) - 999_996 for path in checkpoints_in(folder)] == left
         prune(folder, keep=keep)
-    assert newest_step(tmp_path) == 1_000_001
+    assert newest_step() == 1_000_001
 
 
-def test_row_52_what_is_no_checkpoint_is_left_alone(tmp_path, source, capsys):
+def test_row_52_what_is_no_checkpoint_is_left_alone(capsys):
     """A damaged older one, the user's files and folders with any name: at a resume, and at saves beside them.
 
     A save that would have the name of such a folder fails instead.
     """
-    checkpoints = save_steps(tmp_path, source, [1, 2]) / "checkpoints"
+    checkpoints = save_steps([1, 2]) / "checkpoints"
     (checkpoints / "000001" / "manifest.json").write_text("{")
     for name in ("000003", "notes", "7", "20261122", "٠٠٠٠٠٩", "000003-damaged-ab"):
         (checkpoints / name).mkdir()
         (checkpoints / name / "mine.txt").write_text("mine")
     (checkpoints / "8").write_text("mine")
     mine = [path for path in checkpoints.rglob("*") if path.is_file() and "000002" not in path.parts]
-    assert newest_step(tmp_path) == 2
+    assert newest_step() == 2
     assert "damaged" not in capsys.readouterr().out
     with pytest.raises(SaveError, match="000003"):
-        save_steps(tmp_path, source, [3])
-    save_steps(tmp_path, source, [4, 5, 9], keep=1)
-    assert newest_step(tmp_path) == 9
+        save_steps([3])
+    save_steps([4, 5, 9], keep=1)
+    assert newest_step() == 9
     assert all(file.is_file() for file in mine)
     assert not any((checkpoints / f"00000{step}").exists() for step in (2, 4, 5))
 
 
-def test_row_48_what_a_resume_needs_is_readable_by_its_owner_only(tmp_path, source):
+def test_row_48_what_a_resume_needs_is_readable_by_its_owner_only(tmp_path):
     """The run's folder, whoever may enter its parent, and resume/ of a checkpoint, also where that is copied to."""
     umask = os.umask(0)
     try:
-        folder = save_steps(tmp_path / "runs", source, [1])
+        folder = save_steps([1])
         (tmp_path / "copies").mkdir()
         subprocess.run(["cp", "-r", folder / "checkpoints" / "000001", tmp_path / "copies"], check=True)
     finally:
@@ -573,14 +562,13 @@ def test_row_48_what_a_resume_needs_is_readable_by_its_owner_only(tmp_path, sour
     assert modes == [0o700, 0o700, 0o777]
 
 
-def test_row_51_a_save_does_not_need_the_folder_that_the_run_began_with(tmp_path, source):
+def test_row_51_a_save_does_not_need_the_folder_that_the_run_began_with(source):
     """Config and tokenizer were read at the start: that folder may be a checkpoint that another run prunes."""
-    with saving(tmp_path, source) as (_, model, checkpoints):
+    with saving() as (_, model, checkpoints):
         shutil.rmtree(source)
         model.set(1)
         checkpoints.save({"step": 1})
         saved = checkpoints.finish()
-    assert saved == tmp_path / "a" / "checkpoints" / "000001"
     assert_is_whole(saved)
     assert json.loads((saved / "tokenizer.json").read_text()) == {}
 
@@ -613,18 +601,18 @@ def as_text(value) -> str:
 class TestWhatAScriptRemembers:
     """Its own values in a checkpoint: as they were at the save, or refused."""
 
-    def test_values_come_back_as_they_were_at_the_save(self, tmp_path, source):
+    def test_values_come_back_as_they_were_at_the_save(self, runs):
         """Types, dtypes and bits, NaN included, though the script changes them while they are written."""
         values, records = every_value(), {"replay": [{"x": torch.ones(3)}]}
-        with saving(tmp_path, source) as (_, model, checkpoints):
+        with saving() as (_, model, checkpoints):
             model.set(1)
             checkpoints.save({"step": 1}, extra=values, records=records)
             values["strange"][0] += 1
             values["plain"].clear()
             records["replay"].append("later")
             checkpoints.finish()
-        assert newest_step(tmp_path) == 1
-        folder = tmp_path / "a" / "checkpoints" / "000001" / "resume"
+        assert newest_step() == 1
+        folder = runs / "a" / "checkpoints" / "000001" / "resume"
         assert as_text(read_values(folder / "extra")) == as_text(every_value())
         expected = {"replay": [{"x": torch.ones(3)}]}
         assert as_text(read_values(folder / "records/0-of-1")) == as_text(expected)
@@ -715,7 +703,7 @@ def test_a_half_written_file_never_has_its_name(tmp_path):
     while 100_000 not in lengths:
         lengths.add(len(path.read_text()))
     lengths |= {len(path.read_text()) for _ in range(2000)}
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
+    writer.kill()
+    writer.join()
     lengths.add(len(path.read_text()))
     assert lengths <= {3, 100_000}

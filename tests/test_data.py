@@ -1,6 +1,7 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
 import copy
+import functools
 import itertools
 import json
 import random
@@ -13,16 +14,24 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
-from support.texts import DECODERS, TEMPLATE, Letters, ids, save_decoding_tokenizer, save_tokenizer
+from support.texts import (
+    DECODERS,
+    TEMPLATE,
+    Letters,
+    ids,
+    letter_prompts,
+    save_decoding_tokenizer,
+    save_tokenizer,
+)
 
-BOS, EOS = 0, 1
+EOS = 1
+WORDS = ["a", "bb", "ccc", "dd"]
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +54,13 @@ def spoilt_folder(chat_folder, tmp_path):
     return Path(shutil.copytree(chat_folder, tmp_path / "folder"))
 
 
-def make_prompts(texts, *, max_prompt_tokens=100, seed=0, purpose="train"):
-    """Prompts with this much room beside completions of at most five tokens; each row's `place` is its number."""
-    rows = [Row(text, {}, str(i)) for i, text in enumerate(texts)]
-    limits = {"max_tokens": max_prompt_tokens + 5, "max_new_tokens": 5}
-    return PromptStream(rows, Letters(), purpose=purpose, seed=seed, **limits)
-
-
 def order(prompts, first, count):
     return [prompts.index(ordinal) for ordinal in range(first, first + count)]
 
 
 def test_each_epoch_is_another_permutation_of_the_rows():
     """Every row once per epoch, in another order each time, and in another order for another seed. Pitfall 57."""
-    prompts, other = make_prompts(["a"] * 50), make_prompts(["a"] * 50, seed=1)
+    prompts, other = letter_prompts("a" * 50), letter_prompts("a" * 50, seed=1)
     epochs = [order(prompts, 50 * epoch, 50) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -69,21 +71,21 @@ def test_each_epoch_is_another_permutation_of_the_rows():
 
 def test_order_does_not_depend_on_what_was_asked_before():
     """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57. Fault 12."""
-    stream = order(make_prompts(["a"] * 7), 0, 40)
-    again = make_prompts(["a"] * 7)
+    stream = order(letter_prompts("a" * 7), 0, 40)
+    again = letter_prompts("a" * 7)
     for asked in (range(33, 40), range(39, -1, -1), [6, 7] * 3, random.Random(0).sample(range(40), 40)):
         assert [again.index(i) for i in asked] == [stream[i] for i in asked]
-        assert [again.row(i).place for i in asked] == [str(stream[i]) for i in asked]
+        assert [again.row(i).place for i in asked] == [f"f:{stream[i] + 1}" for i in asked]
 
 
 def test_order_does_not_depend_on_the_process():
     """Every hash seed and every version of Python draws these rows."""
-    assert order(make_prompts(["a"] * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
+    assert order(letter_prompts("a" * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
 
 def test_a_request_is_its_row_its_key_and_the_limits():
     """Tokens of the row that the order gives, the id and key of the run's ordinal, a group side by side."""
-    prompts = make_prompts(["aa", "bbb", "c"], seed=4)
+    prompts = letter_prompts(["aa", "bbb", "c"], seed=4)
     requests = prompts.requests(2, 3, group_size=2, temperature=0.7)
     assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
     for request in requests:
@@ -91,7 +93,7 @@ def test_a_request_is_its_row_its_key_and_the_limits():
         assert request.prompt_ids == prompts.prompt_ids(ordinal)
         assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
         assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
-        assert (request.max_new_tokens, request.temperature, request.stop_ids) == (5, 0.7, frozenset({7}))
+        assert (request.max_new_tokens, request.temperature, request.stop_ids) == (4, 0.7, frozenset({7}))
     assert prompts.requests(5, 0, group_size=2) == []
 
 
@@ -99,9 +101,9 @@ def test_a_request_is_its_row_its_key_and_the_limits():
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group."""
     wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
-    whole = make_prompts(["a", "bb", "ccc", "dd"]).requests(**wanted)
+    whole = letter_prompts(WORDS).requests(**wanted)
     assert len(whole) == 24
-    prompts = make_prompts(["a", "bb", "ccc", "dd"])
+    prompts = letter_prompts(WORDS)
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
@@ -116,7 +118,7 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
 
 
 def test_prompts_that_are_begun_one_at_a_time_go_to_all_ranks(monkeypatch):
-    prompts = make_prompts(["a", "bb", "ccc", "dd"])
+    prompts = letter_prompts(WORDS)
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: 3)
     num_requests = []
     for rank in range(3):
@@ -127,11 +129,11 @@ def test_prompts_that_are_begun_one_at_a_time_go_to_all_ranks(monkeypatch):
 
 def test_greedy_requests_come_after_the_group():
     """Each prompt's group samples at the temperature, then its greedy ones at 0, with numbers that go on counting."""
-    requests = make_prompts(["a", "b"]).requests(0, 2, group_size=2, temperature=1.3, num_greedy=1)
+    served = functools.partial(letter_prompts("ab").requests, 0, 2, temperature=1.3)
+    requests = served(group_size=2, num_greedy=1)
     assert [(r.rollout_id.sample, r.temperature) for r in requests] == [(0, 1.3), (1, 1.3), (2, 0.0)] * 2
-    plain = make_prompts(["a", "b"]).requests(0, 2, group_size=2, temperature=1.3)
-    assert plain == [request for request in requests if request.temperature]
-    only = make_prompts(["a", "b"]).requests(0, 2, group_size=0, num_greedy=1)
+    assert served(group_size=2) == [request for request in requests if request.temperature]
+    only = served(group_size=0, num_greedy=1)
     assert [(r.rollout_id.sample, r.temperature) for r in only] == [(0, 0.0)] * 2
 
 
@@ -140,7 +142,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
 
     Pitfalls 25 and 50.
     """
-    several = [make_prompts(["a"] * 3, seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
+    several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
     keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
@@ -157,7 +159,7 @@ def seconds(action):
 
 def test_a_step_of_a_large_task_does_not_shuffle_for_each_prompt():
     """Drawing 128 prompts of 20,000 costs a few shuffles of them, not 128, also when an epoch ends in between."""
-    prompts = make_prompts(["a"] * 20_000)
+    prompts = letter_prompts("a" * 20_000)
     one_shuffle = seconds(lambda: random.Random("0 0").shuffle(list(range(20_000))))
     for first in (128, 20_000 - 64):
         assert seconds(lambda first=first: prompts.requests(first, 128, group_size=1)) < 20 * one_shuffle
@@ -218,8 +220,7 @@ def test_texts_get_the_ids_that_transformers_gives_them(spoilt_folder, monkeypat
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
     """A chat template may write the date; what is served leaves room for the completion on every day."""
     tokenizer = Letters()
-    rows = [Row("abc", {}, "f:1")]
-    prompts = PromptStream(rows, tokenizer, purpose="train", max_tokens=8, max_new_tokens=5)
+    prompts = letter_prompts(["abc"], tokenizer=tokenizer, max_tokens=8, max_new_tokens=5)
     tokenizer.encode = lambda row: [1, 2, 3, 4]
     (request,) = prompts.requests(0, 1, group_size=1)
     assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)

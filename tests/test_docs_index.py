@@ -78,18 +78,6 @@ def rows_with_a_test(document: str) -> set[int]:
     return found
 
 
-def test_numbers_are_read_from_names_and_docstrings():
-    """The readers that the other tests rely on find every number of a row, and no other digits."""
-    assert faults_in("test_row_02_200_kills_leave_a_checkpoint") == {2}
-    assert faults_in("test_rows_43_and_44_a_wrong_flag") == {43, 44}
-    assert faults_in("row-24-0-d") == {24}
-    assert faults_in("test_overlong_penalty_is_the_reference_row_of_32") == set()
-    text = "Pitfalls 22, 28 and 39 among them; 5 others pass. Fault 4: all; pitfall 27 too."
-    assert numbers_in(text, "tests/pitfalls.md") == {22, 27, 28, 39}
-    assert numbers_in(text, "docs/faults.md") == {4}
-    assert numbers_in("A pitfall of 3 kinds", "tests/pitfalls.md") == set()
-
-
 @pytest.mark.parametrize("document", COUNTS)
 def test_a_list_has_every_number_once(document):
     """No row is lost, and every row has its three cells."""

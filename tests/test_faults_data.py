@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from minirl.data.jsonl import read_rows
-from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from support.texts import TEMPLATE, Letters, save_tokenizer
+from support.texts import TEMPLATE, letter_prompts, save_tokenizer
 
 GOOD = b'{"prompt": "good", "answer": 1}'
 
@@ -32,13 +31,6 @@ def tokenizer_folder(tmp_path):
     """A tokenizer with a chat template, to be spoilt."""
     save_tokenizer(tmp_path / "model", TEMPLATE)
     return tmp_path / "model"
-
-
-def make_prompts(*texts, max_tokens=10, max_new_tokens=4, tokenizer=None, **options):
-    """Prompts of one token per letter; row i is at f:i."""
-    rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
-    limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
-    return PromptStream(rows, tokenizer or Letters(), purpose="train", **limits, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +68,14 @@ def test_row_18_an_empty_file_is_refused(write, content):
 
 def test_row_18_few_and_repeated_rows_are_said():
     """They work; the note has the numbers. Pitfall 57."""
-    few = make_prompts("a", "b", "a", "a")
+    few = letter_prompts("abaa")
     said = few.notes(per_step=16)
     assert len(said) == 2
     assert "train: 2 of 4 prompts repeat an earlier one" in said
     assert "train: a step takes 16 prompts and there are 4: it repeats them" in said
     assert len(few.requests(0, 16, group_size=1)) == 16
-    assert make_prompts("a", "b").notes(per_step=2) == []
-    assert make_prompts("a", "b").notes() == []
+    assert letter_prompts("ab").notes(per_step=2) == []
+    assert letter_prompts("ab").notes() == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +135,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(write):
 def check_on_ranks(rank, texts):
     """The stream's facts on this rank, or what it refuses."""
     try:
-        prompts = make_prompts(*texts, vocab_size=120)
+        prompts = letter_prompts(texts, vocab_size=120)
     except InputError as error:
         return str(error)
     ordinals = range(2 * prompts.num_prompts)
@@ -183,7 +175,7 @@ def test_row_19_a_text_that_cannot_be_tokenized_is_named(tokenizer_folder, bad):
     for text in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
         prompts = [text if i == bad else "ab" for i in range(100)]
         with pytest.raises(InputError, match=rf"^f:{bad + 1}: the text cannot be tokenized: .*ud800"):
-            make_prompts(*prompts, tokenizer=Tokenizer(tokenizer_folder))
+            letter_prompts(prompts, tokenizer=Tokenizer(tokenizer_folder))
 
 
 LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
@@ -191,7 +183,7 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 
 def test_row_20_long_prompts_are_skipped_counted_and_named():
     """The default; the first three places. One of exactly the limit stays, and rows keep their tokens. Pitfall 55."""
-    prompts = make_prompts(*LONG)
+    prompts = letter_prompts(LONG)
     served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
     assert prompts.num_prompts == 2
@@ -203,13 +195,13 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
 def test_row_20_long_prompts_are_refused_if_asked():
     """The first one's place, the numbers and the flags."""
     with pytest.raises(InputError, match=r"\(f:2, .*--max-new-tokens takes 4 of 10 .*--long-prompts"):
-        make_prompts(*LONG, long_prompts="error")
-    assert make_prompts("a", "b", long_prompts="error").num_prompts == 2
+        letter_prompts(LONG, long_prompts="error")
+    assert letter_prompts("ab", long_prompts="error").num_prompts == 2
 
 
 def test_row_20_long_prompts_keep_their_end_if_asked():
     """The last six tokens; short ones as they are; all have room for a completion."""
-    prompts = make_prompts(*LONG[:3], "abcdefghij", long_prompts="left")
+    prompts = letter_prompts([*LONG[:3], "abcdefghij"], long_prompts="left")
     served = {prompts.index(i): "".join(map(chr, prompts.prompt_ids(i))) for i in range(4)}
     assert served == {0: "aaaaaa", 1: "bbbbbb", 2: "cc", 3: "efghij"}
     assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
@@ -222,7 +214,7 @@ def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompt
 
     Pitfall 55.
     """
-    prompts = make_prompts("aaa", "bbbbb", max_new_tokens=100, long_prompts=long_prompts)
+    prompts = letter_prompts(["aaa", "bbbbb"], max_new_tokens=100, long_prompts=long_prompts)
     by_prompt = {len(r.prompt_ids): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
     assert by_prompt == {3: 7, 5: 5}
     (said,) = prompts.notes()
@@ -234,8 +226,8 @@ def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
     """There is no completion to be capped. The flags that give room are named. No rows at all are no error."""
     said = r"every prompt is too long: the shortest has 10 tokens of 10 .*--cache-tokens.*--long-prompts"
     with pytest.raises(InputError, match=said):
-        make_prompts("a" * 10, "b" * 11)
-    assert make_prompts().requests(0, make_prompts().num_prompts, group_size=0, num_greedy=1) == []
+        letter_prompts(["a" * 10, "b" * 11])
+    assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tokenizer_folder, monkeypatch):
@@ -263,7 +255,7 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
 def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path, eos, vocab_size, can_stop):
     """Completions then end only at the limit; it works."""
     save_tokenizer(tmp_path, None, eos_token=eos, single="$A")
-    prompts = make_prompts(tokenizer=Tokenizer(tmp_path), vocab_size=vocab_size)
+    prompts = letter_prompts([], tokenizer=Tokenizer(tmp_path), vocab_size=vocab_size)
     said = [note for note in prompts.notes(per_step=1) if "end-of-sequence" in note]
     assert len(said) == (not can_stop)
     assert can_stop or "completions end only at --max-new-tokens" in said[0]
@@ -280,11 +272,11 @@ def test_row_36_a_token_beyond_the_models_vocabulary_is_refused_by_row(tokenizer
     with pytest.raises(
         InputError, match=rf"f:2: the prompt has token id {last}, the model {last} embeddings"
     ):
-        make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last)
-    assert make_prompts("a", "b", tokenizer=tokenizer, vocab_size=last + 1).num_prompts == 2
+        letter_prompts("ab", tokenizer=tokenizer, vocab_size=last)
+    assert letter_prompts("ab", tokenizer=tokenizer, vocab_size=last + 1).num_prompts == 2
 
 
 def test_row_36_a_prompt_without_tokens_is_refused_by_row():
     """A tokenizer without a BOS may find nothing in a text."""
     with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
-        make_prompts("a", "")
+        letter_prompts(["a", ""])

@@ -22,6 +22,7 @@ from minirl.ranks import process_group, watchdog
 from minirl.report.metrics import StepMetrics
 from support.jobs import ROOT, Job, started, torchrun, wait_for
 from support.processes import is_alive
+from support.scripts import extended_fork
 
 PRELUDE = """
 import os, signal, sys, time
@@ -38,12 +39,7 @@ rank = process_group.rank()
 
 
 NAN_FORK = """
-import torch
-import train_grpo
-from minirl.ranks.process_group import rank
-from minirl.run.flags import run_script
-
-step, good_loss, good_is_trained = 0, train_grpo.token_loss, train_grpo.is_trained
+step, good_loss, good_is_trained = 0, token_loss, is_trained
 
 def is_trained(*args):  # called once in a step
     global step
@@ -54,9 +50,6 @@ def token_loss(config, micro, new, entropy):
     loss, ratio = good_loss(config, micro, new, entropy)
     return (loss * torch.nan if rank() == 1 and step == 2 else loss), ratio
 
-train_grpo.is_trained = is_trained
-train_grpo.token_loss = token_loss
-run_script(train_grpo.main, train_grpo.Config, description="", presets=train_grpo.ALGORITHMS)
 """
 
 
@@ -72,12 +65,8 @@ def grpo(*flags: str) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Live processes that this one started."""
-    found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_alive(path.name)]
-    parents = {
-        child: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1] for child in found
-    }
-    return [child for child, parent in parents.items() if parent == str(pid)]
+    """The processes that this one started."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 @contextlib.contextmanager
@@ -343,8 +332,8 @@ def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
 @pytest.mark.slow
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
     """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights."""
-    (tmp_path / "fork.py").write_text(NAN_FORK)
-    command = [str(tmp_path / "fork.py"), *grpo("--num-steps", "9", "--save-every", "1")[1:]]
+    fork = extended_fork(tmp_path, "train_grpo.py", NAN_FORK, name="nan")
+    command = [str(fork), *grpo("--num-steps", "9", "--save-every", "1")[1:]]
     with started(tmp_path, [[*command, "--run-name", "row-31"]] * 2, MINIRL_RUNS=str(runs)) as job:
         assert job.codes(within=60) == [3, 3]
         (error,) = [

@@ -1,12 +1,11 @@
 """Forks of train_grpo.py of at most ten changed lines: what is asked for most is a small change of the script."""
 
-import difflib
 import json
 from pathlib import Path
 
 import pytest
 
-from support.scripts import ROOT, read_metrics, run_in_pool, untimed
+from support.scripts import changed_fork, read_metrics, run_in_pool, untimed
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
 FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
@@ -29,21 +28,6 @@ LENGTH_PENALTY = {
 }
 
 
-def make_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
-    """A copy with these lines in place of others; at most ten are new."""
-    original = (ROOT / "train_grpo.py").read_text()
-    changed = original
-    for change in changes:
-        for old, new in change.items():
-            assert changed.count(old) == 1, old
-            changed = changed.replace(old, new)
-    lines = list(difflib.ndiff(original.splitlines(), changed.splitlines()))
-    assert sum(line.startswith("+ ") for line in lines) <= 10
-    fork = folder / f"{name}.py"
-    fork.write_text(changed)
-    return str(fork)
-
-
 def rollouts_of(folder: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
 
@@ -56,7 +40,7 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, runs, tmp_path, more):
     """The gap is 0, only sampled tokens count, a resume gives the same bits, and one rank the same rollouts."""
     name = "partial" if more else "whole"
-    fork = make_fork(tmp_path, name, TWO_TURNS)
+    fork = changed_fork(tmp_path, name, TWO_TURNS)
 
     def train(pool, run_name, *flags):
         run_in_pool(pool, fork, FLAGS, more, *flags, f"--run-name {run_name}", runs=runs)
@@ -84,7 +68,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
 
 def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
     """Of two turns: what is appended costs nothing."""
-    fork = make_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
+    fork = changed_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
     run_in_pool(one_rank, fork, FLAGS, "--run-name penalty", runs=runs)
     for line in read_metrics(runs / "penalty"):
         rollouts = rollouts_of(runs / "penalty", line["step"])
@@ -103,10 +87,10 @@ TRAIN_ALL = {
 def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
     """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
     flags = f"{FLAGS} --temperature 0.5"
-    fork = make_fork(tmp_path, "hinge", HINGE)
+    fork = changed_fork(tmp_path, "hinge", HINGE)
     with pytest.raises(AssertionError, match="is_trained: leaves out rollouts"):
         run_in_pool(one_rank, fork, f"{flags} --run-name hinge", runs=runs)
-    fork = make_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
+    fork = changed_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
     run_in_pool(one_rank, fork, f"{flags} --run-name hinge_on_all", runs=runs)
     assert {line["perf/skipped_tokens"] for line in read_metrics(runs / "hinge_on_all")} == {0.0}
 
@@ -120,7 +104,7 @@ RATIO = {
 
 def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_rank, runs, tmp_path):
     """So the natural ratio trains as the script's does."""
-    fork = make_fork(tmp_path, "ratio", RATIO)
+    fork = changed_fork(tmp_path, "ratio", RATIO)
     for name, script in (("ratio", fork), ("original", "train_grpo.py")):
         run_in_pool(one_rank, script, FLAGS, f"--run-name {name}", runs=runs)
     lines = [[untimed(line) for line in read_metrics(runs / name)] for name in ("ratio", "original")]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.generation.engine import Engine
 from minirl.generation.kv_cache import KVCache
 from minirl.kernels import launching
 from minirl.model import attention
@@ -21,14 +20,14 @@ from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
-from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, logprobs_as
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
+from support.engines import make_engine, make_request
 from support.memory import allocated_bytes, saved_bytes
-from support.models import RAW_CONFIG, make_folder
+from support.models import make_folder
 from support.rank_pool import RankPool
 
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
@@ -52,15 +51,8 @@ def formula(row: str, **sizes: float) -> float:
 
 def raw_config(shape: tuple[int, ...], vocab: int = 64) -> dict[str, Any]:
     hidden, inner, layers, heads, kv_heads, head_dim, _ = shape
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    return {
-        **RAW_CONFIG,
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "max_position_embeddings": 1024,
-        **sizes,
-    }
+    raw = models.qwen2_config(hidden, inner, layers, heads, kv_heads, vocab=vocab, tied=False)
+    return raw | {"model_type": "llama", "max_position_embeddings": 1024, "head_dim": head_dim}
 
 
 SMALL = config_from_dict(raw_config(SHAPES[0]))
@@ -232,17 +224,10 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
     moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     sharded = [tensor.to_local() for tensor in [*model.masters.values(), *moments]]
     held = sum(tensor.nbytes for tensor in [*model.compute_weights.values(), *sharded])
-    engine = Engine(
-        model.decoder, max_running_requests=4, cache_tokens=8 * num_tokens, dtype=torch.float32, device=CPU
-    )
+    engine = make_engine(model.decoder, max_running_requests=4, cache_tokens=8 * num_tokens)
     requests = [
-        Request(
-            prompt_ids=tuple((i + j) % 60 for j in range(num_tokens - 4)),
-            rollout_id=RolloutId(i, 0),
-            key=i,
-            max_new_tokens=4,
-            temperature=1.0,
-            stop_ids=frozenset(),
+        make_request(
+            [(i + j) % 60 for j in range(num_tokens - 4)], number=i, max_new_tokens=4, stop_ids=frozenset()
         )
         for i in range(2)
     ]

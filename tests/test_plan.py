@@ -8,32 +8,24 @@ import pytest
 from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
 
 
-def random_case(seed):
-    """Lengths, no prompts, ranks and budget; among them few sequences, tight budgets and one that fits exactly."""
-    rng = random.Random(seed)
-    count = rng.choice([0, 1, 3, 17, 64])
-    lengths = [rng.choice([rng.randint(1, 8), rng.randint(1, 300)]) for _ in range(count)]
-    return lengths, [], *ranks_and_budget(rng, lengths)
+def random_groups(seed, *, has_prompts=True):
+    """Lengths, their prompts, ranks and budget; rows shuffled. There may be no row, and budgets may be tight.
 
-
-def random_groups(seed):
-    """Lengths, their prompts (some longer than any completion, some of no token), ranks and budget; rows shuffled."""
+    Some prompts are longer than any completion, some of no token.
+    """
     rng = random.Random(seed)
     prompts = []
-    for ordinal in range(rng.choice([1, 2, 9, 20])):
+    for ordinal in range(rng.choice([0, 1, 2, 9, 20])):
         prompt = PromptPrefix(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
         prompts += [prompt] * rng.randint(1, 9)
     rng.shuffle(prompts)
     lengths = [prompt.num_tokens + rng.randint(1, rng.choice([3, 200])) for prompt in prompts]
-    return lengths, prompts, *ranks_and_budget(rng, lengths)
-
-
-def ranks_and_budget(rng, lengths):
     longest = max(lengths, default=1)
-    return rng.choice([1, 2, 3, 8]), rng.choice([longest, longest + 1, 2 * longest, 4096])
+    budget = rng.choice([longest, longest + 1, 2 * longest, 4096])
+    return lengths, prompts if has_prompts else [], rng.choice([1, 2, 3, 8]), budget
 
 
-with_and_without_prompts = pytest.mark.parametrize("make_case", [random_case, random_groups])
+with_and_without_prompts = pytest.mark.parametrize("has_prompts", [True, False])
 
 
 def num_computed(sequences, lengths, prompts):
@@ -55,10 +47,10 @@ def imbalance(loads):
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def assert_is_partition(plan, lengths, prompts, max_tokens):
-    """Every sequence is in one microbatch, of at most max_tokens computed; each rank has as many."""
+def assert_is_partition(plan, rows, lengths, prompts, max_tokens):
+    """Every row is in one microbatch, of at most max_tokens computed; each rank has as many."""
     micros = [micro for rank in plan for micro in rank]
-    assert sorted(i for micro in micros for i in micro) == list(range(len(lengths)))
+    assert sorted(row for micro in micros for row in micro) == list(rows)
     assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
     assert {len(rank) for rank in plan} == {len(plan[0])}
 
@@ -90,12 +82,12 @@ def test_too_long_a_sequence_is_refused_with_the_flag():
 @with_and_without_prompts
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4])
-def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches, make_case):
+def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches, has_prompts):
     """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows.
 
     A prompt that lies in two minibatches counts in each.
     """
-    lengths, prompts, num_ranks, max_tokens = make_case(seed)
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
     plan = plan_updates(
         lengths, prompts, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens
     )
@@ -104,9 +96,7 @@ def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches, make_cas
     assert len(sizes) == num_minibatches
     assert max(sizes) - min(sizes) <= 1
     for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        micros = [micro for rank in ranks for micro in rank]
-        assert sorted(row for micro in micros for row in micro) == minibatch
-        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
+        assert_is_partition(ranks, minibatch, lengths, prompts, max_tokens)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -157,11 +147,11 @@ def loads_of(plan, lengths, prompts):
 
 @with_and_without_prompts
 @pytest.mark.parametrize("seed", range(60))
-def test_microbatches_compute_every_sequence_once_within_the_budget(seed, make_case):
+def test_microbatches_compute_every_sequence_once_within_the_budget(seed, has_prompts):
     """A partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
-    lengths, prompts, num_ranks, max_tokens = make_case(seed)
+    lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert_is_partition(plan, lengths, prompts, max_tokens)
+    assert_is_partition(plan, range(len(lengths)), lengths, prompts, max_tokens)
     assert len(plan) == num_ranks
     assert all(micro == sorted(micro) for rank in plan for micro in rank)
     assert bool(plan[0]) == bool(lengths)
@@ -245,7 +235,7 @@ def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_t
     prompts = [PromptPrefix(i // 24, 1000) for i in range(72)]
     lengths = [1005 + i % 6 for i in range(72)]
     plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert_is_partition(plan, lengths, prompts, max_tokens)
+    assert_is_partition(plan, range(len(lengths)), lengths, prompts, max_tokens)
     if max_tokens == 1010:  # 5 + 5 is all that goes together
         assert len(plan[0]) * num_ranks >= 66
 
@@ -253,7 +243,7 @@ def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_t
 @pytest.mark.parametrize("seed", range(20))
 def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
     """Over the ranks, then over a rank's microbatches; a prompt that nobody shares, or of no token, changes nothing."""
-    lengths, _, num_ranks, _ = random_case(seed)
+    lengths, _, num_ranks, _ = random_groups(seed)
     expected = [[] for _ in range(num_ranks)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)

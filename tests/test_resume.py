@@ -1,6 +1,5 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
-import ast
 import json
 import random
 import shutil
@@ -14,9 +13,8 @@ from minirl.files.value_files import read_values
 from support.jobs import wait_for
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import branching_fork, run_in_pool, run_script, start_script
+from support.scripts import branching_fork, changed_fork, run_in_pool, run_script, start_script
 
-ROOT = Path(__file__).parent.parent
 NUM_STEPS = 3
 COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
 COMMON += " --eval-rows 6 --num-epochs 2 --num-minibatches 2 --group-size 3"
@@ -26,44 +24,33 @@ CASES = {
     "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
-# What a fork adds to train_grpo.py: a keyword of `Run`, and lines before the step's report.
+RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'
+REPORT = '        metrics.begin("report")  # before'
+# What a fork changes in train_grpo.py: a keyword of `Run`, and lines before the report.
 FORKS = {
-    "replay": (
-        "records={'replay': []}",
-        """
-replay = progress.records["replay"]
-rollouts = groups.rewarded.rollouts
-replay += [{"tokens": r.tokens, "logprobs": r.sample_logprobs, "why": r.finish_reason} for r in rollouts]
-progress.records["replay"] = replay = replay[-5:]
-batch = batch.replace(advantages=batch.advantages * sum(len(x["tokens"]) for x in replay) / 100)
-""",
-    ),
-    "curriculum": (
-        "extra={'curriculum': {'level': 0, 'mean': torch.zeros((), dtype=torch.float64)}}",
-        """
-curriculum = progress.extra["curriculum"]
-curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
-curriculum["level"] += int(curriculum["mean"] > 0.02)
-collector.num_served += curriculum["level"]
-""",
-    ),
+    "replay": {
+        RUN: f"{RUN}, records={{'replay': []}}",
+        REPORT: """\
+        replay = progress.records["replay"]
+        rollouts = groups.rewarded.rollouts
+        replay += [{"tokens": r.tokens, "logprobs": r.sample_logprobs, "why": r.finish_reason} for r in rollouts]
+        progress.records["replay"] = replay = replay[-5:]
+        batch = batch.replace(advantages=batch.advantages * sum(len(x["tokens"]) for x in replay) / 100)
+"""
+        + REPORT,
+    },
+    "curriculum": {
+        RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.zeros((), dtype=torch.float64)}}}}",
+        REPORT: """\
+        curriculum = progress.extra["curriculum"]
+        curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
+        curriculum["level"] += int(curriculum["mean"] > 0.02)
+        collector.num_served += curriculum["level"]
+"""
+        + REPORT,
+    },
 }
 POOLS = {1: "one_rank", 2: "two_ranks"}
-
-
-def make_fork(folder: Path, name: str) -> Path:
-    """A copy of train_grpo.py that remembers something between steps."""
-    keyword, lines = FORKS[name]
-    tree = ast.parse((ROOT / "train_grpo.py").read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Run":
-            node.keywords += ast.parse(f"f({keyword})", mode="eval").body.keywords
-        if isinstance(node, ast.For) and ast.unparse(node.iter) == "run.steps()":
-            report = [ast.unparse(line) for line in node.body].index("metrics.begin('report')")
-            node.body[report:report] = ast.parse(lines).body
-    fork = folder / f"fork_{name}.py"
-    fork.write_text(ast.unparse(tree))
-    return fork
 
 
 def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
@@ -197,18 +184,18 @@ def remembered(checkpoint: Path, name: str) -> dict:
 @pytest.mark.parametrize("name", ["replay", "curriculum"])
 def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
     """Fault 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
-    fork = make_fork(tmp_path, name)
+    fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
     flags = f"{COMMON} --run-name"
-    run_in_pool(two_ranks, str(fork), f"{flags} {name}", runs=runs)
+    run_in_pool(two_ranks, fork, f"{flags} {name}", runs=runs)
     expected = digests(runs / name)
     last = remembered(runs / name / "checkpoints" / f"{NUM_STEPS:06d}", name)
     assert len(last) == (5 if name == "replay" else 2)
     copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(two_ranks, str(fork), f"{flags} {copy.name}", runs=runs)
+    run_in_pool(two_ranks, fork, f"{flags} {copy.name}", runs=runs)
     assert digests(copy) == expected
 
     fewer = interrupted_copy(runs / name, f"{name}-fewer", 2)
-    run_in_pool(one_rank, str(fork), f"{flags} {fewer.name}", runs=runs)
+    run_in_pool(one_rank, fork, f"{flags} {fewer.name}", runs=runs)
     on_one = remembered(fewer / "checkpoints" / f"{NUM_STEPS:06d}", name)
     assert len(on_one) == len(last)
     if name == "curriculum":
@@ -218,7 +205,7 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
 @pytest.mark.parametrize("name", [pytest.param("replay", marks=pytest.mark.slow), "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
     """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
-    fork = str(make_fork(tmp_path, name))
+    fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
     flags = f"{COMMON} --run-name {name}-new"
     run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 1", runs=runs)
     with pytest.raises(AssertionError, match=rf'has no \w+\["{name}"\]: this script has; --resume force'):
@@ -234,7 +221,7 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
 @pytest.mark.slow
 def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path):
     """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
-    fork = make_fork(tmp_path, "replay")
+    fork = Path(changed_fork(tmp_path, "fork_replay", FORKS["replay"]))
     flags = f"{COMMON} --num-steps 8"
     run_script(fork, f"{flags} --run-name replay-whole", runs=runs)
     rng = random.Random(0)

@@ -70,18 +70,6 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     assert [name for name in names if name.startswith(annexes)] == []
 
 
-def test_progress_is_saved_and_found_again():
-    """And a new run begins with first values."""
-    progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
-    state = json.loads(json.dumps(progress.to_state()))
-    assert Progress(**state, extra={"kl_coef": 0.1}) == progress
-    progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
-    assert progress.extra == {"kl_coef": 0.1}
-    new = Progress()
-    new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
-    assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
-
-
 def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
     """`--dtype auto` is fp32 on a CPU; bfloat16 prints a note where its products are computed in fp32."""
     for has_instructions in (True, False):
@@ -91,17 +79,6 @@ def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(m
         assert capsys.readouterr().out == ""
         assert setup.compute_dtype("bfloat16", "cpu") == torch.bfloat16
         assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
-
-
-def test_a_start_that_fails_leaves_no_folder(tmp_path):
-    """The name is free for the next try; exit 2 and one line."""
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
-    flags = f"--run-name failed --model /no/such/folder --data {data} --task gsm8k"
-    with started(tmp_path, [[str(ROOT / "train_ppo.py"), *flags.split()]]) as job:
-        assert job.codes(within=20) == [2]
-        assert job.output(0).startswith("error: --model /no/such/folder")
-    assert not (tmp_path / "failed").exists()
 
 
 def test_each_of_several_processes_gets_a_folder_of_its_own(tmp_path):

@@ -1,16 +1,16 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
 
-import ast
+import importlib
 import json
 import math
 import random
 import re
-import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 from minirl.data.tokenizer import Tokenizer
@@ -18,26 +18,28 @@ from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, scalar_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters, save_folder
+from minirl.model.weights import load_replica, named_parameters, save_folder
 from minirl.objective.losses import bradley_terry_loss
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from minirl.run.flags import parse
 from minirl.training.scoring import scalar_outputs
+from support.cuda_rules import pad_as_on_cuda
+from support.engines import make_engine, make_request
 from support.scripts import (
     FAST_LEARNING,
     ROOT,
     SCRIPTS,
     branching_fork,
+    extended_fork,
     read_metrics,
     run_beside_a_clock,
     run_in_pool,
-    run_padded_as_on_cuda,
     run_script,
     run_under_torchrun,
     untimed,
 )
 
-GRPO, PPO = (runpy.run_path(str(ROOT / script), run_name="imported") for script in SCRIPTS)
+ALGORITHMS = train_grpo.ALGORITHMS
 KEYWORD_REWARD = (
     "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
 )
@@ -45,19 +47,13 @@ KEYWORD_REWARD = (
 
 def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
     """The folder loads in transformers and continues `prompt` there as it does in minirl."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from minirl.generation.engine import Engine, Request
-    from minirl.model.weights import load_replica
-    from minirl.rollouts import RolloutId
-
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")["input_ids"]
     expected = reference.generate(ids, do_sample=False, max_new_tokens=num_tokens)[0].tolist()
-    replica, cpu = load_replica(folder, dtype=torch.float32), torch.device("cpu")
-    engine = Engine(replica, max_running_requests=1, cache_tokens=1024, dtype=torch.float32, device=cpu)
-    stops = Tokenizer(folder).stop_ids
-    request = Request(tuple(ids[0].tolist()), RolloutId(0, 0), 0, num_tokens, 0.0, stops)
+    engine = make_engine(load_replica(folder, dtype=torch.float32))
+    request = make_request(
+        ids[0].tolist(), max_new_tokens=num_tokens, temperature=0.0, stop_ids=Tokenizer(folder).stop_ids
+    )
     (rollout,) = engine.generate([request])
     assert rollout.tokens.tolist() == expected
 
@@ -127,7 +123,7 @@ def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, scr
     flags = "--num-steps 1 --prompts-per-step 1 --group-size 3 --eval-rows 3"
     flags += " --num-minibatches 3 --old-logprobs scored --entropy-coef 0.01"
     name = f"unpadded-{script}"
-    run_padded_as_on_cuda(two_ranks, script, f"--run-name {name} {flags}", runs=runs)
+    run_in_pool(two_ranks, script, f"--run-name {name} {flags}", runs=runs, under=pad_as_on_cuda)
     (metrics,) = read_metrics(runs / name)
     assert metrics["count/rollouts"] == 3
     assert metrics["optim/grad_norm"] > 0
@@ -248,7 +244,7 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
 FAST_PRESETS = ("dapo", "rloo", "reinforce++", "remax")  # between them they take every path
 PRESETS = [
     pytest.param(name, marks=[] if name in FAST_PRESETS else pytest.mark.slow)
-    for name in GRPO["ALGORITHMS"]
+    for name in ALGORITHMS
     if name != "default"
 ]
 
@@ -263,8 +259,8 @@ def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, 
     )
     args = json.loads((runs / f"{name}-{pool}" / "args.json").read_text())
     assert args["clip_low"] == 0.1
-    assert {flag: args[flag] for flag in GRPO["ALGORITHMS"][name] if flag != "clip_low"} == {
-        flag: value for flag, value in GRPO["ALGORITHMS"][name].items() if flag != "clip_low"
+    assert {flag: args[flag] for flag in ALGORITHMS[name] if flag != "clip_low"} == {
+        flag: value for flag, value in ALGORITHMS[name].items() if flag != "clip_low"
     }
     for line in read_metrics(runs / f"{name}-{pool}"):
         assert line["optim/grad_norm"] > 0
@@ -334,20 +330,9 @@ def token_loss(config, micro, new, entropy):
     return -micro.advantages * new, torch.ones_like(new)
 
 
-run_script(main, ForkConfig, description="A fork.", presets=ALGORITHMS)
+Config = ForkConfig
 '''
 THREES = "def threes(completions):\n    return [float(c.count('3')) for c in completions]\n"
-
-
-def make_fork(folder: Path, text: str = FORK, *, name: str = "my_grpo") -> Path:
-    """A copy of the script with functions of its own, written where its main ended."""
-    source = (ROOT / "train_grpo.py").read_text()
-    guard = ast.parse(source).body[-1]
-    assert isinstance(guard, ast.If), "the script ends with `if __name__ == ...`"
-    lines = source.splitlines(keepends=True)
-    fork = folder / f"{name}.py"
-    fork.write_text("".join(lines[: guard.lineno - 1]) + text)
-    return fork
 
 
 CHAT_FORK = '''
@@ -384,8 +369,6 @@ CHAT_TEMPLATE = (
 def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_them(
     one_rank, runs, embedded_model, tmp_path
 ):
-    from transformers import AutoTokenizer
-
     model = tmp_path / "model"
     shutil.copytree(embedded_model, model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -393,7 +376,7 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
     tokenizer.save_pretrained(model)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}21"}) + "\n" for i in range(4)))
     (tmp_path / "mine.py").write_text(THREES)
-    fork = make_fork(tmp_path, CHAT_FORK, name="chat_grpo")
+    fork = extended_fork(tmp_path, "train_grpo.py", CHAT_FORK, name="chat")
     flags = f"--model {model} --data {tmp_path}/data.jsonl --reward {tmp_path}/mine.py:threes"
     flags += " --chat --max-new-tokens 16 --num-steps 2 --prompts-per-step 4 --group-size 4"
     forks_flags = f"{flags} --tool-format hermes"  # without effect on the script as it is
@@ -439,7 +422,9 @@ def test_a_fork_with_its_own_flag_advantage_and_loss_learns(runs, tmp_path):
     """What a researcher does on the first day: copy, change, run on two ranks. Forks that are killed: test_resume."""
     (tmp_path / "mine.py").write_text(THREES)
     flags = f"--reward {tmp_path}/mine.py:threes --advantage-scale 2 --num-steps 12 --eval-every 0"
-    run_script(make_fork(tmp_path), f"--run-name fork {flags}", runs=runs)
+    run_script(
+        extended_fork(tmp_path, "train_grpo.py", FORK, name="my"), f"--run-name fork {flags}", runs=runs
+    )
     metrics = read_metrics(runs / "fork")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2
     assert json.loads((runs / "fork" / "args.json").read_text())["advantage_scale"] == 2.0
@@ -528,31 +513,32 @@ def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
     ("flags", "message"),
     [
         ("--group-size 1", "--group-size 1"),
-        ("--temperature 0", "--temperature 0"),
         ("--model /no/such/folder --data x.jsonl --task gsm8k", "x.jsonl"),
+        ("--model /no/such/folder --data one.jsonl --task gsm8k", "--model /no/such/folder"),
         ("--task jsonl", "--data"),
-        ("--model x", "--data"),
     ],
 )
 def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeypatch):
-    """No model is made or loaded; the message names the flag or the file. Fault 43."""
-    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
+    """No model is made or loaded, and no folder; the message names the flag or the file. Fault 43."""
+    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
     config = parse(train_grpo.Config, description="", arguments=flags.split())
     with pytest.raises(InputError, match=re.escape(message)):
         train_grpo.main(config)
-    assert not list(tmp_path.iterdir())
+    assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+REFUSED = {
+    "train_grpo": [
+        ({"temperature": 0.0}, "--temperature 0.0"),
         ({"group_size": 1, "advantage_norm": "none"}, "--group-size 1: --baseline mean needs at least 2"),
         ({"baseline": "greedy"}, "--baseline greedy: needs --advantage-norm none"),
         ({"baseline": "none", "advantage_norm": "batch_std"}, "--baseline none: needs --advantage-norm none"),
-        (GRPO["ALGORITHMS"]["remax"] | {"dynamic_sampling": True}, "--group-size 1: --dynamic-sampling"),
+        (ALGORITHMS["remax"] | {"dynamic_sampling": True}, "--group-size 1: --dynamic-sampling"),
         ({"kl_reward_coef": 0.1}, "--kl-reward-coef: --advantage-norm group_std would divide it away"),
         (
-            GRPO["ALGORITHMS"]["reinforce++"] | {"ratio_level": "sequence_mean"},
+            ALGORITHMS["reinforce++"] | {"ratio_level": "sequence_mean"},
             "--ratio-level sequence_mean has one",
         ),
         ({"max_grad_norm": -1.0}, "--max-grad-norm -1.0: must not be negative"),
@@ -567,7 +553,7 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
         ({"separate_rewards": True}, "--separate-rewards: there is only one reward"),
         ({"kl_coef": 0.1, "kl_reward_coef": 0.1}, "--kl-coef with --kl-reward-coef"),
         ({"dual_clip": 1.0}, "--dual-clip 1.0: must be greater than 1"),
-        (GRPO["ALGORITHMS"]["cispo"] | {"dual_clip": 3.0}, "--dual-clip with --policy-loss cispo"),
+        (ALGORITHMS["cispo"] | {"dual_clip": 3.0}, "--dual-clip with --policy-loss cispo"),
         ({"correction": "token_mask", "old_logprobs": "sampled"}, "--correction with --old-logprobs sampled"),
         ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
         ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
@@ -575,17 +561,7 @@ def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeyp
         ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
         ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
     ],
-)
-def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
-    GRPO["check"](GRPO["Config"]())
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GRPO["check"](GRPO["Config"](**options))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+    "train_ppo": [
         ({"kl_target": 6.0}, "--kl-target"),
         ({"correction_high": 3.0}, "--correction-high 3.0: has no effect without --correction"),
         ({"gamma": 1.5}, "--gamma 1.5"),
@@ -597,15 +573,16 @@ def test_what_a_combination_cannot_mean_is_refused_by_name(options, message):
             "--bootstrap-truncated with --drop-truncated",
         ),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [(script, *refusal) for script, refusals in REFUSED.items() for refusal in refusals],
 )
-def test_ppo_refuses_what_it_cannot_mean(options, message):
-    """By the flag's name, before anything is loaded. Fault 43."""
-    PPO["check"](PPO["Config"]())
+def test_what_a_combination_cannot_mean_is_refused_by_name(script, options, message):
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
+    module = importlib.import_module(script)
+    module.check(module.Config())
     with pytest.raises(ValueError, match=re.escape(message)):
-        PPO["check"](PPO["Config"](**options))
-
-
-def test_no_preset_is_refused():
-    """Each passes the checks and names only fields that exist."""
-    for preset in GRPO["ALGORITHMS"].values():
-        GRPO["check"](GRPO["Config"](**preset))
+        module.check(module.Config(**options))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from minirl.generation import kv_cache
 from minirl.generation.engine import Engine
-from minirl.generation.sampling import request_key
-from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
-from minirl.rollouts import Request, RolloutId
+from minirl.rollouts import Request
+from support.engines import make_request
+from support.models import RAW_CONFIG
 
 STOP = 0
 
@@ -45,27 +45,12 @@ class StubModel:
     """Gives every token of the vocabulary the same probability, so that completions end at random."""
 
     def __init__(self, vocab_size: int):
-        self.config = stub_config(vocab_size)
+        sizes = {"vocab_size": vocab_size, "max_position_embeddings": 8192}
+        self.config = config_from_dict(RAW_CONFIG | sizes | {"num_hidden_layers": 1})
         self.lm_head = SimpleNamespace(weight=torch.zeros(vocab_size, 1))
 
     def __call__(self, tokens: Tensor, positions: Tensor, layout: object) -> Tensor:
         return torch.zeros(len(tokens), 1)
-
-
-def stub_config(vocab_size: int) -> ModelConfig:
-    return config_from_dict(
-        {
-            "model_type": "llama",
-            "vocab_size": vocab_size,
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "head_dim": 8,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-6,
-        }
-    )
 
 
 @contextmanager
@@ -82,13 +67,11 @@ def stub_engine(load: Load, **options: int | bool) -> Iterator[Engine]:
         )
 
 
-def requests_of(load: Load, *, seed: int = 0) -> list[Request]:
-    rng = random.Random(seed)
+def requests_of(load: Load) -> list[Request]:
+    rng = random.Random(0)
     requests = []
     for prompt in range(load.num_prompts):
-        ids = tuple(rng.randrange(load.mean_tokens) for _ in range(load.prompt_tokens))
-        for sample in range(load.group_size):
-            key = request_key(seed, purpose="train", prompt_ordinal=prompt, sample=sample)
-            limit = load.max_new_tokens
-            requests.append(Request(ids, RolloutId(prompt, sample), key, limit, 1.0, frozenset([STOP])))
+        ids = [rng.randrange(load.mean_tokens) for _ in range(load.prompt_tokens)]
+        options = {"number": prompt, "max_new_tokens": load.max_new_tokens, "stop_ids": frozenset([STOP])}
+        requests += [make_request(ids, member=sample, **options) for sample in range(load.group_size)]
     return requests

@@ -1,8 +1,10 @@
 """The training scripts as users start them, and what their runs leave."""
 
 import contextlib
+import difflib
 import importlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -15,7 +17,6 @@ from unittest import mock
 
 from minirl.ranks.time_account import TimeAccount
 from minirl.run.flags import parse
-from support.cuda_rules import pad_as_on_cuda
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
 
@@ -45,12 +46,31 @@ Setup = BranchingSetup
 '''
 
 
+def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
+    """A copy of the script with more text before its last lines, which run it."""
+    fork = folder / f"{name}_{script}"
+    head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
+    fork.write_text(head + text + guard + tail)
+    return fork
+
+
 def branching_fork(folder: Path, script: str) -> Path:
     """A copy of the script with rollouts in branches."""
-    fork = folder / f"branching_{script}"
-    head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
-    fork.write_text(head + BRANCHES + guard + tail)
-    return fork
+    return extended_fork(folder, script, BRANCHES, name="branching")
+
+
+def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
+    """A copy of train_grpo.py with these lines in place of others; at most ten are new."""
+    original = (ROOT / "train_grpo.py").read_text()
+    changed = original
+    for old, new in itertools.chain(*(change.items() for change in changes)):
+        assert changed.count(old) == 1, old
+        changed = changed.replace(old, new)
+    lines = list(difflib.ndiff(original.splitlines(), changed.splitlines()))
+    assert sum(line.startswith("+ ") for line in lines) <= 10
+    fork = folder / f"{name}.py"
+    fork.write_text(changed)
+    return str(fork)
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
@@ -94,22 +114,19 @@ def _finish(job: Job) -> str:
     return job.output(0)
 
 
-def run_in_pool(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
+def run_in_pool(
+    pool: RankPool,
+    script: str,
+    *flags: str,
+    runs: Path,
+    under: Callable[[], Any] = contextlib.nullcontext,
+) -> str:
     """Run a script's main on every rank of a pool; what rank 0 printed.
 
     script: the name of one of the original ones, or the path of a fork, under a name that no other fork has.
+    under: makes a context to run it in.
     """
-    return pool.run(_run_main, script, str(runs), flags)[0]
-
-
-def run_padded_as_on_cuda(pool: RankPool, script: str, *flags: str, runs: Path) -> str:
-    """Run a script as `run_in_pool` does, with CUDA's padding on the CPU: ranks without work get no tokens."""
-    return pool.run(_run_main_padded_as_on_cuda, script, str(runs), flags)[0]
-
-
-def _run_main_padded_as_on_cuda(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
-    with pad_as_on_cuda():
-        return _run_main(rank, script, runs, flags)
+    return pool.run(_run_main, script, str(runs), flags, under)[0]
 
 
 def run_beside_a_clock(
@@ -144,7 +161,13 @@ def _run_main_beside_a_clock(
     return moments
 
 
-def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
+def _run_main(
+    rank: int,
+    script: str,
+    runs: str,
+    flags: tuple[str, ...],
+    under: Callable[[], Any] = contextlib.nullcontext,
+) -> str:
     os.environ["MINIRL_RUNS"] = runs
     path = ROOT / script
     if str(path.parent) not in sys.path:
@@ -152,7 +175,7 @@ def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...]) -> str:
     module = importlib.import_module(path.stem)
     presets = getattr(module, "ALGORITHMS", None)
     config = parse(module.Config, description="", presets=presets, arguments=words(flags))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with under(), contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"
     return printed.getvalue()

@@ -3,6 +3,9 @@
 import itertools
 import re
 
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 
 
@@ -100,6 +103,13 @@ class Letters:
 
     def encode_all(self, rows):
         return [self.encode(row) for row in rows]
+
+
+def letter_prompts(texts, *, tokenizer=None, purpose="train", max_tokens=10, max_new_tokens=4, **options):
+    """Prompts of one token per letter, unless a tokenizer is given; row i is at f:i."""
+    rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
+    limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
+    return PromptStream(rows, tokenizer or Letters(), purpose=purpose, **limits, **options)
 
 
 # Small templates, each with a habit of published ones, with the id that ends an answer.
