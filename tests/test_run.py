@@ -22,7 +22,7 @@ from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import started
-from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, untimed
+from support.scripts import ROOT, SCRIPTS, read_metrics, read_rollouts, run_in_pool, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
 
@@ -211,8 +211,7 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     for step, line in enumerate(read_metrics(runs / name), 1):
         assert None not in line.values()
         assert 0 < line["reward/not_applicable"] < 1
-        text = (runs / name / "rollouts" / f"{step:06d}.jsonl").read_text()
-        rollouts = [json.loads(rollout) for rollout in text.splitlines()]
+        rollouts = read_rollouts(runs / name, step)
         without = [rollout for rollout in rollouts if rollout["reward"] is None]
         assert len(without) == round(len(rollouts) * line["reward/not_applicable"])
         assert all(rollout["advantage"] == 0 for rollout in without)

@@ -185,6 +185,10 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def read_rollouts(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
+
+
 def untimed(line: dict) -> dict:
     """The numbers of a step that a second run must give again: all but seconds and what is computed from them."""
     return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}
