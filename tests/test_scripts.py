@@ -550,6 +550,8 @@ REFUSED = {
         ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
         ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
         ({"num_minibatches": 129}, "--num-minibatches 129"),
+        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
+        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
     ],
     "train_ppo": [
         ({"kl_target": 6.0}, "--kl-target"),
@@ -571,7 +573,7 @@ REFUSED = {
     [(script, *refusal) for script, refusals in REFUSED.items() for refusal in refusals],
 )
 def test_what_a_combination_cannot_mean_is_refused_by_name(script, options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Fault 43."""
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
     module = importlib.import_module(script)
     module.check(module.Config())
     with pytest.raises(ValueError, match=re.escape(message)):
