@@ -70,6 +70,18 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     assert [name for name in names if name.startswith(annexes)] == []
 
 
+def test_progress_is_saved_and_found_again():
+    """And a new run begins with first values."""
+    progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
+    state = json.loads(json.dumps(progress.to_state()))
+    assert Progress(**state, extra={"kl_coef": 0.1}) == progress
+    progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
+    assert progress.extra == {"kl_coef": 0.1}
+    new = Progress()
+    new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
+    assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
+
+
 def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
     """`--dtype auto` is fp32 on a CPU; bfloat16 prints a note where its products are computed in fp32."""
     for has_instructions in (True, False):
