@@ -101,40 +101,38 @@ NO_TOOLS = CHATML.replace(
 NO_TEXT = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
 
 
+SAID = {"role": "assistant", "content": "a"}
+TOLD = {"role": "tool", "content": ""}
+IN_PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
-        (ALTERNATING, [{"role": "tool", "content": "4"}], "refuses the messages: .*roles must alternate"),
-        (NO_TOOLS, [{"role": "tool", "content": ""}], "does not show a message of role 'tool'"),
-        (NO_TEXT, [{"role": "user", "content": "a"}], "does not show the text of an answer"),
-    ],
-    ids=["refused", "dropped without a word", "content in parts"],
-)
-def test_messages_that_a_template_does_not_write_are_refused_by_row_and_folder(
-    make, tmp_path, template, messages, error
-):
-    """Fault 22."""
-    tokenizer = make(template)
-    with pytest.raises(InputError, match=f"f:1: the chat template of {tmp_path} {error}"):
-        following_ids(tokenizer, messages, "f:1", end_id=None)
-
-
-@pytest.mark.parametrize(
-    ("messages", "error"),
-    [
-        ([{"role": "user"}], "is not a message; expected role and content, both text"),
-        ([{"role": "user", "content": None}], "is not a message"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "is not a message"),
-        ([{"role": "user", "content": "a"}, 7], "7 is not a message"),
+        (ALTERNATING, [TOLD], "the chat template of FOLDER refuses the messages: .*roles must alternate"),
+        (NO_TOOLS, [TOLD], "the chat template of FOLDER does not show a message of role 'tool'"),
+        (NO_TEXT, conversation()[:1], "the chat template of FOLDER does not show the text of an answer"),
         (
-            [{"role": "assistant", "content": "a"}],
-            "the last message is the assistant's.*append its beginning",
+            CHATML,
+            [{"role": "user"}],
+            r"generate\(after=...\): .*is not a message; expected role and content, both text",
+        ),
+        (CHATML, [{"role": "user", "content": None}], r"generate\(after=...\): .*is not a message"),
+        (CHATML, [IN_PARTS], r"generate\(after=...\): .*is not a message"),
+        (CHATML, [TOLD, 7], r"generate\(after=...\): .*7 is not a message"),
+        (
+            CHATML,
+            [SAID],
+            r"generate\(after=...\): .*the last message is the assistant's.*append its beginning",
         ),
     ],
 )
-def test_what_are_no_messages_is_refused_with_the_row(make, messages, error):
-    with pytest.raises(InputError, match=rf"f:1: generate\(after=...\): .*{error}"):
-        following_ids(make(CHATML), messages, "f:1", end_id=None)
+def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_the_row(
+    make, tmp_path, template, messages, error
+):
+    """Fault 22."""
+    with pytest.raises(InputError, match=rf"f:1: {error.replace('FOLDER', str(tmp_path))}"):
+        following_ids(make(template), messages, "f:1", end_id=None)
 
 
 def lookup(query: str) -> str:

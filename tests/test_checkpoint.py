@@ -54,7 +54,7 @@ class TinyModel:
     """Stands for a `ShardedModel` of one rank: `state_tensors` and compute weights that tell the step."""
 
     def __init__(self):
-        self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(TINY))
+        self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(RAW_CONFIG))
         self.set(0)
 
     def set(self, step: int) -> None:
@@ -65,10 +65,6 @@ class TinyModel:
             f"{kind}.weight": self.compute_weights["weight"] + i
             for i, kind in enumerate(("masters", "exp_avg"))
         }
-
-
-TINY = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-TINY |= dict(num_attention_heads=1, num_key_value_heads=1, rope_theta=1e4)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +86,7 @@ def source(tmp_path):
     """The folder that config and tokenizer come from, beside that of the runs."""
     path = tmp_path / "source"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(TINY))
+    (path / "config.json").write_text(json.dumps(RAW_CONFIG))
     (path / "tokenizer.json").write_text("{}")
     return path
 

@@ -178,10 +178,6 @@ def outputs_there(folder, scalar_head, num_tokens):
     return model.score(hidden) if scalar_head else model.lm_head(hidden)
 
 
-def is_equal(got, expected):
-    return got.shape == expected.shape and (got - expected).norm() <= 1e-5 * expected.norm()
-
-
 def verdict(folder, raw, changes):
     """What becomes of the folder: "refused", "equal" to transformers, "unchanged" or what is wrong.
 
@@ -205,7 +201,7 @@ def verdict(folder, raw, changes):
             except Exception as error:
                 reason = f"accepts what transformers refuses: {error!r}"
                 continue
-            if is_equal(got, expected):
+            if got.shape == expected.shape and (got - expected).norm() <= 1e-5 * expected.norm():
                 return "equal" if count == len(changes) else "unchanged"
             if count == len(changes):
                 return "has other numbers than transformers"

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+import timeit
 from pathlib import Path
 
 import pytest
@@ -149,12 +150,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
 
 def seconds(action):
     """The least of three."""
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(timeit.repeat(action, number=1, repeat=3))
 
 
 def test_a_step_of_a_large_task_does_not_shuffle_for_each_prompt():

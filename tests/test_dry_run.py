@@ -5,6 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -197,24 +198,17 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
 
 
-FREE_BYTES = setup.free_bytes
-
-
-def set_free(rank, num_bytes):
-    """Have runs of this process find so many bytes free; None: as many as there are."""
-    setup.free_bytes = FREE_BYTES if num_bytes is None else lambda device: num_bytes
+def on_a_full_machine():
+    """A patch under which a run finds a megabyte free."""
+    return mock.patch.object(setup, "free_bytes", return_value=1e6)
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):
     """And leaves no folder. With all sizes given it starts: they may be known better."""
-    one_rank.run(set_free, 1e6)
-    try:
-        with pytest.raises(AssertionError, match=r"InputError: the models need .* 0.9 MB"):
-            run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "small", runs=runs)
-        assert not (runs / "small").exists()
-        sizes = "--max-running-requests 4 --cache-tokens 512 --max-tokens-per-microbatch 99".split()
-        switches = ("--recompute-layers", "off", "--shard-gradients", "off")
-        given = (*sizes, *switches, "--run-name", "given")
-        run_in_pool(one_rank, "train_grpo.py", *TINY, *given, runs=runs)
-    finally:
-        one_rank.run(set_free, None)
+    how = {"runs": runs, "under": on_a_full_machine}
+    with pytest.raises(AssertionError, match=r"InputError: the models need .* 0.9 MB"):
+        run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name small", **how)
+    assert not (runs / "small").exists()
+    sizes = "--max-running-requests 4 --cache-tokens 512 --max-tokens-per-microbatch 99"
+    switches = "--recompute-layers off --shard-gradients off"
+    run_in_pool(one_rank, "train_grpo.py", *TINY, sizes, switches, "--run-name given", **how)

@@ -39,7 +39,7 @@ from minirl.errors import InputError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_adapter import call_reward
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_tokenizer
 from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import (
@@ -309,20 +309,6 @@ def test_an_observation_that_is_no_text_is_an_error_that_says_so(load, tokenizer
     _, reply = converse(load("environment", "Listed"), tokenizer, ["a"])
     assert isinstance(reply, Failed)
     assert r"reset returned [1]; expected text or None" in reply.why
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
-        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
-        ({"reply_timeout": 1.0}, "--reply-timeout 1.0: has no effect without --rollout, --tools or --env"),
-    ],
-)
-def test_row_59_flags_that_exclude_each_other_are_refused(flags, error):
-    with pytest.raises(InputError, match=error):
-        check_shared(RunConfig(**flags))
-    check_shared(RunConfig(tools="a.py:f", rollout_workers=2))
 
 
 RANDOM = '''

@@ -17,7 +17,7 @@ from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
-from minirl.run.config import RunConfig, check_limits, check_shared
+from minirl.run.config import RunConfig, check_limits
 from support.collecting import (
     CHAT,
     Prompts,
@@ -440,8 +440,6 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
 
 
 def test_a_limit_that_has_no_effect_is_refused():
-    with pytest.raises(InputError, match=r"--max-episode-seconds 3\.0: has no effect without --rollout"):
-        check_shared(RunConfig(max_episode_seconds=3.0))
     with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
         check_limits(RunConfig(max_sampled_tokens=9), 9)
     check_limits(RunConfig(max_sampled_tokens=8), 9)

@@ -485,11 +485,11 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
 
     def chatting(episode):
         yield episode.generate(max_tokens=5)
-        episode.reward(episode.seed, "early")
+        episode.reward(episode.seed % 7, "early")
         if episode.seed % 2:
             yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
             yield episode.generate(after=" and", max_tokens=3)
-        conversations[episode.seed] = episode.messages, {"early": float(episode.seed)}
+        conversations[episode.seed] = episode.messages, {"early": episode.seed % 7}
 
     def mine(prompts, completions, messages, rewards_given, episodes, **others):
         assert sorted(others) == ["answer", "completion_ids"]
@@ -502,7 +502,8 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
 
     prompts = chat_prompts(200)
     prompts._rows = [replace(row, prompt=[{"role": "user", "content": row.prompt}]) for row in prompts._rows]
-    groups = collector_of({"mine": mine}, chatting, prompts=prompts).collect(6)
+    functions = {"mine": mine, "early": EpisodeReward("early")}
+    groups = collector_of(functions, chatting, prompts=prompts).collect(6)
     assert seen == [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
     assert {len(messages) for messages, _ in seen} == {2, 4}
     seen.clear()
@@ -511,7 +512,7 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
         seen.extend(zip(messages, prompts, completions, strict=True))
         return [0.0] * len(messages)
 
-    collector_of({"mine": of_text}, giving).collect(2)
+    collector_of({"mine": of_text, **OF_EPISODE}, giving).collect(2)
     for messages, prompt, text in seen:
         assert messages == [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
 

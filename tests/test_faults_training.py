@@ -1,7 +1,8 @@
 """Faults of what is sampled and rewarded: steps without a signal stay finite, change nothing, and say what to do."""
 
-import json
+import contextlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,19 +16,14 @@ from support.scripts import read_metrics, run_in_pool
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
 
 
-def ends_at_once(sample):
-    """A `sample` that takes the stop token first."""
-
-    def stop(hidden, head, **options):
-        tokens, logprobs = sample(hidden, head, **options)
-        return torch.zeros_like(tokens), logprobs
-
-    return stop
+def take_stop_token(hidden, head, **options):
+    tokens, logprobs = sample(hidden, head, **options)
+    return torch.zeros_like(tokens), logprobs
 
 
-def end_at_once(rank: int, is_on: bool) -> None:
-    """From here on every completion of this process ends at once, or no longer."""
-    engine.sample = ends_at_once(sample) if is_on else sample
+def ending_at_once():
+    """A patch under which every completion ends at once."""
+    return mock.patch.object(engine, "sample", take_stop_token)
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
@@ -54,12 +50,11 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
         flags = flags.replace("--drop-truncated", "")
     name = f"{row}-{script}"
     reward = f"--reward {tmp_path}/mine.py:score"
-    two_ranks.run(end_at_once, row == "row-29-empty")
-    try:
-        printed = run_in_pool(two_ranks, script, f"{SHORT} {flags} {reward} --run-name {name}", runs=runs)
-    finally:
-        two_ranks.run(end_at_once, False)
-    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    under = ending_at_once if row == "row-29-empty" else contextlib.nullcontext
+    printed = run_in_pool(
+        two_ranks, script, f"{SHORT} {flags} {reward} --run-name {name}", runs=runs, under=under
+    )
+    lines = read_metrics(runs / name)
     assert len(lines) == 2
     for line in lines:
         assert all(value is not None for value in line.values()), "something is not finite"
@@ -74,7 +69,6 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
 
 
 SCORE_BATCH = train_grpo.score_batch
-IS_TRAINED = train_grpo.is_trained
 
 
 def count_scored(rank: int, is_on: bool) -> int:
@@ -90,9 +84,9 @@ def count_scored(rank: int, is_on: bool) -> int:
     return num_scored
 
 
-def train_on_all(rank: int, is_on: bool) -> None:
-    """From here on no rollout is left out in this process, or some may be again."""
-    train_grpo.is_trained = (lambda *_: torch.ones(6, dtype=torch.bool)) if is_on else IS_TRAINED
+def training_on_all():
+    """A patch under which no rollout is left out."""
+    return mock.patch.object(train_grpo, "is_trained", return_value=torch.ones(6, dtype=torch.bool))
 
 
 def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
@@ -118,11 +112,8 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
     finally:
         num_scored = two_ranks.run(count_scored, False)
     assert sum(num_scored) == (6 + 1) * (2 if more else 1), "all in the first step, then one, in each epoch"
-    two_ranks.run(train_on_all, True)
-    try:
-        run_in_pool(two_ranks, "train_grpo.py", f"{flags} --run-name {name}-all", runs=runs)
-    finally:
-        two_ranks.run(train_on_all, False)
+    on_all = f"{flags} --run-name {name}-all"
+    run_in_pool(two_ranks, "train_grpo.py", on_all, runs=runs, under=training_on_all)
     assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
     lines = read_metrics(runs / name)
     assert lines[0]["perf/skipped_tokens"] == 0

@@ -210,6 +210,8 @@ JSONL = "--data of --task jsonl"
         ({"tool_format": "hermes"}, ROLLOUT, {"tools": "mine.py:f"}),
         ({"max_turns": 2}, ROLLOUT, {"rollout": "mine.py:f"}),
         ({"on_rollout_error": "end"}, ROLLOUT, {"environment": "mine.py:A"}),
+        ({"reply_timeout": 1.0}, ROLLOUT, {"tools": "mine.py:f", "rollout_workers": 2}),
+        ({"max_episode_seconds": 3.0}, ROLLOUT, {"rollout": "mine.py:f"}),
         ({"prompt_field": "text"}, JSONL, {"data": "a.jsonl"}),
         ({"prompt_field": "text", "data": "a.jsonl", "task": "gsm8k"}, JSONL, {"task": "jsonl"}),
         ({"shard_over": "node"}, "a second rank", {}),

@@ -1,11 +1,8 @@
 """Forks of train_grpo.py of at most ten changed lines: what is asked for most is a small change of the script."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from support.scripts import changed_fork, read_metrics, run_in_pool, untimed
+from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool, untimed
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
 FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
@@ -28,10 +25,6 @@ LENGTH_PENALTY = {
 }
 
 
-def rollouts_of(folder: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "more",
     ["", pytest.param("--max-staleness 2", marks=pytest.mark.slow)],
@@ -51,7 +44,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
     assert gaps, "of tokens that the present weights sampled"
     assert set(gaps) == {0.0}
     for line in metrics:
-        rollouts = rollouts_of(runs / name, line["step"])
+        rollouts = read_rollouts(runs / name, line["step"])
         assert line["count/tokens"] == sum(rollout["num_tokens"] for rollout in rollouts)
         assert all("=" in rollout["completion"] for rollout in rollouts)
         # A token for each character, and "<eos>" after one turn or both.
@@ -62,7 +55,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
     train(two_ranks, f"{name}-resumed", "--num-steps", "2")
     assert train(two_ranks, f"{name}-resumed", "--resume", "force") == metrics
     train(one_rank, f"{name}-one", "--num-steps", "1")
-    first = [rollouts_of(runs / run_name, 1) for run_name in (name, f"{name}-one")]
+    first = [read_rollouts(runs / run_name, 1) for run_name in (name, f"{name}-one")]
     assert [r["completion"] for r in first[0]] == [r["completion"] for r in first[1]]
 
 
@@ -71,7 +64,7 @@ def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
     fork = changed_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
     run_in_pool(one_rank, fork, FLAGS, "--run-name penalty", runs=runs)
     for line in read_metrics(runs / "penalty"):
-        rollouts = rollouts_of(runs / "penalty", line["step"])
+        rollouts = read_rollouts(runs / "penalty", line["step"])
         expected = sum(r["reward"] - 0.01 * r["num_tokens"] for r in rollouts) / len(rollouts)
         assert line["reward/mean"] == pytest.approx(expected)
 

@@ -1,6 +1,5 @@
 """Plans as pure functions of lengths and prompts: what a microbatch holds, what it costs, how even the ranks are."""
 
-import math
 import random
 
 import pytest
@@ -35,11 +34,6 @@ def num_computed(sequences, lengths, prompts):
         total -= sum(prompts[i].num_tokens for i in sequences)
         total += sum(prompt.num_tokens for prompt in {prompts[i] for i in sequences})
     return total
-
-
-def geometric_lengths(rng, count):
-    """Lengths like those of a step: 20 + geometric of mean 280, at most 2048."""
-    return [min(2048, 20 + int(math.log(1 - rng.random()) / math.log(1 - 1 / 280))) for _ in range(count)]
 
 
 def imbalance(loads):
@@ -195,7 +189,7 @@ def groups_of_a_step(rng, group_size):
     """512 rollouts with completions like those of a step, and prompts of 20 to 400 tokens."""
     prompts = [PromptPrefix(i, rng.randint(20, 400)) for i in range(512 // group_size)]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    completions = geometric_lengths(rng, 512)
+    completions = [min(2048, 20 + int(rng.expovariate(1 / 280))) for _ in prompts]
     return [p.num_tokens + n for p, n in zip(prompts, completions, strict=True)], prompts
 
 

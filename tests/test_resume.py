@@ -13,7 +13,7 @@ from minirl.files.value_files import read_values
 from support.jobs import wait_for
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import branching_fork, changed_fork, run_in_pool, run_script, start_script
+from support.scripts import branching_fork, changed_fork, read_rollouts, run_in_pool, run_script, start_script
 
 NUM_STEPS = 3
 COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
@@ -104,6 +104,11 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(
         assert not list((copy / "checkpoints").glob(".*"))
 
 
+def samples(folder: Path) -> list[tuple]:
+    """The completions of the second step, by their ids."""
+    return [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(folder, 2)]
+
+
 @pytest.mark.slow
 def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
     """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
@@ -120,9 +125,7 @@ def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, t
 
     fewer = interrupted_copy(runs / "branches", "branches-fewer", 1)
     run_in_pool(one_rank, fork, f"{flags} {fewer.name}", runs=runs)
-    lines = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / "branches", fewer)]
-    found = [[(x["id"], x["completion"]) for x in map(json.loads, text.splitlines())] for text in lines]
-    assert found[0] == found[1]
+    assert samples(runs / "branches") == samples(fewer)
 
 
 def negate_weights(folder: Path) -> None:
@@ -166,11 +169,7 @@ def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_r
     train(two_ranks, case, runs, name)
     copy = interrupted_copy(runs / name, f"{name}-changed", 1)
     train(one_rank, case, runs, copy.name)
-    rollouts = [(folder / "rollouts" / "000002.jsonl").read_text() for folder in (runs / name, copy)]
-    completions = [
-        [(line["id"], line["completion"]) for line in map(json.loads, x.splitlines())] for x in rollouts
-    ]
-    assert completions[0] == completions[1]
+    assert samples(runs / name) == samples(copy)
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]
 
 

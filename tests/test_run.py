@@ -22,7 +22,7 @@ from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import started
-from support.scripts import ROOT, SCRIPTS, read_metrics, run_in_pool, untimed
+from support.scripts import ROOT, SCRIPTS, read_metrics, read_rollouts, run_in_pool, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
 
@@ -68,6 +68,18 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     assert "minirl.generation.engine" in names
     annexes = ("minirl.kernels", "minirl.agents", "minirl.show", "minirl.plot")
     assert [name for name in names if name.startswith(annexes)] == []
+
+
+def test_progress_is_saved_and_found_again():
+    """And a new run begins with first values."""
+    progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
+    state = json.loads(json.dumps(progress.to_state()))
+    assert Progress(**state, extra={"kl_coef": 0.1}) == progress
+    progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
+    assert progress.extra == {"kl_coef": 0.1}
+    new = Progress()
+    new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
+    assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
 
 
 def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
@@ -211,8 +223,7 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     for step, line in enumerate(read_metrics(runs / name), 1):
         assert None not in line.values()
         assert 0 < line["reward/not_applicable"] < 1
-        text = (runs / name / "rollouts" / f"{step:06d}.jsonl").read_text()
-        rollouts = [json.loads(rollout) for rollout in text.splitlines()]
+        rollouts = read_rollouts(runs / name, step)
         without = [rollout for rollout in rollouts if rollout["reward"] is None]
         assert len(without) == round(len(rollouts) * line["reward/not_applicable"])
         assert all(rollout["advantage"] == 0 for rollout in without)

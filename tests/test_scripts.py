@@ -32,6 +32,7 @@ from support.scripts import (
     branching_fork,
     extended_fork,
     read_metrics,
+    read_rollouts,
     run_beside_a_clock,
     run_in_pool,
     run_script,
@@ -73,9 +74,7 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     assert len(re.findall(r"^step ", output, re.MULTILINE)) == 40
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000030", "000040"]
-    rollouts = [
-        json.loads(line) for line in (runs / "a" / "rollouts" / "000030.jsonl").read_text().splitlines()
-    ]
+    rollouts = read_rollouts(runs / "a", 30)
     assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
     assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
@@ -92,7 +91,7 @@ def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(t
         lines = list(map(untimed, read_metrics(runs / name)))
         # A step in which all groups of three have equal rewards has no ratio.
         assert {line["policy/ratio_max"] for line in lines if "policy/ratio_max" in line} == {1}
-        found.append((lines, (runs / name / "rollouts" / "000002.jsonl").read_text()))
+        found.append((lines, read_rollouts(runs / name, 2)))
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
 
@@ -200,10 +199,8 @@ def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, pool, scri
         assert sum(at_least) - 1e-3 <= line["time/step"] * len(moments) <= sum(at_most) + 1e-3
         always = {"prefill", "decode", "wait_rewards", "wait_ranks", "score", "update", "update_comm"}
         assert {f"time/{cause}" for cause in always | {"report", "host"}} <= line.keys()
-        assert ("time/eval" in line) == (
-            i >= 1
-        )  # before training it is in no step; after the second and the last
-        assert ("time/save" in line) == (i >= 1)  # it keeps the next step waiting
+        # Evaluation: before training it is in no step. A save keeps the next step waiting.
+        assert [f"time/{cause}" in line for cause in ("eval", "save")] == [i >= 1] * 2
 
 
 SLOW = """
@@ -258,10 +255,8 @@ def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, 
         request.getfixturevalue(pool), "train_grpo.py", f"--run-name {name}-{pool} {flags}", runs=runs
     )
     args = json.loads((runs / f"{name}-{pool}" / "args.json").read_text())
-    assert args["clip_low"] == 0.1
-    assert {flag: args[flag] for flag in ALGORITHMS[name] if flag != "clip_low"} == {
-        flag: value for flag, value in ALGORITHMS[name].items() if flag != "clip_low"
-    }
+    expected = ALGORITHMS[name] | {"clip_low": 0.1}
+    assert {flag: args[flag] for flag in expected} == expected
     for line in read_metrics(runs / f"{name}-{pool}"):
         assert line["optim/grad_norm"] > 0
         assert line["count/rollouts"] == 4 * args["group_size"]
@@ -300,9 +295,7 @@ def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_th
         (line,) = read_metrics(runs / name)
         assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
         assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
-    rollouts = [
-        json.loads(text) for text in (runs / "sum" / "rollouts" / "000001.jsonl").read_text().splitlines()
-    ]
+    rollouts = read_rollouts(runs / "sum", 1)
     assert {r["finish_reason"] for r in rollouts} == {"stop", "length"}
     for prompt in {r["id"][0] for r in rollouts}:
         group = [r for r in rollouts if r["id"][0] == prompt]
@@ -409,8 +402,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
     for whole, parts in zip(*(read_metrics(runs / name) for name in names), strict=True):
         assert untimed(parts) == pytest.approx(untimed(whole), rel=1e-3, abs=1e-6)
         assert whole["optim/grad_norm"] > 0.01
-    texts = [(runs / name / "rollouts" / "000002.jsonl").read_text() for name in names]
-    whole, parts = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    whole, parts = (read_rollouts(runs / name, 2) for name in names)
     assert 2 in [len(line.pop("branches", [])) for line in parts]
     for line in (*whole, *parts):
         line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
@@ -558,6 +550,8 @@ REFUSED = {
         ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
         ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
         ({"num_minibatches": 129}, "--num-minibatches 129"),
+        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
+        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
     ],
     "train_ppo": [
         ({"kl_target": 6.0}, "--kl-target"),
@@ -579,7 +573,7 @@ REFUSED = {
     [(script, *refusal) for script, refusals in REFUSED.items() for refusal in refusals],
 )
 def test_what_a_combination_cannot_mean_is_refused_by_name(script, options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Fault 43."""
+    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
     module = importlib.import_module(script)
     module.check(module.Config())
     with pytest.raises(ValueError, match=re.escape(message)):

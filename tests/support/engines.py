@@ -14,20 +14,14 @@ from minirl.rollouts import Rollout, RolloutId
 from support.models import RAW_CONFIG
 
 CPU = torch.device("cpu")
-
-
 VOCAB = 48
-
-
 STOP_IDS = frozenset({3, 11, 29})
-
-
 WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
 
 
-def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0, mlp_width: int = 131) -> Transformer:
+def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": mlp_width}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 131}
     config = config_from_dict(
         {**RAW_CONFIG, "model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, **sizes}
     )
@@ -93,13 +87,13 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-def finish(engine: Engine, count: int, *, max_steps: int = 4000) -> list[Rollout]:
+def finish(engine: Engine, count: int) -> list[Rollout]:
     rollouts: list[Rollout] = []
-    for _ in range(max_steps):
+    for _ in range(4000):
         rollouts += engine.step()
         if len(rollouts) == count:
             return rollouts
-    raise AssertionError(f"{len(rollouts)} of {count} rollouts after {max_steps} steps")
+    raise AssertionError(f"{len(rollouts)} of {count} rollouts after 4000 steps")
 
 
 def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:

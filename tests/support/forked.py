@@ -66,9 +66,6 @@ class ForkedScript:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def _run_script(command: list[str], environment: dict[str, str], output: str, folder: str) -> None:
     os.setsid()

@@ -92,15 +92,7 @@ def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -
         job.kill()
 
 
-def torchrun(script: str | Path, *flags: str, options: Sequence[str] = (), ranks: int = 2) -> list[str]:
-    """The command that starts a script under torchrun, by default on one node."""
-    where = options or ["--standalone"]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *where,
-        f"--nproc-per-node={ranks}",
-        str(script),
-        *flags,
-    ]
+def torchrun(script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command that starts a script on two ranks under torchrun, by default on one node."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2"]
+    return [*command, str(script), *flags]

@@ -97,7 +97,11 @@ def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) ->
     """Run a script to its end as users start it, with two ranks on each node; what the first node printed."""
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
     commands = [
-        torchrun(script, *words(flags), options=[*meeting, f"--node-rank={node}"] if nodes > 1 else [])
+        torchrun(
+            script,
+            *words(flags),
+            options=[*meeting, f"--node-rank={node}"] if nodes > 1 else ["--standalone"],
+        )
         for node in range(nodes)
     ]
     jobs = [start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)) for command in commands]
@@ -183,6 +187,10 @@ def _run_main(
 
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_rollouts(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
 
 
 def untimed(line: dict) -> dict:

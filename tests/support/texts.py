@@ -166,14 +166,9 @@ def save_chat_tokenizer(folder, template, end, special=()):
     backend = Backend(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    templates = (template or "") + "".join(text for text, _ in CHAT_TEMPLATES.values())
-    tokens = {
-        *special,
-        "<|user|>",
-        "<|tool|>",
-        "<|assistant|>",
-        *re.findall(r"<\|\w+\|>|</?s>", templates),
-    }
+    templates = (template or "") + "<|user|><|tool|><|assistant|>"
+    templates += "".join(text for text, _ in CHAT_TEMPLATES.values())
+    tokens = {*special, *re.findall(r"<\|\w+\|>|</?s>", templates)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
