@@ -232,7 +232,7 @@ def test_a_client_that_1024_episodes_share_loses_no_request_within_1024_descript
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
         host = load("agent", timeout_s=120)
-        episodes = [made_episode(seed=i) for i in range(1024)]
+        episodes = [made_episode(seed=i, is_chat=True) for i in range(1024)]
         running = {host.begin(episode): episode for episode in episodes}
         while running:
             for number, reply in host.replies(1.0):
@@ -896,7 +896,7 @@ def test_the_documented_agent_is_rewarded_for_its_last_answer():
     given = []
 
     async def run():
-        episode = made_episode()
+        episode = made_episode(is_chat=True)
         episode.row.columns["answer"] = 1200.0
         episode.reward = lambda value, name, branch: given.append((name, value))
         rollout = example["agent"](episode)
