@@ -35,7 +35,7 @@ NO_BUDGET = 1 << 40
 
 @dataclass
 class Row:
-    """A rollout. turns: of each the tokens that are left, and the seconds of the reply to it. ages: tokens by step."""
+    """A rollout. turns: the tokens left of each, and the seconds of the reply to it. sampled_in: tokens by step."""
 
     prompt: int
     turns: list[list[float]]
@@ -230,7 +230,7 @@ class Simulation:
         }
 
     def _due(self) -> set[int]:
-        """As `Collector._prompts_due`."""
+        """Return the prompts that this step has to finish, by the rule of `Collector._prompts_due`."""
         prompts = sorted(self._begun_in)
         later = [self._begun_in[prompt] + self._max_staleness - self._step for prompt in prompts]
         num_due = max((i + 1 - self._args.prompts * steps for i, steps in enumerate(later)), default=0)

@@ -295,8 +295,8 @@ class Collector:
 
     def _is_ready(self, ordinal: int) -> bool:
         """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
-        is_whole = ordinal not in self._num_running
-        return is_whole and all(self._queue.is_ready(one.rollout_id) for one in self._ended[ordinal])
+        # The calls of reward functions are for a whole group.
+        return ordinal not in self._num_running and self._queue.is_ready(self._ended[ordinal][0].rollout_id)
 
     def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""

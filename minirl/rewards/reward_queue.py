@@ -66,7 +66,7 @@ class RewardQueue:
         self._added: dict[RolloutId, _Added] = {}
 
     def begin_step(self, num_rollouts: int) -> None:
-        """Count failures anew; the limit of those that are forgiven is a share of these rollouts."""
+        """Count failures from 0 again; the limit of those that are forgiven is a share of these rollouts."""
         for calls in self._calls.values():
             calls.begin_step(num_rollouts)
 

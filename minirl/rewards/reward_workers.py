@@ -135,7 +135,7 @@ class FunctionCalls:
         return bool(self._under_way or self._waiting)
 
     def begin_step(self, num_completions: int) -> None:
-        """Count failures anew; the limit of those that are forgiven is a share of these completions."""
+        """Count failures from 0 again; the limit of those that are forgiven is a share of these completions."""
         self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
 
     def expect(self, num_completions: int) -> None:
