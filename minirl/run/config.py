@@ -25,7 +25,7 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 
 
 @dataclass(frozen=True)
-class ModelAndData:
+class ModelAndDataFlags:
     """Model and data"""
 
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
@@ -44,7 +44,7 @@ class ModelAndData:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationFlags:
     """Generate"""
 
     num_steps: int = 300  # steps, each with fresh rollouts
@@ -77,7 +77,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardFlags:
     """Reward"""
 
     reward: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateFlags:
     """Update"""
 
     lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
@@ -107,7 +107,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLossFlags:
     """Policy loss"""
 
     clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
@@ -127,7 +127,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunAndReportFlags:
     """Run and report"""
 
     run_name: RunName = None
@@ -144,7 +144,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFlags:
     """Machine"""
 
     seed: int = 0  # for the order of prompts and the sampling noise
@@ -200,7 +200,15 @@ MOST_ROLLOUTS = 2**20  # in a step
 
 
 @dataclass(frozen=True)
-class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAndData):
+class RunConfig(
+    MachineFlags,
+    RunAndReportFlags,
+    PolicyLossFlags,
+    UpdateFlags,
+    RewardFlags,
+    GenerationFlags,
+    ModelAndDataFlags,
+):
     """All shared flags. (Python collects fields from the last class first.)"""
 
     @property
