@@ -177,6 +177,17 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False)
     return model
 
 
+def resize_vocabulary(model: Transformer, vocab_size: int) -> None:
+    """Cut a frozen model's vocabulary to this size, or pad its embeddings and head with rows of zeros."""
+    if model.config.vocab_size == vocab_size:
+        return
+    for module in (model.model.embed_tokens, model.lm_head):
+        missing = vocab_size - len(module.weight)
+        rows = nn.functional.pad(module.weight, (0, 0, 0, missing))
+        module.weight = nn.Parameter(rows, requires_grad=False)
+    model.tie_weights()
+
+
 def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.

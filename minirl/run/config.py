@@ -234,6 +234,11 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAn
         return False
 
     @property
+    def is_rewarded(self) -> bool:
+        """True if the run trains for rewards: a script with another signal says when it does not."""
+        return True
+
+    @property
     def has_value_model(self) -> bool:
         """True if the run trains a value model beside the policy."""
         return False

@@ -44,6 +44,9 @@ def workload(
         value_config = read_config(value_folder or policy_folder)
         trained.append(dataclasses.replace(value_config, scalar_head=True))
     frozen = {"reference": policy} if config.has_reference else {}
+    teacher = teacher_folder(config)
+    if teacher is not None:
+        frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     if config.reward_model:
         reward_folder = resolve_folder(
             config.reward_model, flag="--reward-model", with_weights=not config.dry_run
@@ -74,6 +77,12 @@ def workload(
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
     )
+
+
+def teacher_folder(config: RunConfig) -> Path | None:
+    """The folder of --teacher, which not every script has; None without it. Raises InputError."""
+    named = getattr(config, "teacher", None)
+    return resolve_folder(named, flag="--teacher", with_weights=not config.dry_run) if named else None
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:
