@@ -25,7 +25,7 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 
 
 @dataclass(frozen=True)
-class ModelAndData:
+class ModelAndDataFlags:
     """Model and data"""
 
     model: str | None = None  # Hugging Face folder or hub id; none: a tiny embedded model
@@ -44,7 +44,7 @@ class ModelAndData:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationFlags:
     """Generate"""
 
     num_steps: int = 300  # steps, each with fresh rollouts
@@ -77,7 +77,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardFlags:
     """Reward"""
 
     reward: tuple[str, ...] = ()
@@ -86,14 +86,15 @@ class Reward:
     on_reward_error: Literal["stop", "zero"] = "stop"
     """zero: a failed call counts as 0, for up to 5 % of a step's completions on a rank"""
     reward_workers: int = 1  # processes of each --reward on each rank: each judges one prompt at a time
-    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_model: tuple[str, ...] = ()
+    """Hugging Face folders or hub ids of sequence classifiers with one label: a reward each"""
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0
     """last share of --max-new-tokens, over which a penalty for each branch grows to 1; 0: none"""
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateFlags:
     """Update"""
 
     lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
@@ -107,7 +108,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLossFlags:
     """Policy loss"""
 
     clip_low: float = 0.2  # ratios below 1 - clip_low lose their gradient if the advantage is negative
@@ -127,7 +128,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunAndReportFlags:
     """Run and report"""
 
     run_name: RunName = None
@@ -144,7 +145,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFlags:
     """Machine"""
 
     seed: int = 0  # for the order of prompts and the sampling noise
@@ -200,7 +201,15 @@ MOST_ROLLOUTS = 2**20  # in a step
 
 
 @dataclass(frozen=True)
-class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAndData):
+class RunConfig(
+    MachineFlags,
+    RunAndReportFlags,
+    PolicyLossFlags,
+    UpdateFlags,
+    RewardFlags,
+    GenerationFlags,
+    ModelAndDataFlags,
+):
     """All shared flags. (Python collects fields from the last class first.)"""
 
     @property
@@ -239,9 +248,16 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAn
         return True
 
     @property
-    def has_value_model(self) -> bool:
-        """True if the run trains a value model beside the policy."""
-        return False
+    def num_value_models(self) -> int:
+        """How many value models the run trains beside the policy, all of the first one's shape."""
+        return 0
+
+    @property
+    def reward_models(self) -> dict[str, str]:
+        """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
+        numbers = range(2, len(self.reward_model) + 1)
+        names = ["reward_model", *(f"reward_model_{number}" for number in numbers)]
+        return dict(zip(names, self.reward_model, strict=False))
 
     @property
     def minibatches_per_epoch(self) -> int:
@@ -275,8 +291,8 @@ class RunConfig(Machine, Report, PolicyLoss, Update, Reward, Generation, ModelAn
 
     @property
     def num_rewards(self) -> int:
-        """The number of rewards: functions and reward model, or else the task's own one; overlong penalty."""
-        named = len(self.reward) + bool(self.reward_model)
+        """The number of rewards: functions and reward models, or else the task's own one; overlong penalty."""
+        named = len(self.reward) + len(self.reward_model)
         return (named or 1) + bool(self.overlong_buffer)
 
 

@@ -20,7 +20,8 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]
     further = (getattr(config, name, None) for name in ("value_model", "teacher"))
-    for folder in (Path(model) for model in (config.model, config.reward_model, *further) if model):
+    models = (config.model, *config.reward_model, *further)
+    for folder in (Path(model) for model in models if model):
         paths += [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     files = sorted({path for path in paths if path.is_file()})
     with ThreadPoolExecutor() as pool:
