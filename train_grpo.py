@@ -131,7 +131,12 @@ def rollout(episode: Episode) -> Turns:
 
 
 def branch_advantages(
-    config: Config, scores: Tensor, rewards: Tensor, greedy_rewards: Tensor, reward_weights: Tensor
+    config: Config,
+    scores: Tensor,
+    rewards: Tensor,
+    greedy_rewards: Tensor,
+    reward_weights: Tensor,
+    table: RolloutTable,
 ) -> Tensor:
     """Advantages fp64 [P, G, B] of the branches of all rollouts.
 
@@ -170,7 +175,7 @@ def token_advantages(
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
         scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
     stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
     if token_kl is not None and config.kl_reward_level == "token":
@@ -218,7 +223,7 @@ def is_trained(
     if config.kl_coef or config.entropy_coef:
         return weights != 0
     scores = weighted_scores(rewards, reward_weights)
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
     return (weights != 0) & (advantages.flatten(0, 1)[table.episode, table.branch] != 0)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import train_grpo
 import train_ppo
 from minirl.errors import InputError, RewardError
+from minirl.model.families import scalar_config
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
@@ -110,6 +111,30 @@ def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):
     left = 12.69e9 - 0.27e9 - 0.27e9 - 0.13e9
     assert "--recompute-layers off" in printed
     assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(left / 1.048e6, abs=256)
+
+
+class OfTwoCritics(train_ppo.Config):
+    @property
+    def num_value_models(self):
+        return 2
+
+
+def test_further_value_models_and_reward_models_have_room(flags, tmp_path, monkeypatch):
+    """Of one value model of 0.494e9 parameters and two, one reward model and two of 0.358e9 (without a head)."""
+    fields = flags(QWEN_05B)
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "config.json").write_text(json.dumps(scalar_config(QWEN_05B)))
+    found = []
+    for config_class, count in ((train_ppo.Config, 1), (OfTwoCritics, 2)):
+        monkeypatch.setattr(train_ppo, "Config", config_class)
+        models = (f"{tmp_path}/rm",) * count
+        found.append(dry_run(train_ppo, **fields, gpus="1x80", reward_model=models)[0])
+    assert "reward model 2 " in found[1]
+    assert "reward model 2 " not in found[0]
+    weights = [number(printed, "weights") for printed in found]
+    moments = [number(printed, "masters and moments") for printed in found]
+    assert weights[1] - weights[0] == pytest.approx(0.988, abs=0.01)
+    assert moments[1] - moments[0] == pytest.approx(6 * 0.988, abs=0.06)
 
 
 def test_stale_rollouts_have_room_beside_those_of_the_step(flags):

@@ -37,18 +37,16 @@ def workload(
     """
     policy = read_config(policy_folder)
     trained = [policy]
-    if config.has_value_model:
+    if config.num_value_models:
         named = getattr(config, "value_model", None)
         if value_folder is None and named:
             value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
         value_config = read_config(value_folder or policy_folder)
-        trained.append(dataclasses.replace(value_config, scalar_head=True))
+        trained += [dataclasses.replace(value_config, scalar_head=True)] * config.num_value_models
     frozen = {"reference": policy} if config.has_reference else {}
-    if config.reward_model:
-        reward_folder = resolve_folder(
-            config.reward_model, flag="--reward-model", with_weights=not config.dry_run
-        )
-        frozen["reward model"] = read_config(reward_folder, scalar_head=True)
+    for name, model in config.reward_models.items():
+        reward_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
+        frozen[name.replace("_", " ")] = read_config(reward_folder, scalar_head=True)
     prompts, held_out = streams
     longest_prompt = max(stream.longest_prompt for stream in streams)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)

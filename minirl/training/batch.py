@@ -3,7 +3,7 @@
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. A
 `Batch` holds N branches end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t is
 about token t. The `RolloutTable` describes the branches of all ranks to every rank. Only `gather_table`,
-`gather_to_table` and `exchange` communicate.
+`gather_to_table`, `gather_tokens` and `exchange` communicate.
 """
 
 import dataclasses
@@ -253,6 +253,20 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     table = torch.zeros(num_branches, dtype=torch.float64)
     table[batch.table_index.cpu()] = values.double().cpu()
     return all_reduce_sum(table)
+
+
+def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
+    """Gather numbers of the tokens that the policy sampled from the ranks' batches, in table order (collective).
+
+    values [M, ...] belong to the sampled tokens of this rank's batch. Returns them with those of the other ranks, fp64
+    [M of the step, ...] on the host, the same for every split and 0 for a token in no batch; and where this rank's
+    tokens are in them, int64 [M].
+    """
+    counts, index = table.num_loss_tokens, batch.table_index.cpu()
+    places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
+    gathered = torch.zeros(int(counts.sum()), *values.shape[1:], dtype=torch.float64)
+    gathered[places] = values.double().cpu()
+    return all_reduce_sum(gathered), places
 
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
