@@ -153,8 +153,7 @@ def _check_tied_head(files: Mapping[str, Path]) -> None:
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         with open_tensors(files[name]) as file:
             stored.append(file.get_tensor(name))
-    head, embedding = stored
-    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+    if not torch.equal(*stored):
         raise InputError(
             f"{files['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
