@@ -35,6 +35,7 @@ from minirl.training.batch import (
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
+from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
 from support.rollouts import in_two_branches
@@ -43,9 +44,7 @@ from support.scripts import ROOT, read_metrics, run_script, run_under_torchrun
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"]
-)
+@pytest.fixture(scope="module", params=[slow(True), False], ids=["tied", "untied"])
 def folder(request, tmp_path_factory):
     return make_folder(
         tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": request.param}
@@ -318,14 +317,14 @@ SHARDED = {"shard_gradients": True}
 layouts = pytest.mark.parametrize(
     ("pool", "options"),
     [
-        pytest.param("one_rank", SHARDED, marks=pytest.mark.slow),
-        pytest.param("two_ranks", {}, marks=pytest.mark.slow),
+        slow("one_rank", SHARDED),
+        slow("two_ranks", {}),
         ("two_ranks", SHARDED),
-        pytest.param("two_ranks", {"num_shards": 1}, marks=pytest.mark.slow),
+        slow("two_ranks", {"num_shards": 1}),
         ("two_ranks", {"num_shards": 1, **SHARDED}),
-        pytest.param("four_ranks", SHARDED, marks=pytest.mark.slow),
-        pytest.param("four_ranks", {"num_shards": 2}, marks=pytest.mark.slow),
-        pytest.param("four_ranks", {"num_shards": 2, **SHARDED}, marks=pytest.mark.slow),
+        slow("four_ranks", SHARDED),
+        slow("four_ranks", {"num_shards": 2}),
+        slow("four_ranks", {"num_shards": 2, **SHARDED}),
     ],
     ids=str,
 )
@@ -334,7 +333,7 @@ layouts = pytest.mark.parametrize(
 @layouts
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)],
+    [slow(torch.float32, 2e-6), (torch.float64, 1e-12)],
     ids=["fp32", "fp64"],
 )
 def test_gradients_do_not_depend_on_how_models_are_sharded(
@@ -384,9 +383,7 @@ def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, optio
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("pool", "num_shards"), [("two_ranks", 1), pytest.param("four_ranks", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("pool", "num_shards"), [("two_ranks", 1), slow("four_ranks", 2)])
 def test_nodes_that_each_hold_the_model_stay_equal_bit_for_bit(request, folder, pool, num_shards):
     """Weights and norms, and those of one model over all ranks to rounding. The first node's ranks save it."""
     ranks = request.getfixturevalue(pool)
