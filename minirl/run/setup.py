@@ -51,7 +51,6 @@ from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_bef
 from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
-ADAM_BETAS = (0.9, 0.95)
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 
 
@@ -128,7 +127,10 @@ class Setup:
             num_shards=self._num_shards,
             offload_optimizer=self.config.offload_optimizer,
         )
-        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+        optimizer = model.make_optimizer(
+            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
+        )
+        return model, optimizer
 
     def load_reference(self) -> FrozenModel:
         """The model that the run began with, for `ref_logprobs` (collective). `Run` keeps a copy for resumes."""
