@@ -71,6 +71,15 @@ def test_a_nan_among_the_logits_shows_in_the_fused_samplers_logprob(interpreted)
 
 
 @needs_interpreter
+def test_the_largest_uniform_takes_the_fused_samplers_last_possible_token(interpreted):
+    """Also where the sum of a block rounds above its last cumulative sum, as in some of these rows."""
+    logits = torch.randn(50, 1200, generator=torch.Generator().manual_seed(0))
+    logits[:, 1000:] = -torch.inf
+    tokens, _ = sample_logits(logits, torch.ones(50), torch.full((50,), LARGEST_UNIFORM, dtype=torch.float64))
+    assert tokens.tolist() == [999] * 50
+
+
+@needs_interpreter
 @pytest.mark.parametrize("width", [0, 512, 700])
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize(

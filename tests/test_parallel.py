@@ -663,8 +663,9 @@ def test_weight_decay_leaves_out_norms_and_biases(two_ranks, folder):
 
 def state_after_three_steps(rank, folder, options, is_lazy):
     """How many moments there are before the first step, and all state afterwards."""
-    model = sharded(folder, **options)
-    frozen = model.masters["model.norm.weight"].requires_grad_(False)
+    model = sharded(folder, is_frozen="model.norm.weight".__eq__, **options)
+    frozen = model.masters["model.norm.weight"]
+    before = frozen.full_tensor().clone()
     optimizer = adamw(model, weight_decay=0.1)
     num_moments = sum("exp_avg_sq" in state for state in optimizer.state.values())
     assert frozen not in optimizer.state
@@ -672,8 +673,9 @@ def state_after_three_steps(rank, folder, options, is_lazy):
         optimizer.state.clear()
     for _ in range(3):
         model.backward(loss_of_one_sequence(model), is_last=True)
-        frozen.grad = None
+        assert frozen.grad is None
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
+    assert torch.equal(frozen.full_tensor(), before)
     return num_moments, model.state_tensors(optimizer)
 
 

@@ -315,7 +315,7 @@ class ForkConfig(Config):
     advantage_scale: float = 1.0  # factor of all advantages
 
 
-def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights):
+def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table):
     """Against the mean of all rewards of the step."""
     return config.advantage_scale * (scores - scores.mean())
 

@@ -277,6 +277,10 @@ def add_tokens(
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
             metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
+    if micro.teacher_logprobs is not None:
+        kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index]
+        metrics.add_values("teacher/kl_k1", kl_to_teacher)
+        metrics.add_values("teacher/frac", ~kl_to_teacher.isnan())
     if sampled_version is not None:
         add_gap(metrics, micro, logprobs, version=sampled_version)
 

@@ -86,7 +86,8 @@ class RewardFlags:
     on_reward_error: Literal["stop", "zero"] = "stop"
     """zero: a failed call counts as 0, for up to 5 % of a step's completions on a rank"""
     reward_workers: int = 1  # processes of each --reward on each rank: each judges one prompt at a time
-    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_model: tuple[str, ...] = ()
+    """Hugging Face folders or hub ids of sequence classifiers with one label: a reward each"""
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0
     """last share of --max-new-tokens, over which a penalty for each branch grows to 1; 0: none"""
@@ -245,9 +246,21 @@ class RunConfig(
         return False
 
     @property
-    def has_value_model(self) -> bool:
-        """True if the run trains a value model beside the policy."""
-        return False
+    def is_rewarded(self) -> bool:
+        """True if the run trains for rewards: a script with another signal says when it does not."""
+        return True
+
+    @property
+    def num_value_models(self) -> int:
+        """How many value models the run trains beside the policy, all of the first one's shape."""
+        return 0
+
+    @property
+    def reward_models(self) -> dict[str, str]:
+        """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
+        numbers = range(2, len(self.reward_model) + 1)
+        names = ["reward_model", *(f"reward_model_{number}" for number in numbers)]
+        return dict(zip(names, self.reward_model, strict=False))
 
     @property
     def minibatches_per_epoch(self) -> int:
@@ -281,8 +294,8 @@ class RunConfig(
 
     @property
     def num_rewards(self) -> int:
-        """The number of rewards: functions and reward model, or else the task's own one; overlong penalty."""
-        named = len(self.reward) + bool(self.reward_model)
+        """The number of rewards: functions and reward models, or else the task's own one; overlong penalty."""
+        named = len(self.reward) + len(self.reward_model)
         return (named or 1) + bool(self.overlong_buffer)
 
 
