@@ -638,6 +638,26 @@ def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
     two_ranks.run(check_zero_gradient, folder)
 
 
+def masters_after_a_step(folder, weight_decay):
+    model = sharded(folder)
+    optimizer = adamw(model, weight_decay=weight_decay)
+    model.backward(loss_of_one_sequence(model), is_last=True)
+    model.step(optimizer, lr=0.1, max_grad_norm=1.0)
+    return {name: master.full_tensor() for name, master in model.masters.items()}
+
+
+def check_weight_decay(rank, folder):
+    plain = masters_after_a_step(folder, 0.0)
+    decayed = masters_after_a_step(folder, 0.5)
+    changed = {name for name in plain if not torch.equal(plain[name], decayed[name])}
+    assert changed == {name for name, master in plain.items() if master.ndim == 2}
+
+
+def test_weight_decay_leaves_out_norms_and_biases(two_ranks, folder):
+    """And changes every matrix."""
+    two_ranks.run(check_weight_decay, folder)
+
+
 def state_after_three_steps(rank, folder, options, is_lazy):
     """How many moments there are before the first step, and all state afterwards."""
     model = sharded(folder, is_frozen="model.norm.weight".__eq__, **options)
