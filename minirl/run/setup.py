@@ -53,7 +53,6 @@ from minirl.training.distillation import states_as
 from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
-ADAM_BETAS = (0.9, 0.95)
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 
 
@@ -134,7 +133,10 @@ class Setup:
             offload_optimizer=self.config.offload_optimizer,
             is_frozen=is_frozen,
         )
-        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+        optimizer = model.make_optimizer(
+            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
+        )
+        return model, optimizer
 
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
