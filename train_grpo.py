@@ -315,7 +315,7 @@ def main(config: Config) -> int:
         frozen.append(setup.load_reference())
     teacher = None
     if config.teacher:
-        teacher = setup.load_teacher(states=config.has_kl_loss)
+        teacher = setup.load_teacher()
         frozen.append(teacher)
     collector = setup.make_collector(
         engine,
@@ -375,7 +375,7 @@ def main(config: Config) -> int:
                     new, entropy, kl = score_with_teacher(
                         policy.module,
                         micro,
-                        teacher.model.lm_head.weight,
+                        teacher.model,
                         temperature=config.temperature,
                         is_forward=config.teacher_kl == "forward",
                     )

@@ -4,7 +4,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 """
 
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
-from minirl.training.distillation import states_as
+from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
@@ -150,10 +149,10 @@ class Setup:
         outputs = logprobs_as("ref_logprobs", self.config.temperature)
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
 
-    def load_teacher(self, *, states: bool = False) -> FrozenModel:
+    def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
 
-        It makes `teacher_logprobs`, or with `states` the `teacher_states` for `score_with_teacher`.
+        It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
         """
         folder = teacher_folder(self.config)
         assert folder is not None
@@ -161,9 +160,8 @@ class Setup:
         resize_vocabulary(model, self.model_config.vocab_size)
         name, width = "teacher_logprobs", 0
         outputs = logprobs_as(name, self.config.temperature)
-        if states:
-            name, width = "teacher_states", model.config.hidden_size
-            outputs = functools.partial(states_as, name)
+        if self.config.has_kl_loss:
+            name, width, outputs = "teacher_states", model.config.hidden_size, teacher_states
         if self.prompts.teacher_field is not None:
             max_tokens = self.sizes.max_tokens_per_microbatch
             outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)

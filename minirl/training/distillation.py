@@ -1,6 +1,6 @@
 """The KL divergence between the policy and a teacher over the whole vocabulary, with gradient for the policy.
 
-Logits [T, V] exist of neither as a whole: only those of one tile, a token chunk and a vocabulary chunk, do.
+Logits [T, V] exist of neither as a whole: forward makes those of a few tokens, backward those of a vocabulary chunk.
 """
 
 from typing import Any
@@ -8,51 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.model import device_kernels
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, chunk_width, log_softmax
+from minirl.model.logprobs import MAX_LOGITS, chunk_logits
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
-from minirl.training.scoring import TOKEN_CHUNK, outputs_of_head, states_before
+from minirl.training.scoring import outputs_of_head, states_before
 
-# Tensors of a tile's size that exist at the same time.
-TILES = 4
+# Up to four tensors of a tile's size exist at the same time.
+TILE_LOGITS = MAX_LOGITS // 4
 
 
-def states_as(name: str, model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """Final hidden states [T, D] before a batch's sampled tokens, as the stream of this name; 0 elsewhere."""
-    return {name: batch.scatter(states_before(model, batch.tokens, batch.layout(), batch.loss_index))}
+def teacher_states(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    """The stream of this name [T, D]: hidden states that the batch's sampled tokens are predicted from; 0 elsewhere."""
+    states = states_before(model, batch.tokens, batch.layout(), batch.loss_index)
+    return {"teacher_states": batch.scatter(states)}
 
 
 def score_with_teacher(
-    model: Transformer, batch: Batch, teacher_head: Tensor, *, temperature: float, is_forward: bool
+    model: Transformer, batch: Batch, teacher: Transformer, *, temperature: float, is_forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs and entropies [T] as of `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
 
-    teacher_head [V, D']: on any device; the batch has `teacher_states`. is_forward: see `ChunkedDivergence`.
-    Differentiable in the model's parameters. Not collective.
+    The batch has `teacher_states`; of the teacher only the head is used, on whatever device it is. is_forward: see
+    `Divergence`. Differentiable in the model's parameters. Not collective.
     """
     index = batch.loss_index
     states = states_before(model, batch.tokens, batch.layout(), index)
     head = model.lm_head.weight
     logprobs, entropies = outputs_of_head(states, head, batch.tokens[index], temperature)
-    token_chunk, vocab_chunk = TOKEN_CHUNK, VOCAB_CHUNK
-    if device_kernels.are_used(states.device):
-        token_chunk, vocab_chunk = max(1, len(states)), chunk_width(TILES * len(states), len(head))
-    divergence = ChunkedDivergence.apply(
-        states,
-        head,
-        batch.teacher_states[index],
-        teacher_head.to(states.device, non_blocking=True),
-        temperature,
-        is_forward,
-        token_chunk,
-        vocab_chunk,
+    teacher_head = teacher.lm_head.weight.to(states.device, non_blocking=True)
+    divergence = Divergence.apply(
+        states, head, batch.teacher_states[index], teacher_head, temperature, is_forward
     )
     return batch.scatter(logprobs), batch.scatter(entropies), batch.scatter(divergence)
 
 
-class ChunkedDivergence(torch.autograd.Function):
+class Divergence(torch.autograd.Function):
     """KL(p || q) [M] of a policy p and a teacher q, or KL(q || p) with `is_forward`, from states and heads of both.
 
     States [M, D] and head [V, D] of the policy, [M, D'] and [V, D'] of the teacher. With logits z and temperature T,
@@ -65,61 +56,46 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
+        states: Tensor,
         head: Tensor,
-        teacher_hidden: Tensor,
+        teacher_states: Tensor,
         teacher_head: Tensor,
         temperature: float,
         is_forward: bool,
-        token_chunk: int,
-        vocab_chunk: int,
+        tile_logits: int = TILE_LOGITS,
     ) -> Tensor:
         """See the class."""
-        divisor = hidden.new_full((1, 1), temperature, dtype=at_least_fp32(hidden.dtype))
-        heads = list(zip(head.split(vocab_chunk), teacher_head.split(vocab_chunk), strict=True))
-        # Of each token and vocabulary chunk: logsumexps of the two, and the divergence if the token is in the chunk.
-        totals = divisor.new_empty(2, len(hidden), len(heads))
-        within = divisor.new_empty(len(hidden), len(heads))
-        for start in range(0, len(hidden), token_chunk):
-            chunk = slice(start, start + token_chunk)
-            for i, (own, other) in enumerate(heads):
-                logits = (
-                    chunk_logits(hidden[chunk], own, divisor),
-                    chunk_logits(teacher_hidden[chunk], other, divisor),
-                )
-                for side in range(2):
-                    totals[side, chunk, i] = logits[side].logsumexp(-1)
-                    logits[side].sub_(totals[side, chunk, i, None])
-                p, q = reversed(logits) if is_forward else logits
-                within[chunk, i] = p.exp().mul_(p - q).sum(-1)
-        p, q = totals.log_softmax(-1).flip(0) if is_forward else totals.log_softmax(-1)
-        divergence = (p.exp() * (within + p - q)).sum(-1)
-        ctx.is_forward, ctx.token_chunk, ctx.vocab_chunk = is_forward, token_chunk, vocab_chunk
-        ctx.save_for_backward(hidden, head, teacher_hidden, teacher_head, divisor, totals, divergence)
+        divisor = states.new_full((1, 1), temperature, dtype=at_least_fp32(states.dtype))
+        num_tokens = max(1, tile_logits // len(head))
+        totals = divisor.new_empty(2, len(states))
+        divergence = divisor.new_empty(len(states))
+        for start in range(0, len(states), num_tokens):
+            tile = slice(start, start + num_tokens)
+            own = chunk_logits(states[tile], head, divisor)
+            other = chunk_logits(teacher_states[tile], teacher_head, divisor)
+            for logits, total in zip((own, other), totals, strict=True):
+                total[tile] = logits.logsumexp(-1)
+                logits.sub_(total[tile, None])
+            p, q = (other, own) if is_forward else (own, other)
+            divergence[tile] = (p.exp() * (p - q)).sum(-1)
+        ctx.is_forward, ctx.tile_logits = is_forward, tile_logits
+        ctx.save_for_backward(states, head, teacher_states, teacher_head, divisor, totals, divergence)
         return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, teacher_hidden, teacher_head, divisor, totals, divergence = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
+        states, head, teacher_states, teacher_head, divisor, totals, divergence = ctx.saved_tensors
+        grad_states = torch.zeros_like(states, dtype=divisor.dtype)
         grad_head = torch.empty_like(head)
-        for first in range(0, len(head), ctx.vocab_chunk):
-            words = slice(first, first + ctx.vocab_chunk)
-            # In fp32: it is rounded to the head's dtype once, after the sum over all token chunks.
-            grad_words = torch.zeros_like(head[words], dtype=divisor.dtype)
-            for start in range(0, len(hidden), ctx.token_chunk):
-                chunk = slice(start, start + ctx.token_chunk)
-                p = log_softmax(chunk_logits(hidden[chunk], head[words], divisor), totals[0, chunk])
-                q = log_softmax(
-                    chunk_logits(teacher_hidden[chunk], teacher_head[words], divisor), totals[1, chunk]
-                )
-                if ctx.is_forward:
-                    by_logits = p.exp_().sub_(q.exp_())
-                else:
-                    by_logits = p.exp().mul_(p.sub_(q).sub_(divergence[chunk, None]))
-                by_logits.mul_(grad[chunk, None] / divisor)
-                grad_hidden[chunk].add_(wide_mm(by_logits, head[words], head.dtype))
-                grad_words.add_(wide_mm(by_logits.t(), hidden[chunk], head.dtype))
-            grad_head[words] = grad_words
-        return grad_hidden.to(hidden.dtype), grad_head, *[None] * 6
+        width = max(1, ctx.tile_logits // max(1, len(states)))
+        for first in range(0, len(head), width):
+            tile = slice(first, first + width)
+            p = chunk_logits(states, head[tile], divisor).sub_(totals[0, :, None])
+            q = chunk_logits(teacher_states, teacher_head[tile], divisor).sub_(totals[1, :, None])
+            probs = p.exp()
+            by_logits = probs - q.exp() if ctx.is_forward else probs * (p - q - divergence[:, None])
+            by_logits.mul_(grad[:, None] / divisor)
+            grad_states.add_(wide_mm(by_logits, head[tile], head.dtype))
+            grad_head[tile] = wide_mm(by_logits.t(), states, head.dtype)
+        return grad_states.to(states.dtype), grad_head, *[None] * 5
