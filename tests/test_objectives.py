@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minirl.training.batch import Batch, RolloutTable
+from support.marks import slow
 from support.resuming import digests, interrupted_copy
 from support.scripts import load_script, objective_fork, objectives, read_metrics, run_in_pool
 from support.worked import double
@@ -15,7 +16,7 @@ SECTIONS = objectives()
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
 FLAGS += " --lr 1e-3"
 FAST = ("KL-cov", "80/20")
-ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SECTIONS]
+ALL = [name if name in FAST else slow(name) for name in SECTIONS]
 
 
 @pytest.mark.parametrize("name", ALL)

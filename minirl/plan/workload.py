@@ -32,14 +32,14 @@ class Sizes:
 class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
-    trained: policy, and value model if any; frozen: reference and reward model, by name.
+    trained: policy, then value models; frozen: reference, teacher and reward models, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
     requests: completions that a rank decodes in one phase. in_flight: those that decode in rounds, so that the cache
     should hold all of them. update_tokens: tokens that it trains on in one update.
-    enough_tokens: see the function of that name.
+    enough_tokens: see the function of that name. taught_tokens: those of a step whose states of the teacher are kept.
     """
 
     trained: tuple[ModelConfig, ...]
@@ -56,6 +56,7 @@ class Workload:
     update_tokens: int
     enough_tokens: int
     in_flight: int = 0
+    taught_tokens: int = 0
 
     @property
     def policy(self) -> ModelConfig:

@@ -9,7 +9,7 @@ about token t. The `RolloutTable` describes the branches of all ranks to every r
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
 
 
@@ -119,6 +119,10 @@ class Batch:
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
+    teacher_logprobs: Tensor = NOT_MADE
+    # [T, D]: the teacher's hidden states before the sampled tokens; and the KL divergence to it over the vocabulary.
+    teacher_states: Tensor = NOT_MADE
+    teacher_kl: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
@@ -181,14 +185,37 @@ class Batch:
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
 
+    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
+        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
+
+        A further branch of a rollout keeps the prompt that its episode gave it.
+        """
+        device = self.tokens.device
+        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
+        tokens, masks, prefixes = [], [], []
+        streams = (self.tokens.split(self.lengths), self.loss_mask.split(self.lengths))
+        for prefix, own, mask in zip(self.prefixes, *streams, strict=True):
+            start = prefix.num_tokens
+            prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
+            tokens.append(torch.cat([prompt, own[start:]]))
+            masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
+            prefixes.append(prefix._replace(num_tokens=len(prompt)))
+        return Batch(
+            lengths=tuple(map(len, tokens)),
+            tokens=torch.cat(tokens),
+            loss_mask=torch.cat(masks),
+            sample_logprobs=NOT_MADE,
+            prefixes=tuple(prefixes),
+        )
+
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
         return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
-        stream = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
+        """A stream [T, ...] with the values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
+        stream = values.new_zeros(len(self.tokens), *values.shape[1:])
         stream[self.loss_index] = values
         return stream
 
@@ -353,6 +380,6 @@ def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
 
     received_counts: how many elements each rank sends this one.
     """
-    received = parts[0].new_empty(sum(received_counts))
+    received = parts[0].new_empty(sum(received_counts), *parts[0].shape[1:])
     dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
     return received
