@@ -353,13 +353,13 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics.pop("env/tokens", None)
     if not metrics.get("stale/age_max"):
         all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
-    seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
-    idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
+    found = defaultdict(float, metrics)  # what no rank has counted or spent time on is not there
+    idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
-    num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
+    num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
     rates = {
-        "perf/tok_s_gen": (metrics["count/sampled_tokens"], seconds["time/prefill"] + seconds["time/decode"]),
-        "perf/tok_s_train": (num_trained, seconds["time/update"] + seconds["time/update_comm"]),
+        "perf/tok_s_gen": (found["count/sampled_tokens"], found["time/prefill"] + found["time/decode"]),
+        "perf/tok_s_train": (num_trained, found["time/update"] + found["time/update_comm"]),
     }
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:
