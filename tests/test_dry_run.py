@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -96,6 +97,21 @@ def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
     # for a checkpoint.
     assert number(printed, "parked models") == 29.0
     assert number(printed, "of the host") == pytest.approx(28.96 + 15.23 + 11.42, rel=0.01)
+
+
+def test_a_teacher_is_counted_where_it_scores_and_where_it_is_parked(flags, tmp_path):
+    """By hand: 7.6156e9 parameters, less 2 x 128 rows of 3,584, of 2 bytes each."""
+    fields = flags(QWEN_05B)
+    teacher = tmp_path / "teacher"
+    shutil.copytree(fields["model"], teacher)
+    (teacher / "config.json").write_text(json.dumps(QWEN_7B))
+    printed, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher))
+    assert code == 0
+    assert "score (teacher)" in printed
+    assert number(printed, "teacher") == pytest.approx(2 * (7.6156e9 - 2 * 128 * 3584) / 1e9, rel=0.01)
+    assert number(printed, "parked models") == pytest.approx(29.0, rel=0.01)
+    held, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher), park_frozen=False)
+    assert "teacher 15.2" in next(line for line in held.splitlines() if line.startswith("  always"))
 
 
 def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):

@@ -32,7 +32,7 @@ class Sizes:
 class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
-    trained: policy, then value models; frozen: reference and reward models, by name.
+    trained: policy, then value models; frozen: reference, teacher and reward models, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's

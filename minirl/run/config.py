@@ -104,7 +104,9 @@ class UpdateFlags:
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: Size = "auto"  # tokens of one forward and backward on a rank; auto: what fits
     max_grad_norm: float = 1.0  # gradient clipping, for each model separately; 0: none
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # AdamW's, of matrices: norms and biases do not decay
+    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    adam_eps: float = 1e-8  # AdamW's
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ POSITIVE = (
     "max_running_requests",
     "cache_tokens",
     "lr",
+    "adam_eps",
     "num_epochs",
     "num_minibatches",
     "max_tokens_per_microbatch",
@@ -241,6 +244,11 @@ class RunConfig(
     def has_reference(self) -> bool:
         """True if the run loads a reference model: a script with a KL term says when."""
         return False
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True if the run trains for rewards: a script with another signal says when it does not."""
+        return True
 
     @property
     def num_value_models(self) -> int:
@@ -415,6 +423,11 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
+    )
+    betas = " ".join(map(str, config.adam_betas))
+    refuse(
+        not all(0 <= beta < 1 for beta in config.adam_betas),
+        f"--adam-betas {betas}: each must be at least 0 and below 1",
     )
     is_dual_clip_low = 0 < config.dual_clip <= 1
     refuse(is_dual_clip_low, f"--dual-clip {config.dual_clip}: must be greater than 1, or 0 for none")

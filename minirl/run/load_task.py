@@ -68,7 +68,7 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
         raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
-    elif not functions and not config.reward_model and rewards is None:
+    elif config.is_rewarded and not functions and not config.reward_model and rewards is None:
         raise InputError(
             "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
             "--reward-model DIR or --task gsm8k"

@@ -44,6 +44,9 @@ def workload(
         value_config = read_config(value_folder or policy_folder)
         trained += [dataclasses.replace(value_config, scalar_head=True)] * config.num_value_models
     frozen = {"reference": policy} if config.has_reference else {}
+    teacher = teacher_folder(config)
+    if teacher is not None:
+        frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
         reward_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
         frozen[name.replace("_", " ")] = read_config(reward_folder, scalar_head=True)
@@ -72,6 +75,12 @@ def workload(
         update_tokens=rollouts_per_update * longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
     )
+
+
+def teacher_folder(config: RunConfig) -> Path | None:
+    """The folder of --teacher, which not every script has; None without it. Raises InputError."""
+    named = getattr(config, "teacher", None)
+    return resolve_folder(named, flag="--teacher", with_weights=not config.dry_run) if named else None
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from minirl.report.metrics import (
     derived,
     without_nan,
 )
+from minirl.report.mfu import least_seconds, peak_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
@@ -133,6 +134,9 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self._has_finished_step = False
+        self._model_configs = [model.module.config for model, _ in models.values()]
+        # The rollouts of the update that the script planned, and this rank's microbatches of them.
+        self._updated: tuple[RolloutTable, list[list[list[int]]]] | None = None
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -206,7 +210,7 @@ class Run:
         """
         if is_trained is not None and not is_trained.any():
             is_trained = torch.arange(len(is_trained)) == 0
-        return plan_updates(
+        plan = plan_updates(
             table.num_tokens.tolist(),
             table.prefixes,
             num_minibatches=self._config.minibatches_per_epoch,
@@ -215,6 +219,8 @@ class Run:
             episode=table.episode.tolist(),
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
+        self._updated = table, [by_rank[rank()] for by_rank in plan.microbatches]
+        return plan
 
     def with_old_logprobs(
         self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
@@ -305,6 +311,7 @@ class Run:
             self.progress.num_served = self._collector.num_served
         if self._collector and groups is not None and scores is not None:
             self._add_metrics(metrics, self._collector, groups, scores)
+        self._add_mfu(metrics)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -359,6 +366,17 @@ class Run:
         for name in counts:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+
+    def _add_mfu(self, metrics: StepMetrics) -> None:
+        """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
+        peak = None
+        if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self.device))
+        if peak is None or self._updated is None:
+            return
+        seconds = self._config.num_epochs * least_seconds(peak, self._model_configs, *self._updated)
+        metrics.add_total("perf/mfu_train", seconds / world_size())
+        self._updated = None
 
     def _save(self) -> None:
         """Start to save a checkpoint (collective)."""

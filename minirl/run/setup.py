@@ -24,7 +24,7 @@ from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
+from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary, resolve_folder
 from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
@@ -46,12 +46,11 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, workload
+from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
-from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
+from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
-ADAM_BETAS = (0.9, 0.95)
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 
 
@@ -132,7 +131,10 @@ class Setup:
             offload_optimizer=self.config.offload_optimizer,
             is_frozen=is_frozen,
         )
-        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+        optimizer = model.make_optimizer(
+            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
+        )
+        return model, optimizer
 
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
@@ -145,6 +147,18 @@ class Setup:
         model = load_replica(self._reference_folder, dtype=self.dtype)
         outputs = logprobs_as("ref_logprobs", self.config.temperature)
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+
+    def load_teacher(self) -> FrozenModel:
+        """The model of --teacher, for `teacher_logprobs`; it reads the prompts of --teacher-prompt. Not collective."""
+        folder = teacher_folder(self.config)
+        assert folder is not None
+        model = load_replica(folder, dtype=self.dtype)
+        resize_vocabulary(model, self.model_config.vocab_size)
+        outputs = logprobs_as("teacher_logprobs", self.config.temperature)
+        if self.prompts.teacher_field is not None:
+            max_tokens = self.sizes.max_tokens_per_microbatch
+            outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
+        return self.frozen(model, outputs, ["teacher_logprobs"], park=self.config.park_frozen)
 
     def frozen(
         self, model: Transformer, outputs: Outputs, names: Sequence[str], *, park: bool = False

@@ -9,7 +9,7 @@ about token t. The `RolloutTable` describes the branches of all ranks to every r
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
 
 
@@ -119,6 +119,7 @@ class Batch:
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
+    teacher_logprobs: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
@@ -180,6 +181,29 @@ class Batch:
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
+
+    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
+        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
+
+        A further branch of a rollout keeps the prompt that its episode gave it.
+        """
+        device = self.tokens.device
+        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
+        tokens, masks, prefixes = [], [], []
+        streams = (self.tokens.split(self.lengths), self.loss_mask.split(self.lengths))
+        for prefix, own, mask in zip(self.prefixes, *streams, strict=True):
+            start = prefix.num_tokens
+            prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
+            tokens.append(torch.cat([prompt, own[start:]]))
+            masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
+            prefixes.append(prefix._replace(num_tokens=len(prompt)))
+        return Batch(
+            lengths=tuple(map(len, tokens)),
+            tokens=torch.cat(tokens),
+            loss_mask=torch.cat(masks),
+            sample_logprobs=NOT_MADE,
+            prefixes=tuple(prefixes),
+        )
 
     @property
     def num_loss_tokens(self) -> Tensor:

@@ -135,20 +135,23 @@ class ShardedModel:
             unit.set_requires_all_reduce(is_last, recurse=False)  # between groups
         loss.backward()
 
-    def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    def make_optimizer(
+        self, *, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float
+    ) -> torch.optim.AdamW:
         """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+
+        Only matrices decay: norms and biases do not.
 
         torch would allocate the moments in the first `step`, in the middle of the memory that the update freed: on
         CUDA that would leave no block as large as the next phase's cache.
         """
-        optimizer = torch.optim.AdamW(
-            self.masters.values(),
-            lr=0.0,
-            betas=betas,
-            eps=1e-8,
-            weight_decay=weight_decay,
-            fused=True,
-        )
+        matrices = [master for master in self.masters.values() if master.ndim > 1]
+        vectors = [master for master in self.masters.values() if master.ndim == 1]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         for master in self.masters.values():
             if master.requires_grad:
                 num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
