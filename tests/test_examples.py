@@ -5,6 +5,7 @@ import random
 import re
 import runpy
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,7 @@ def pairs(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_reward_model(two_ranks, runs, pairs):
     """Its frozen layers stay, and PPO takes the checkpoint as its reward model and as its first value model."""
     script = str(EXAMPLES / "reward_model.py")
@@ -97,7 +99,7 @@ def test_reward_model(two_ranks, runs, pairs):
     assert after["score.weight"].any()
 
 
-COST = f"--reward minirl.data.sorting:score {EXAMPLES}/digit_sum.py:cost --cost-threshold 0.3"
+COST = f"--reward minirl.data.sorting:score {EXAMPLES}/wrong_answers.py:cost --cost-threshold 0.3"
 
 
 def test_safe_ppo(two_ranks, runs, tmp_path):
@@ -115,6 +117,7 @@ def test_safe_ppo(two_ranks, runs, tmp_path):
     assert next_multiplier(config, 2.0, 0.5) == pytest.approx(2.123673, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
     """After two steps it is the average, in fp32, of the first weights and those after each step."""
     fork = forked(tmp_path, "ema_reference")
@@ -134,6 +137,7 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
         torch.testing.assert_close(average, expected)
 
 
+@pytest.mark.slow
 def test_replay_buffer(two_ranks, one_rank, runs, tmp_path):
     """The second step trains on the first's groups too, with the logprobs of their sampling; so does one rank."""
     fork = forked(tmp_path, "replay_buffer")
@@ -150,6 +154,7 @@ def test_replay_buffer(two_ranks, one_rank, runs, tmp_path):
         assert len({prompt for prompt, _ in ids}) == 3
 
 
+@pytest.mark.slow
 def test_curriculum(two_ranks, runs, tmp_path):
     """The first prompts are the shortest, the share of the rows grows, and a resume draws the same ones."""
     fork = forked(tmp_path, "curriculum")
@@ -160,6 +165,7 @@ def test_curriculum(two_ranks, runs, tmp_path):
         assert {len(rollout["prompt"]) for rollout in read_rollouts(runs / "curriculum", step)} == {5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "function", "flags"),
     [
@@ -183,3 +189,27 @@ def test_rollouts_of_several_branches(two_ranks, runs, name, function, flags):
     else:
         assert all(abs(sum(rewards)) < 8 for rewards in branches)
         assert any(len(set(rewards)) > 1 for rewards in branches)
+
+
+@pytest.mark.parametrize("patch", sorted(EXAMPLES.glob("*.patch")), ids=lambda path: path.stem)
+def test_a_patch_applies_where_it_says(tmp_path, patch):
+    """If its script has changed there, mend the fork and make the patch again: `diff -u` of the two."""
+    compile(Path(forked(tmp_path, patch.stem)).read_text(), patch.stem, "exec")
+
+
+def lines_of(path):
+    """How many lines a script has, or a patch adds and takes out."""
+    lines = path.read_text().splitlines()
+    if path.suffix != ".patch":
+        return str(len(lines))
+    changes = [line[0] for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
+    return f"+{changes.count('+')} -{changes.count('-')}"
+
+
+def test_the_page_lists_every_example_with_its_lines():
+    page = (EXAMPLES / "README.md").read_text()
+    listed = dict(re.findall(r"^\| \[[\w.]+\]\(([\w.]+)\).*? \| ([-+ \d]+) \|", page, re.MULTILINE))
+    counted = {path.name: lines_of(path) for path in EXAMPLES.iterdir() if path.suffix in (".py", ".patch")}
+    for name, lines in sorted(counted.items()):
+        print(f"{name:24}{lines:>8}")
+    assert listed == counted
