@@ -99,7 +99,7 @@ def test_reward_model(two_ranks, runs, pairs):
     assert after["score.weight"].any()
 
 
-COST = f"--reward minirl.data.sorting:score {EXAMPLES}/wrong_answers.py:cost --cost-threshold 0.3"
+COST = f"--reward minirl.data.sorting:score {EXAMPLES}/digit_sum.py:cost --cost-threshold 0.3"
 
 
 def test_safe_ppo(two_ranks, runs, tmp_path):
