@@ -32,6 +32,7 @@ class Sizes:
 class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
+    trains: false in an evaluation, where the policy has neither masters nor an update.
     trained: policy, and value model if any; frozen: reference and reward model, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
@@ -56,6 +57,7 @@ class Workload:
     update_tokens: int
     enough_tokens: int
     in_flight: int = 0
+    trains: bool = True
 
     @property
     def policy(self) -> ModelConfig:
