@@ -87,6 +87,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     },
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
 }
+# Flags that only change the advantages of rewards.
+OF_REWARDS = ("dynamic_sampling", "baseline", "advantage_norm", "whiten", "separate_rewards")
 Algorithm = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
 
 
@@ -112,6 +114,11 @@ class Config(RunConfig):
     """summed over a completion before subtracting the baseline, or per token after it"""
     kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms there is no reference model
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
+    teacher: str | None = None
+    """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
+    teacher_prompt: str | None = None  # field of a row with the teacher's prompt; none: the policy's
+    teacher_coef: float | None = None
+    """weight of the KL to the teacher beside the rewards; none: only the teacher teaches, and rewards are logged"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
     ratio_level: RatioLevel = "token"  # token: PPO; sequence_mean: GSPO; sequence_sum: RLOO
     clip_high: float = 0.28  # ratios above 1 + clip_high lose their gradient if the advantage is positive
@@ -120,6 +127,11 @@ class Config(RunConfig):
     def has_reference(self) -> bool:
         """Whether a KL term needs the initial model."""
         return bool(self.kl_coef or self.kl_reward_coef)
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether rewards make advantages."""
+        return self.teacher is None or self.teacher_coef is not None
 
 
 def rollout(episode: Episode) -> Turns:
@@ -131,13 +143,20 @@ def rollout(episode: Episode) -> Turns:
 
 
 def branch_advantages(
-    config: Config, scores: Tensor, rewards: Tensor, greedy_rewards: Tensor, reward_weights: Tensor
+    config: Config,
+    scores: Tensor,
+    rewards: Tensor,
+    greedy_rewards: Tensor,
+    reward_weights: Tensor,
+    table: RolloutTable,
 ) -> Tensor:
     """Advantages fp64 [P, G, B] of the branches of all rollouts.
 
     scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The other arguments are those of
     `token_advantages`.
     """
+    if not config.is_rewarded:
+        return torch.zeros_like(scores)
     if config.separate_rewards:
         return separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
     greedy_scores = weighted_scores(greedy_rewards, reward_weights)
@@ -162,15 +181,15 @@ def token_advantages(
     """
     episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
     scores = weighted_scores(rewards, reward_weights)
+    logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
     token_kl = None
     if config.kl_reward_coef:
-        logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
     if token_kl is not None and config.kl_reward_level == "sequence":
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
         scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
     stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
     if token_kl is not None and config.kl_reward_level == "token":
@@ -181,15 +200,22 @@ def token_advantages(
         has_score = ~scores.isnan().flatten(0, 1)
         mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
+
+    if config.teacher:  # for each token alone: neither a baseline nor a later token has a part in it
+        coef = 1.0 if config.teacher_coef is None else config.teacher_coef
+        mask = batch.loss_mask
+        stream[mask] -= coef * kl_penalty(logprobs, batch.teacher_logprobs, "k1")[mask].double()
     return stream
 
 
 def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
     """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
 
-    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out.
+    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out unless a
+    teacher judges it.
     """
-    keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
+    keep = ~scores.isnan() | (config.teacher is not None)
+    keep &= ~(table.is_truncated & config.drop_truncated)
     return loss_weights(
         table.num_loss_tokens,
         norm=config.loss_norm,
@@ -215,10 +241,10 @@ def is_trained(
     """
     if config.whiten or config.kl_reward_coef:  # its statistics cover all tokens of the step
         return torch.ones(len(weights), dtype=torch.bool)
-    if config.kl_coef or config.entropy_coef:
+    if config.kl_coef or config.entropy_coef or config.teacher:
         return weights != 0
     scores = weighted_scores(rewards, reward_weights)
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights)
+    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
     return (weights != 0) & (advantages.flatten(0, 1)[table.episode, table.branch] != 0)
 
 
@@ -266,15 +292,17 @@ def main(config: Config) -> int:
     setup = Setup(config, name="grpo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     engine = setup.make_engine(policy)
-    reference = None
+    frozen = []
     if config.has_reference:
-        reference = setup.load_reference()
+        frozen.append(setup.load_reference())
+    if config.teacher:
+        frozen.append(setup.load_teacher())
     collector = setup.make_collector(
         engine,
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
         max_refills=config.max_refills if config.dynamic_sampling else None,
-        frozen=[] if reference is None else [reference],
+        frozen=frozen,
     )
     run = Run(setup, {"policy": (policy, optimizer)}, collector)
     progress = run.progress
@@ -305,8 +333,8 @@ def main(config: Config) -> int:
         rollouts = groups.rewarded.rollouts
         batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts)).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
-        if reference is not None:  # advantages may have a KL term
-            batch = reference.add_to(batch, show_progress("score", microbatches))
+        for model in frozen:  # advantages may have a KL term
+            batch = model.add_to(batch, show_progress("score", microbatches))
         batch = batch.to(torch.device("cpu"))
         advantages = token_advantages(config, *rewards, table, batch)
         batch = batch.replace(
@@ -369,15 +397,18 @@ def check(config: Config) -> None:
             "kl_reward_level": "kl_reward_coef",
             "max_refills": "dynamic_sampling",
             "advantage_eps": "advantage_norm",
+            "teacher_prompt": "teacher",
+            "teacher_coef": "teacher",
+            **dict.fromkeys(OF_REWARDS, (config.is_rewarded, "--teacher-coef")),
         },
         preset=ALGORITHMS[config.algorithm],
     )
     size = f"--group-size {config.group_size}"
-    is_grouped = config.baseline in ("mean", "leave_one_out")
+    is_grouped = config.is_rewarded and config.baseline in ("mean", "leave_one_out")
     refuse(is_grouped and config.group_size < 2, f"{size}: --baseline {config.baseline} needs at least 2")
     refuse(config.dynamic_sampling and config.group_size < 2, f"{size}: --dynamic-sampling needs at least 2")
     refuse(
-        not is_grouped and config.advantage_norm != "none",
+        config.is_rewarded and not is_grouped and config.advantage_norm != "none",
         f"--baseline {config.baseline}: needs --advantage-norm none; equal rewards have no std",
     )
     refuse(
@@ -404,6 +435,15 @@ def check(config: Config) -> None:
         is_token_kl and config.ratio_level != "token",
         f"--kl-reward-level token: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
+    refuse(
+        config.teacher and config.ratio_level != "token",
+        f"--teacher: --ratio-level {config.ratio_level} has one ratio for all tokens",
+    )
+    refuse(
+        config.kl_reward_coef and not config.is_rewarded,
+        "--kl-reward-coef with --teacher alone: without rewards have the KL term in the loss; use --kl-coef",
+    )
+    refuse(config.teacher_coef == 0, "--teacher-coef 0: must be greater than 0; none: the teacher alone")
 
 
 if __name__ == "__main__":

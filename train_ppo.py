@@ -84,9 +84,9 @@ class Config(RunConfig):
         return bool(self.kl_reward_coef)
 
     @property
-    def has_value_model(self) -> bool:
-        """Always true: PPO trains it beside the policy."""
-        return True
+    def num_value_models(self) -> int:
+        """PPO trains one beside the policy."""
+        return 1
 
     @property
     def value_warmup_updates(self) -> int:

@@ -114,7 +114,7 @@ def main() -> None:
     late = tuple(str(ROOT / "minirl" / name) for name in annexes())
     annex = [path for path in LIBRARY if str(path).startswith(late)]
     core = [path for path in LIBRARY if path not in annex]
-    documents = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    documents = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "AGENTS.md"]
     print(f"tokens   core {count_tokens([*core, *SCRIPTS])}, annexes {count_tokens(annex)}, ", end="")
     print(f"tests {count_tokens((ROOT / 'tests').rglob('*.py'))}")
     print(f"words    README and docs {sum(len(path.read_text().split()) for path in documents)}")

@@ -17,6 +17,7 @@ from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_querie
 from support.caches import length_of, poison
 from support.engines import cached_model
 from support.layouts import FAMILIES, shared_layout
+from support.marks import slow
 
 CPU = torch.device("cpu")
 RAGGED = (1, 127, 128, 129, 300, 2, 257)
@@ -402,9 +403,7 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtyp
 
 @pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
 @pytest.mark.parametrize("windows", [(None,), (300, None), (290,)], ids=str)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
     """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
     decoding = Decoding(windows, groups, dim, dtype)

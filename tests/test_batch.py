@@ -8,7 +8,15 @@ import torch
 
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
-from minirl.training.batch import NOT_MADE, Batch, RolloutTable, exchange, gather_table, gather_to_table
+from minirl.training.batch import (
+    NOT_MADE,
+    Batch,
+    RolloutTable,
+    exchange,
+    gather_table,
+    gather_to_table,
+    gather_tokens,
+)
 from support.rollouts import in_two_branches
 
 CPU = torch.device("cpu")
@@ -174,6 +182,8 @@ def exchange_branches(rank, rank_of):
         batch.table_index.tolist(),
         batch.prefixes,
         gather_to_table(batch, batch.tokens[batch.last_index], 12),
+        batch.tokens[batch.loss_mask],
+        *gather_tokens(batch, batch.tokens[batch.loss_mask], table),
     )
 
 
@@ -183,7 +193,10 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of
 
     Every rank has the numbers per branch, none counted twice, also where a rank has none.
     """
-    for rank, (table, table_index, prefixes, lasts) in enumerate(two_ranks.run(exchange_branches, rank_of)):
+    rollouts = sorted([*own_branches(0), *own_branches(1)], key=lambda r: r.rollout_id)
+    sampled = torch.cat([branch.tokens[branch.loss_mask] for branch in all_branches(rollouts)])
+    for rank, answer in enumerate(two_ranks.run(exchange_branches, rank_of)):
+        table, table_index, prefixes, lasts, own_tokens, all_tokens, places = answer
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
@@ -196,7 +209,9 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of
         assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
         assert table_index == [i for i, receiver in enumerate(rank_of) if receiver == rank]
         assert list(prefixes) == [table.prefixes[i] for i in table_index]
-        assert lasts.dtype == torch.float64
+        assert lasts.dtype == all_tokens.dtype == torch.float64
+        assert torch.equal(all_tokens.long(), sampled)
+        assert torch.equal(sampled[places], own_tokens)
         whole = [100 * p + 10 * s + p + s for p, s in IDS]
         firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
         assert table.sum_branches(lasts).tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]

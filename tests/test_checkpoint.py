@@ -33,6 +33,7 @@ from minirl.run import checkpoint as checkpoint_module
 from minirl.run.checkpoint import Checkpoints, copy_remembered, own_records, prune, stored_tensors
 from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
 from minirl.training.sharded_model import ShardedModel
+from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ def fork(function) -> ForkProcess:
     return process
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [10, slow(200)])
 def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(runs, num_kills):
     """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
 
@@ -274,7 +275,7 @@ OF_A_NODE = {"num_shards": 1}  # as of two nodes, of which one saves
     [
         ("one_rank", "two_ranks", {}, {}),
         ("two_ranks", "one_rank", OF_A_NODE, {}),
-        pytest.param("two_ranks", "one_rank", {}, {}, marks=pytest.mark.slow),
+        slow("two_ranks", "one_rank", {}, {}),
         ("two_ranks", "two_ranks", OF_A_NODE, OF_A_NODE),
         ("one_rank", "one_rank", ON_HOST, {}),
         ("two_ranks", "two_ranks", {}, ON_HOST),

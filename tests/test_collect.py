@@ -46,6 +46,7 @@ from support.collecting import (
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine
+from support.marks import slow
 from support.rollouts import in_two_branches
 
 
@@ -384,10 +385,10 @@ TIGHT = {"cache_tokens": 512, "max_running_requests": 5}
 @pytest.mark.parametrize(
     ("rollout", "budget", "engine_options"),
     [
-        pytest.param(one_turn, 7, TIGHT, marks=pytest.mark.slow),
+        slow(one_turn, 7, TIGHT),
         (calculator, 1, {}),
         (calculator, 7, TIGHT),
-        pytest.param(calculator, 40, {}, marks=pytest.mark.slow),
+        slow(calculator, 40, {}),
     ],
     ids=["one turn, tight", "turns, token by token", "turns, tight", "turns, roomy"],
 )
@@ -404,7 +405,7 @@ def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothin
     assert taken == {rollout_id: whole[rollout_id] for rollout_id in taken}
 
 
-@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("max_staleness", [slow(1), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
     """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
     lengths = random.Random(max_staleness)
@@ -448,7 +449,7 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("max_staleness", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_staleness", [2, slow(8)])
 def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
     """A whole step decodes until its longest completion ends; in rounds that one decodes beside those of later steps.
 
@@ -463,8 +464,8 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
     ("rollout", "make_prompts"),
     [
         (one_turn, Prompts),
-        pytest.param(calculator, Prompts, marks=pytest.mark.slow),
-        pytest.param(replying, chat_prompts, marks=pytest.mark.slow),
+        slow(calculator, Prompts),
+        slow(replying, chat_prompts),
         (branching, chat_prompts),
     ],
 )

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import train_grpo
 import train_ppo
 from minirl.errors import InputError, RewardError
+from minirl.model.families import scalar_config
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
@@ -97,6 +99,21 @@ def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
     assert number(printed, "of the host") == pytest.approx(28.96 + 15.23 + 11.42, rel=0.01)
 
 
+def test_a_teacher_is_counted_where_it_scores_and_where_it_is_parked(flags, tmp_path):
+    """By hand: 7.6156e9 parameters, less 2 x 128 rows of 3,584, of 2 bytes each."""
+    fields = flags(QWEN_05B)
+    teacher = tmp_path / "teacher"
+    shutil.copytree(fields["model"], teacher)
+    (teacher / "config.json").write_text(json.dumps(QWEN_7B))
+    printed, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher))
+    assert code == 0
+    assert "score (teacher)" in printed
+    assert number(printed, "teacher") == pytest.approx(2 * (7.6156e9 - 2 * 128 * 3584) / 1e9, rel=0.01)
+    assert number(printed, "parked models") == pytest.approx(29.0, rel=0.01)
+    held, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher), park_frozen=False)
+    assert "teacher 15.2" in next(line for line in held.splitlines() if line.startswith("  always"))
+
+
 def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):
     """By hand, P = 0.494e9: 2 P = 0.988, 12 P = 5.93, 4 P = 1.98 GB; 21.6 GB are used."""
     printed, code = dry_run(train_grpo, **flags(QWEN_05B), gpus="1x24")
@@ -110,6 +127,30 @@ def test_half_a_billion_parameters_on_one_card_of_24_gb(flags):
     left = 12.69e9 - 0.27e9 - 0.27e9 - 0.13e9
     assert "--recompute-layers off" in printed
     assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(left / 1.048e6, abs=256)
+
+
+class OfTwoCritics(train_ppo.Config):
+    @property
+    def num_value_models(self):
+        return 2
+
+
+def test_further_value_models_and_reward_models_have_room(flags, tmp_path, monkeypatch):
+    """Of one value model of 0.494e9 parameters and two, one reward model and two of 0.358e9 (without a head)."""
+    fields = flags(QWEN_05B)
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "config.json").write_text(json.dumps(scalar_config(QWEN_05B)))
+    found = []
+    for config_class, count in ((train_ppo.Config, 1), (OfTwoCritics, 2)):
+        monkeypatch.setattr(train_ppo, "Config", config_class)
+        models = (f"{tmp_path}/rm",) * count
+        found.append(dry_run(train_ppo, **fields, gpus="1x80", reward_model=models)[0])
+    assert "reward model 2 " in found[1]
+    assert "reward model 2 " not in found[0]
+    weights = [number(printed, "weights") for printed in found]
+    moments = [number(printed, "masters and moments") for printed in found]
+    assert weights[1] - weights[0] == pytest.approx(0.988, abs=0.01)
+    assert moments[1] - moments[0] == pytest.approx(6 * 0.988, abs=0.06)
 
 
 def test_stale_rollouts_have_room_beside_those_of_the_step(flags):

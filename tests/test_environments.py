@@ -54,6 +54,7 @@ from support.collecting import (
     sums,
 )
 from support.engines import cached_model, make_engine
+from support.marks import slow
 from support.texts import CHATML, save_chat_tokenizer
 from support.turns import SaidReader
 
@@ -270,7 +271,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
     assert asked[5][0]["content"].startswith("{'error': 'call 1: ")
 
 
-@pytest.mark.parametrize("name", [pytest.param("Guessing", marks=pytest.mark.slow), "AsyncGuessing"])
+@pytest.mark.parametrize("name", [slow("Guessing"), "AsyncGuessing"])
 def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
     environment = load("environment", name, num_workers=2)
     names = [tool["function"]["name"] for tool in environment.tools]

@@ -21,6 +21,7 @@ from minirl.errors import GuardError, InputError
 from minirl.ranks import process_group, watchdog
 from minirl.report.metrics import StepMetrics
 from support.jobs import ROOT, Job, started, torchrun, wait_for
+from support.marks import slow
 from support.processes import is_alive
 from support.scripts import extended_fork, read_rollouts
 
@@ -299,11 +300,10 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
     ("error", "code", "message"),
     [
         ("SystemExit(0)", 1, r"^rank 1 raised:\nTraceback(.|\n)*SystemExit: 0$"),
-        pytest.param(
+        slow(
             "RewardError('reward few raised')",
             4,
             r"^error: reward few raised \[rank 1, step 3, phase reward\]$",
-            marks=pytest.mark.slow,
         ),
         ("KeyError('answer')", 1, r"^rank 1 raised:\nTraceback(.|\n)*KeyError: 'answer'$"),
     ],

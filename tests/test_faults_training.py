@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import train_grpo
 from minirl.generation import engine
 from minirl.generation.sampling import sample
+from support.marks import slow
 from support.scripts import read_metrics, run_in_pool
 
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
@@ -26,7 +27,7 @@ def ending_at_once():
     return mock.patch.object(engine, "sample", take_stop_token)
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", pytest.param("train_ppo.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])
 @pytest.mark.parametrize(
     ("row", "flags", "metric", "advice"),
     [
@@ -96,7 +97,7 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "more",
-    ["", pytest.param("--num-epochs 2 --old-logprobs scored --weight-decay 0.1", marks=pytest.mark.slow)],
+    ["", slow("--num-epochs 2 --old-logprobs scored --weight-decay 0.1")],
     ids=["", "scored"],
 )
 def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_gradient_of_0_leaves(

@@ -166,6 +166,7 @@ DRY = {"dry_run": True}
         (DRY | {"gpus": "0x80"}, "--gpus 0x80: give the number of ranks"),
         (DRY | {"gpus": "16x80", "shard_over": "node"}, "--gpus 16x80: does not say how many are in a node"),
         ({"reward_weights": (0.0,)}, "--reward-weights: all are 0"),
+        ({"adam_betas": (0.9, 1.0)}, "--adam-betas 0.9 1.0: each must be at least 0 and below 1"),
         ({"reward_weights": (1.0, 2.0)}, "--reward-weights: there are 1 rewards"),
         ({"reward_weights": (-1e7,)}, "--reward-weights -10000000.0: must be at most"),
         ({"reward_workers": 0}, "--reward-workers 0: must be greater than 0"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from support.marks import slow
 from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool, untimed
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
@@ -27,7 +28,7 @@ LENGTH_PENALTY = {
 
 @pytest.mark.parametrize(
     "more",
-    ["", pytest.param("--max-staleness 2", marks=pytest.mark.slow)],
+    ["", slow("--max-staleness 2")],
     ids=["whole", "partial"],
 )
 def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, runs, tmp_path, more):

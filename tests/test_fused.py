@@ -14,6 +14,7 @@ from minirl.model.rotation import rotate_pair
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter, run_with_compiler
+from support.marks import slow
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -42,7 +43,7 @@ def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "vocab", "rows"),
     [(kind, vocab, 12) for kind in ("flat", "peaked", "extreme") for vocab in (48, 500, 512, 2049)]
-    + [pytest.param("peaked", 151936, 2, marks=pytest.mark.slow)],
+    + [slow("peaked", 151936, 2)],
 )
 def test_the_fused_sampler_takes_the_tokens_of_the_portable_one(kind, vocab, rows, interpreted):
     """From the same logits and noise, at temperature 0 and others, with the smallest and the largest uniform."""
@@ -68,6 +69,15 @@ def test_a_nan_among_the_logits_shows_in_the_fused_samplers_logprob(interpreted)
     tokens, logprobs = sample_logits(logits, torch.ones(2), torch.full((2,), 0.9, dtype=torch.float64))
     assert logprobs.isnan().tolist() == [True, False]
     assert ((tokens >= 0) & (tokens < 700)).all()
+
+
+@needs_interpreter
+def test_the_largest_uniform_takes_the_fused_samplers_last_possible_token(interpreted):
+    """Also where the sum of a block rounds above its last cumulative sum, as in some of these rows."""
+    logits = torch.randn(50, 1200, generator=torch.Generator().manual_seed(0))
+    logits[:, 1000:] = -torch.inf
+    tokens, _ = sample_logits(logits, torch.ones(50), torch.full((50,), LARGEST_UNIFORM, dtype=torch.float64))
+    assert tokens.tolist() == [999] * 50
 
 
 @needs_interpreter

@@ -26,6 +26,7 @@ from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
 from support.engines import make_engine, make_request
+from support.marks import slow
 from support.memory import allocated_bytes, saved_bytes
 from support.models import make_folder
 from support.rank_pool import RankPool
@@ -244,10 +245,10 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        pytest.param(SHAPES[0], 64, True, 1, marks=pytest.mark.slow),
+        slow(SHAPES[0], 64, True, 1),
         (SHAPES[1], 6500, False, 1),
-        pytest.param(SHAPES[0], 64, False, 2, marks=pytest.mark.slow),
-        pytest.param(SHAPES[2], 64, True, 1, marks=pytest.mark.slow),
+        slow(SHAPES[0], 64, False, 2),
+        slow(SHAPES[2], 64, True, 1),
     ],
 )
 def test_no_phase_on_the_cpu_takes_more_than_the_code_says(
@@ -316,8 +317,8 @@ def bytes_of_backward(
     ("shape", "vocab", "recompute"),
     [
         (SHAPES[0], 64, False),
-        pytest.param(SHAPES[1], 20_000, False, marks=pytest.mark.slow),
-        pytest.param(SHAPES[2], 64, True, marks=pytest.mark.slow),
+        slow(SHAPES[1], 20_000, False),
+        slow(SHAPES[2], 64, True),
     ],
 )
 def test_sharded_gradients_take_what_the_code_says(

@@ -1,5 +1,6 @@
 """Step metrics over simulated ranks, what is trouble, what is written where, and the learning rate."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import minirl.report.logger
 from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
+from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
 from minirl.report.logger import Logger, console_line, duration, troubles
@@ -32,8 +34,10 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
+from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
+from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
@@ -274,11 +278,53 @@ def test_rates_are_per_second_of_what_makes_the_tokens():
     reduced = {"time/prefill": 0.5, "time/decode": 1.5, "time/update": 3.0, "time/update_comm": 1.0}
     reduced |= {"time/wait_ranks": 1.0, "time/wait_rewards": 0.5, "time/host": 0.5, "time/step": 8.0}
     reduced |= {"other": 5.0, "count/tokens": 100.0, "count/sampled_tokens": 120.0}
-    rates = {"perf/idle_frac": 1.5 / 8, "perf/tok_s_gen": 60.0, "perf/tok_s_train": 25.0}
+    rates = {
+        "perf/idle_frac": 1.5 / 8,
+        "perf/tok_s_gen": 60.0,
+        "perf/tok_s_train": 25.0,
+        "perf/tok_s_rank": 12.5,
+    }
     assert derived(reduced) == {**reduced, **rates}
     assert derived({**reduced, "perf/skipped_tokens": 0.25})["perf/tok_s_train"] == 0.75 * 25
+    assert derived({**reduced, "perf/mfu_train": 1.0})["perf/mfu_train"] == 0.25
     counts = {"time/step": 1.0, "count/tokens": 100.0, "count/sampled_tokens": 0.0}
-    assert derived(counts) == {**counts, "perf/idle_frac": 0}
+    assert derived(counts) == {**counts, "perf/idle_frac": 0, "perf/tok_s_rank": 100}
+
+
+def test_flops_of_an_update_are_counted_by_hand():
+    """Two sequences of 6 and 4 tokens with one prompt of 3, which counts once; 4 of their tokens have a loss.
+
+    2 layers of 4 x 4 (Q and O), 2 x 4 (K and V) and 3 x 8 x 4 weights, and two norms of 4; the first layer sees all,
+    the other 2 tokens. In the first, 6 and 4 tokens see 21 + 10 - 6, in the second 11 + 7 - 5.
+    """
+    config = config_from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": 10,
+            "hidden_size": 4,
+            "intermediate_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    config = dataclasses.replace(config, layer_windows=(None, 2))
+    layers = 2 * (2 * 16 + 2 * 8 + 96 + 8)
+    forward = 2 * 7 * layers + 2 * 4 * 4 * 10 + 4 * 4 * (25 + 13)
+    prompts = [PromptPrefix(5, 3), PromptPrefix(5, 3)]
+    assert training_flops(config, [6, 4], prompts, num_loss_tokens=4) == 3 * forward
+    values = dataclasses.replace(config, scalar_head=True)
+    assert training_flops(values, [6, 4], prompts, num_loss_tokens=4) == 3 * (forward - 2 * 4 * 4 * 9)
+
+
+def test_peaks_are_of_known_devices_by_their_whole_name():
+    """H20 is not H200, L4 not L40S; of an unknown device there is no peak, so no MFU."""
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA L4")
+    assert [peak_flops(name) for name in names] == [989e12, 756e12, 989e12, 148e12, 121e12]
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    unknown = ("NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4")
+    assert [peak_flops(name) for name in unknown] == [None, None, None]
 
 
 def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counted(reduce_over_ranks):

@@ -9,6 +9,7 @@ from minirl.model import portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
+from support.marks import slow
 from support.scripts import ROOT
 
 pytestmark = needs_interpreter
@@ -25,7 +26,7 @@ SHAPES = [
     (1, 1, 16),
     (100, 3, 80),
     *(
-        pytest.param(*shape, marks=pytest.mark.slow)
+        slow(*shape)
         for shape in (
             (None, 7, 64),
             (None, 1, 16),
@@ -84,9 +85,7 @@ FAST = [
 ]
 # The hardest of what `paged_resources.py` can be asked for; tensors of float16 are as large as those of bfloat16.
 SLOW = [
-    pytest.param(
-        f"--capabilities {capability} --dtypes {dtype} --dims 80 256 --groups 8", marks=pytest.mark.slow
-    )
+    slow(f"--capabilities {capability} --dtypes {dtype} --dims 80 256 --groups 8")
     for capability in (80, 90, 100, 120)
     for dtype in ("float32", "bfloat16")
 ]

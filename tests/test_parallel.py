@@ -35,6 +35,7 @@ from minirl.training.batch import (
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
+from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
 from support.rollouts import in_two_branches
@@ -43,9 +44,7 @@ from support.scripts import ROOT, read_metrics, run_script, run_under_torchrun
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"]
-)
+@pytest.fixture(scope="module", params=[slow(True), False], ids=["tied", "untied"])
 def folder(request, tmp_path_factory):
     return make_folder(
         tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": request.param}
@@ -318,14 +317,14 @@ SHARDED = {"shard_gradients": True}
 layouts = pytest.mark.parametrize(
     ("pool", "options"),
     [
-        pytest.param("one_rank", SHARDED, marks=pytest.mark.slow),
-        pytest.param("two_ranks", {}, marks=pytest.mark.slow),
+        slow("one_rank", SHARDED),
+        slow("two_ranks", {}),
         ("two_ranks", SHARDED),
-        pytest.param("two_ranks", {"num_shards": 1}, marks=pytest.mark.slow),
+        slow("two_ranks", {"num_shards": 1}),
         ("two_ranks", {"num_shards": 1, **SHARDED}),
-        pytest.param("four_ranks", SHARDED, marks=pytest.mark.slow),
-        pytest.param("four_ranks", {"num_shards": 2}, marks=pytest.mark.slow),
-        pytest.param("four_ranks", {"num_shards": 2, **SHARDED}, marks=pytest.mark.slow),
+        slow("four_ranks", SHARDED),
+        slow("four_ranks", {"num_shards": 2}),
+        slow("four_ranks", {"num_shards": 2, **SHARDED}),
     ],
     ids=str,
 )
@@ -334,7 +333,7 @@ layouts = pytest.mark.parametrize(
 @layouts
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [pytest.param(torch.float32, 2e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)],
+    [slow(torch.float32, 2e-6), (torch.float64, 1e-12)],
     ids=["fp32", "fp64"],
 )
 def test_gradients_do_not_depend_on_how_models_are_sharded(
@@ -384,9 +383,7 @@ def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, optio
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("pool", "num_shards"), [("two_ranks", 1), pytest.param("four_ranks", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("pool", "num_shards"), [("two_ranks", 1), slow("four_ranks", 2)])
 def test_nodes_that_each_hold_the_model_stay_equal_bit_for_bit(request, folder, pool, num_shards):
     """Weights and norms, and those of one model over all ranks to rounding. The first node's ranks save it."""
     ranks = request.getfixturevalue(pool)
@@ -641,10 +638,31 @@ def test_a_gradient_of_zero_takes_no_step(two_ranks, folder):
     two_ranks.run(check_zero_gradient, folder)
 
 
+def masters_after_a_step(folder, weight_decay):
+    model = sharded(folder)
+    optimizer = adamw(model, weight_decay=weight_decay)
+    model.backward(loss_of_one_sequence(model), is_last=True)
+    model.step(optimizer, lr=0.1, max_grad_norm=1.0)
+    return {name: master.full_tensor() for name, master in model.masters.items()}
+
+
+def check_weight_decay(rank, folder):
+    plain = masters_after_a_step(folder, 0.0)
+    decayed = masters_after_a_step(folder, 0.5)
+    changed = {name for name in plain if not torch.equal(plain[name], decayed[name])}
+    assert changed == {name for name, master in plain.items() if master.ndim == 2}
+
+
+def test_weight_decay_leaves_out_norms_and_biases(two_ranks, folder):
+    """And changes every matrix."""
+    two_ranks.run(check_weight_decay, folder)
+
+
 def state_after_three_steps(rank, folder, options, is_lazy):
     """How many moments there are before the first step, and all state afterwards."""
-    model = sharded(folder, **options)
-    frozen = model.masters["model.norm.weight"].requires_grad_(False)
+    model = sharded(folder, is_frozen="model.norm.weight".__eq__, **options)
+    frozen = model.masters["model.norm.weight"]
+    before = frozen.full_tensor().clone()
     optimizer = adamw(model, weight_decay=0.1)
     num_moments = sum("exp_avg_sq" in state for state in optimizer.state.values())
     assert frozen not in optimizer.state
@@ -652,8 +670,9 @@ def state_after_three_steps(rank, folder, options, is_lazy):
         optimizer.state.clear()
     for _ in range(3):
         model.backward(loss_of_one_sequence(model), is_last=True)
-        frozen.grad = None
+        assert frozen.grad is None
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
+    assert torch.equal(frozen.full_tensor(), before)
     return num_moments, model.state_tensors(optimizer)
 
 

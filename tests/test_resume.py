@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from minirl.files.value_files import read_values
 from support.jobs import wait_for
+from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
 from support.scripts import branching_fork, changed_fork, read_rollouts, run_in_pool, run_script, start_script
@@ -40,11 +41,11 @@ FORKS = {
         + REPORT,
     },
     "curriculum": {
-        RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.zeros((), dtype=torch.float64)}}}}",
+        RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.ones((), dtype=torch.float64)}}}}",
         REPORT: """\
         curriculum = progress.extra["curriculum"]
         curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
-        curriculum["level"] += int(curriculum["mean"] > 0.02)
+        curriculum["level"] += int(curriculum["mean"] > 0.8)  # two steps are
         collector.num_served += curriculum["level"]
 """
         + REPORT,
@@ -66,15 +67,15 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     ("case", "num_ranks", "splits"),
     [
         ("grpo", 2, [NUM_STEPS]),
-        pytest.param("skips", 2, [1], marks=pytest.mark.slow),
+        slow("skips", 2, [1]),
         ("partial", 2, [1]),
-        pytest.param("ppo", 1, [2], marks=pytest.mark.slow),
-        pytest.param("partial", 1, EVERY_SPLIT, marks=pytest.mark.slow),
-        pytest.param("partial", 2, EVERY_SPLIT, marks=pytest.mark.slow),
-        pytest.param("grpo", 1, EVERY_SPLIT, marks=pytest.mark.slow),
-        pytest.param("grpo", 2, EVERY_SPLIT, marks=pytest.mark.slow),
-        pytest.param("ppo", 1, EVERY_SPLIT, marks=pytest.mark.slow),
-        pytest.param("ppo", 2, EVERY_SPLIT, marks=pytest.mark.slow),
+        slow("ppo", 1, [2]),
+        slow("partial", 1, EVERY_SPLIT),
+        slow("partial", 2, EVERY_SPLIT),
+        slow("grpo", 1, EVERY_SPLIT),
+        slow("grpo", 2, EVERY_SPLIT),
+        slow("ppo", 1, EVERY_SPLIT),
+        slow("ppo", 2, EVERY_SPLIT),
     ],
     ids=lambda value: str(value) if isinstance(value, int | str) else "all" if len(value) > 2 else "some",
 )
@@ -134,7 +135,7 @@ def negate_weights(folder: Path) -> None:
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
 
 
-@pytest.mark.parametrize("case", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["grpo", slow("ppo")])
 def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedded_model, tmp_path, case):
     """Not the models that it began with, nor the checkpoint of another run. Where they have changed, it says so."""
     models = [tmp_path / "policy"] + ([tmp_path / "value"] if case == "ppo" else [])
@@ -198,10 +199,10 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
     on_one = remembered(fewer / "checkpoints" / f"{NUM_STEPS:06d}", name)
     assert len(on_one) == len(last)
     if name == "curriculum":
-        assert on_one["level"] == last["level"]
+        assert on_one["level"] == last["level"] == 2
 
 
-@pytest.mark.parametrize("name", [pytest.param("replay", marks=pytest.mark.slow), "curriculum"])
+@pytest.mark.parametrize("name", [slow("replay"), "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
     """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])

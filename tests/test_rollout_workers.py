@@ -23,6 +23,7 @@ from support.collecting import (
 )
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
+from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
 
@@ -298,7 +299,7 @@ SLOW_PROGRAMS = {
 
 @pytest.mark.parametrize(
     ("name", "here"),
-    [*PROGRAMS.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW_PROGRAMS.items())],
+    [*PROGRAMS.items(), *(slow(*item) for item in SLOW_PROGRAMS.items())],
 )
 def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
     """In this process, on one worker and on three, with a small cache, in parts, from a checkpoint and after a kill."""
@@ -320,7 +321,7 @@ def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
     assert steps == collected(collector(here), 4, 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.slow), "dies_once_async"])
+@pytest.mark.parametrize("name", [slow("dies_once"), "dies_once_async"])
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load, name):
     """It was killed from outside, as it were: nobody is to blame, and nothing differs."""
     workers = load(name, num_workers=2)
@@ -412,9 +413,7 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("random_replies", marks=pytest.mark.slow), "random_replies_async"]
-)
+@pytest.mark.parametrize("name", [slow("random_replies"), "random_replies_async"])
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()

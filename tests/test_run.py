@@ -22,6 +22,7 @@ from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import started
+from support.marks import slow
 from support.scripts import ROOT, SCRIPTS, read_metrics, read_rollouts, run_in_pool, untimed
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
@@ -56,7 +57,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
 def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
     command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY.split(), "--num-steps", "1"]
@@ -211,7 +212,7 @@ def sometimes(completions):
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     two_ranks, runs, tmp_path, script
 ):

@@ -9,6 +9,7 @@ import pytest
 
 from minirl.generation.engine import Engine
 from minirl.generation.running_requests import RunningRequests
+from support.marks import slow
 from support.scheduling import Load, requests_of, stub_engine
 
 # Far more requests than places, in caches that have room and in tight ones.
@@ -23,7 +24,7 @@ LARGE_LOADS = {
     "large, long prompts": Load(256, 300_000, 64, 16, 1000, 300),
     "large, long prompts, tight": Load(256, 65_536, 64, 16, 1000, 300),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LARGE_LOADS]
+SLOW = [slow(name) for name in LARGE_LOADS]
 
 
 @pytest.mark.parametrize("name", [*LOADS, *SLOW])

@@ -20,6 +20,7 @@ from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, logprobs_as, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
+from support.marks import slow
 from support.memory import allocated_bytes
 
 CPU = torch.device("cpu")
@@ -227,8 +228,8 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("entropy_weight", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
+@pytest.mark.parametrize("entropy_weight", [slow(0.0), 0.1])
 def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weight):
     """Forward and backward hold one chunk of one tile, or one tile of the head, beside the head's gradient."""
     rows, vocab, width = 300, 20_000, 32

@@ -25,6 +25,7 @@ from minirl.run.flags import parse
 from minirl.training.scoring import scalar_outputs
 from support.cuda_rules import pad_as_on_cuda
 from support.engines import make_engine, make_request
+from support.marks import slow
 from support.scripts import (
     FAST_LEARNING,
     ROOT,
@@ -80,7 +81,7 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
 def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(two_ranks, runs, script):
     """Pitfalls 38 and 61: the ratio is exactly 1. That one seed gives the same numbers is in test_resume."""
     flags = "--num-minibatches 1 --num-steps 2 --prompts-per-step 5 --group-size 3 --eval-rows 8"
@@ -113,7 +114,7 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
 def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
     """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training.
 
@@ -177,11 +178,11 @@ def assert_all_time_has_a_cause(line: dict) -> None:
     ("pool", "script", "more"),
     [
         ("two_ranks", "train_ppo.py", ""),
-        pytest.param("one_rank", "train_grpo.py", "--max-staleness 2", marks=pytest.mark.slow),
-        pytest.param("one_rank", "train_grpo.py", "", marks=pytest.mark.slow),
-        pytest.param("one_rank", "train_ppo.py", "", marks=pytest.mark.slow),
-        pytest.param("two_ranks", "train_grpo.py", "", marks=pytest.mark.slow),
-        pytest.param("two_ranks", "train_grpo.py", "--max-staleness 2", marks=pytest.mark.slow),
+        slow("one_rank", "train_grpo.py", "--max-staleness 2"),
+        slow("one_rank", "train_grpo.py", ""),
+        slow("one_rank", "train_ppo.py", ""),
+        slow("two_ranks", "train_grpo.py", ""),
+        slow("two_ranks", "train_grpo.py", "--max-staleness 2"),
     ],
 )
 def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, pool, script, more):
@@ -221,7 +222,7 @@ def replies(episode):
 
 @pytest.mark.parametrize(
     ("flag", "function"),
-    [pytest.param("--reward", "rewards", marks=pytest.mark.slow), ("--rollout", "replies")],
+    [slow("--reward", "rewards"), ("--rollout", "replies")],
 )
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
@@ -248,7 +249,7 @@ PRESETS = [
 ]
 
 
-@pytest.mark.parametrize("pool", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", ["one_rank", slow("two_ranks")])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, pool):
     """Two steps; the run's flags are the preset's, but for the one that was given."""
@@ -315,7 +316,7 @@ class ForkConfig(Config):
     advantage_scale: float = 1.0  # factor of all advantages
 
 
-def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights):
+def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table):
     """Against the mean of all rewards of the step."""
     return config.advantage_scale * (scores - scores.mean())
 

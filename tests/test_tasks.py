@@ -294,9 +294,9 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
     for flags, logged in (
         ({"task": "gsm8k", "data": path, **three}, gsm8k),
         ({"task": "sorting", **three}, {"exact": score}),
-        ({"data": path, "reward_model": "dir", **three}, {}),
-        ({"data": path, "reward_model": "dir"}, {}),
-        ({"reward_model": "dir"}, {"exact": score}),
+        ({"data": path, "reward_model": ("dir",), **three}, {}),
+        ({"data": path, "reward_model": ("dir",)}, {}),
+        ({"reward_model": ("dir",)}, {"exact": score}),
     ):
         task = load_task(RunConfig(**flags))
         assert returned(task.rewards) == ([("three", [3.0])] if "reward" in flags else [])
@@ -348,7 +348,7 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     """By their paths; two of one name would give one metric, and are refused."""
     first = write([GOOD] * 2, "easy.jsonl")
     second = write([GOOD] * 3, "hard.jsonl")
-    config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model="dir")
+    config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model=("dir",))
     task = load_task(config)
     assert (task.name, len(task.train_rows), task.rewards) == ("easy", 2, {})
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}

@@ -23,6 +23,7 @@ from support.engines import (
     make_request,
     mixed_requests,
 )
+from support.marks import slow
 from support.texts import TOKENS, save_tokenizer
 
 TURN_TOKENS = 7
@@ -139,14 +140,12 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
 
 
-@pytest.mark.parametrize(
-    "has_stop_strings", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "strings"]
-)
+@pytest.mark.parametrize("has_stop_strings", [slow(False), True], ids=["", "strings"])
 @pytest.mark.parametrize(
     "attention",
     [
-        pytest.param("full", marks=pytest.mark.slow),
-        pytest.param("windowed", marks=pytest.mark.slow),
+        slow("full"),
+        slow("windowed"),
         "mixed",
     ],
 )

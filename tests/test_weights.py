@@ -1,5 +1,6 @@
 """Hugging Face folders: what a config.json means, what is refused, and round trips that keep every bit."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -112,7 +113,9 @@ def edit_tensors(folder, edit):
 )
 def test_rope_is_read_from_both_places(keys, is_scaled):
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
-    config = config_from_dict(TINY | keys)
+    raw = TINY | copy.deepcopy(keys)
+    config = config_from_dict(raw)
+    assert raw == TINY | keys, "what is saved later is what was read"
     assert config.rope_theta == 500.0
     assert config.rope_scaling == (RopeScaling(**LLAMA3) if is_scaled else None)
 
@@ -181,6 +184,7 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"head_dim": 5}, "head_dim`?=5"),
+        (QWEN | {"hidden_size": 20}, "head_dim=5; rope needs an even number"),
         ({"hidden_size": 18}, r"hidden size \(18\) is not a multiple of the number of attention heads \(4\)"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
@@ -486,6 +490,7 @@ def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, famil
     keys["architectures"] = [f"{CLASSES[family]}ForCausalLM"]
     source = random_model(dtype, scalar_head=scalar_head, **keys)
     folder = save(source, tmp_path / "deep" / "saved", **keys)
+    assert "torch_dtype" not in json.loads((folder / "config.json").read_text())
     auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     loaded, info = auto_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

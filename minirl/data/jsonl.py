@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_message
+from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
 from minirl.errors import InputError
 from minirl.files.json_files import parse_json
 
@@ -34,7 +34,7 @@ def _to_row(fields: dict[str, Any], place: str, *, prompt_field: str) -> Row:
     if prompt_field not in fields:
         raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
     prompt = fields[prompt_field]
-    if not _is_prompt(prompt):
+    if not is_prompt(prompt):
         found = f"{place}: field {prompt_field!r} is {str(prompt)[:60]!r}"
         expected = "expected text, or messages with role and content"
         others = f"the row has {sorted(fields)}, see --prompt-field"
@@ -134,9 +134,3 @@ def _parse_object(line: str, place: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InputError(f"{place}: expected an object, got {line.strip()[:60]}")
     return fields
-
-
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, list):
-        return bool(prompt) and all(map(is_message, prompt))
-    return isinstance(prompt, str) and bool(prompt.strip())

@@ -30,6 +30,13 @@ def is_messages(after: After) -> TypeGuard[Messages]:
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
+def is_prompt(value: Any) -> bool:
+    """Return whether `value` can be a row's prompt: messages, or text that is not empty."""
+    if isinstance(value, list):
+        return bool(value) and all(map(is_message, value))
+    return isinstance(value, str) and bool(value.strip())
+
+
 def is_token_ids(prompt: str | Sequence[Any]) -> bool:
     """Return whether a prompt is token ids rather than text or messages."""
     return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), int)

@@ -153,8 +153,7 @@ def _check_tied_head(files: Mapping[str, Path]) -> None:
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         with open_tensors(files[name]) as file:
             stored.append(file.get_tensor(name))
-    head, embedding = stored
-    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+    if not torch.equal(*stored):
         raise InputError(
             f"{files['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
@@ -175,6 +174,17 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False)
     model.tie_weights()
     load_weights(model, folder)
     return model
+
+
+def resize_vocabulary(model: Transformer, vocab_size: int) -> None:
+    """Cut a frozen model's vocabulary to this size, or pad its embeddings and head with rows of zeros."""
+    if model.config.vocab_size == vocab_size:
+        return
+    for module in (model.model.embed_tokens, model.lm_head):
+        missing = vocab_size - len(module.weight)
+        rows = nn.functional.pad(module.weight, (0, 0, 0, missing))
+        module.weight = nn.Parameter(rows, requires_grad=False)
+    model.tie_weights()
 
 
 def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:

@@ -95,12 +95,12 @@ def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
 
 
 def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether reference and value model fit beside the cache, so that they can score while rollouts wait for replies.
+    """Whether reference, teacher and value model fit beside the cache, to score while rollouts wait for replies.
 
     A reward model scores after generation.
     """
     phases = phase_bytes(work, sizes, keeps_cache=True)
-    early = [phases.get(f"score ({name})", {}) for name in ("reference", "value model")]
+    early = [phases.get(f"score ({name})", {}) for name in ("reference", "teacher", "value model")]
     return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
 
 

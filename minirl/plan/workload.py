@@ -33,7 +33,7 @@ class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
     trains: false in an evaluation, where the policy has neither masters nor an update.
-    trained: policy, and value model if any; frozen: reference and reward model, by name.
+    trained: policy, then value models; frozen: reference, teacher and reward models, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's

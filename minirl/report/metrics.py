@@ -277,6 +277,10 @@ def add_tokens(
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
             metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
+    if micro.teacher_logprobs is not None:
+        kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index]
+        metrics.add_values("teacher/kl_k1", kl_to_teacher)
+        metrics.add_values("teacher/frac", ~kl_to_teacher.isnan())
     if sampled_version is not None:
         add_gap(metrics, micro, logprobs, version=sampled_version)
 
@@ -336,11 +340,11 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: in
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
-    Adds the share of the step in which ranks were idle, and completion tokens per second of generation and of the
-    update, where there were such. Replaces counts of finish reasons by shares; that of turns by their mean, or by
-    nothing where each rollout is one answer; ages of weights by nothing where all are the present ones; and the moments
-    of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the sample,
-    ESS = E[rho]^2 / E[rho^2].
+    Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
+    and of the whole step on each rank, where there were such. Replaces counts of finish reasons by shares; that of
+    turns by their mean, or by nothing where each rollout is one answer; ages of weights by nothing where all are the
+    present ones; the seconds of the MFU by their share of the update's; and the moments of the importance weights rho
+    by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
     for name in metrics:
@@ -357,10 +361,14 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
+    update_s = seconds["time/update"] + seconds["time/update_comm"]
     rates = {
         "perf/tok_s_gen": (metrics["count/sampled_tokens"], seconds["time/prefill"] + seconds["time/decode"]),
-        "perf/tok_s_train": (num_trained, seconds["time/update"] + seconds["time/update_comm"]),
+        "perf/tok_s_train": (num_trained, update_s),
+        "perf/tok_s_rank": (metrics["count/tokens"] / world_size(), seconds["time/step"]),
     }
+    if "perf/mfu_train" in metrics:
+        rates["perf/mfu_train"] = (metrics["perf/mfu_train"], update_s)
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:
             all_metrics[name] = num_tokens / spent

@@ -93,7 +93,8 @@ class RewardFlags:
     on_reward_error: Literal["stop", "zero"] = "stop"
     """zero: a failed call counts as 0, for up to 5 % of a step's completions on a rank"""
     reward_workers: int = 1  # processes of each --reward on each rank: each judges one prompt at a time
-    reward_model: str | None = None  # Hugging Face folder or hub id of a sequence classifier with one label
+    reward_model: tuple[str, ...] = ()
+    """Hugging Face folders or hub ids of sequence classifiers with one label: a reward each"""
     reward_weights: tuple[float, ...] = ()  # of each --reward, --reward-model, the overlong penalty; none: 1
     overlong_buffer: float = 0.0
     """last share of --max-new-tokens, over which a penalty for each branch grows to 1; 0: none"""
@@ -110,7 +111,9 @@ class UpdateFlags:
     num_minibatches: int | None = None  # optimizer steps per pass; none: 1, and 2 for the embedded model
     max_tokens_per_microbatch: Size = "auto"  # tokens of one forward and backward on a rank; auto: what fits
     max_grad_norm: float = 1.0  # gradient clipping, for each model separately; 0: none
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # AdamW's, of matrices: norms and biases do not decay
+    adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    adam_eps: float = 1e-8  # AdamW's
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ POSITIVE = (
     "max_running_requests",
     "cache_tokens",
     "lr",
+    "adam_eps",
     "num_epochs",
     "num_minibatches",
     "max_tokens_per_microbatch",
@@ -274,9 +278,21 @@ class RunConfig(
         return False
 
     @property
-    def has_value_model(self) -> bool:
-        """True if the run trains a value model beside the policy."""
-        return False
+    def is_rewarded(self) -> bool:
+        """True if the run trains for rewards: a script with another signal says when it does not."""
+        return True
+
+    @property
+    def num_value_models(self) -> int:
+        """How many value models the run trains beside the policy, all of the first one's shape."""
+        return 0
+
+    @property
+    def reward_models(self) -> dict[str, str]:
+        """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
+        numbers = range(2, len(self.reward_model) + 1)
+        names = ["reward_model", *(f"reward_model_{number}" for number in numbers)]
+        return dict(zip(names, self.reward_model, strict=False))
 
     @property
     def minibatches_per_epoch(self) -> int:
@@ -310,8 +326,8 @@ class RunConfig(
 
     @property
     def num_rewards(self) -> int:
-        """The number of rewards: functions and reward model, or else the task's own one; overlong penalty."""
-        named = len(self.reward) + bool(self.reward_model)
+        """The number of rewards: functions and reward models, or else the task's own one; overlong penalty."""
+        named = len(self.reward) + len(self.reward_model)
         return (named or 1) + bool(self.overlong_buffer)
 
 
@@ -439,6 +455,11 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
+    )
+    betas = " ".join(map(str, config.adam_betas))
+    refuse(
+        not all(0 <= beta < 1 for beta in config.adam_betas),
+        f"--adam-betas {betas}: each must be at least 0 and below 1",
     )
     is_dual_clip_low = 0 < config.dual_clip <= 1
     refuse(is_dual_clip_low, f"--dual-clip {config.dual_clip}: must be greater than 1, or 0 for none")

@@ -19,7 +19,8 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     sources = [spec.rpartition(":")[0] for spec in functions]
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]
-    models = (config.model, config.reward_model, getattr(config, "value_model", None))
+    further = (getattr(config, name, None) for name in ("value_model", "teacher"))
+    models = (config.model, *config.reward_model, *further)
     for folder in (Path(model) for model in models if model):
         paths += [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     files = sorted({path for path in paths if path.is_file()})

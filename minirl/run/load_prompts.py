@@ -12,8 +12,9 @@ from minirl.data.tools import Tool, tool_name
 from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
+from minirl.model.families import read_config
 from minirl.run.config import RunConfig, check_limits
-from minirl.run.planning import max_request_tokens
+from minirl.run.planning import max_request_tokens, teacher_folder
 
 
 def load_prompts(
@@ -33,6 +34,9 @@ def load_prompts(
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     check_limits(config, max_new_tokens)
     max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    teacher = teacher_folder(config)
+    if teacher is not None:
+        max_tokens = min(max_tokens, check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
     refuse(
         config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
         f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
@@ -48,10 +52,32 @@ def load_prompts(
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
             long_prompts=config.long_prompts,
+            teacher_field=getattr(config, "teacher_prompt", None) if purpose == "train" else None,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )
     return train, held_out_stream
+
+
+def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
+    """The teacher's config. Raises InputError if one of the policy's token ids is another token to the teacher."""
+    teacher = read_config(folder, scalar_head=False)
+    tokens_of = [
+        {i: token for token, i in one.backend.get_vocab().items()} for one in (tokenizer, Tokenizer(folder))
+    ]
+    for i in range(max(map(max, tokens_of)) + 1):
+        own, other = (tokens.get(i) for tokens in tokens_of)
+        refuse(
+            own != other,
+            f"--teacher {folder}: its tokenizer is another one: token {i} is {other!r}, and {own!r} in "
+            f"{tokenizer.folder}; take a teacher with the same ids",
+        )
+    known = min(len(tokens_of[0]), model_config.vocab_size)
+    refuse(
+        teacher.vocab_size < known,
+        f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
+    )
+    return teacher
 
 
 def load_tokenizer(

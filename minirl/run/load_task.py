@@ -68,7 +68,7 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
         raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
-    elif not functions and not config.reward_model:
+    elif config.is_rewarded and not functions and not config.reward_model and rewards is None:
         raise InputError(
             "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
             "--reward-model DIR or --task gsm8k"
@@ -95,7 +95,7 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
     names = {spec.rpartition(":")[2] for spec in specs}
     if len(names) < len(specs):
         raise InputError(f"{flag}: two functions of one name; rename one, metrics go by name")
-    taken = sorted(names & RESERVED)
+    taken = sorted(names & (RESERVED | config.reward_models.keys()))
     if taken:
         raise InputError(f"{flag}: the name {taken[0]} is taken by a metric; rename the function")
     if f"{EPISODE}:" in specs:

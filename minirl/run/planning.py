@@ -37,18 +37,19 @@ def workload(
     """
     policy = read_config(policy_folder)
     trained = [policy]
-    if config.has_value_model:
+    if config.num_value_models:
         named = getattr(config, "value_model", None)
         if value_folder is None and named:
             value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
         value_config = read_config(value_folder or policy_folder)
-        trained.append(dataclasses.replace(value_config, scalar_head=True))
+        trained += [dataclasses.replace(value_config, scalar_head=True)] * config.num_value_models
     frozen = {"reference": policy} if config.has_reference else {}
-    if config.reward_model:
-        reward_folder = resolve_folder(
-            config.reward_model, flag="--reward-model", with_weights=not config.dry_run
-        )
-        frozen["reward model"] = read_config(reward_folder, scalar_head=True)
+    teacher = teacher_folder(config)
+    if teacher is not None:
+        frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
+    for name, model in config.reward_models.items():
+        reward_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
+        frozen[name.replace("_", " ")] = read_config(reward_folder, scalar_head=True)
     prompts, held_out = streams
     longest_prompt = max(stream.longest_prompt for stream in streams)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
@@ -77,6 +78,12 @@ def workload(
         enough_tokens=enough_tokens(prompts.max_new_tokens),
         trains=config.trains,
     )
+
+
+def teacher_folder(config: RunConfig) -> Path | None:
+    """The folder of --teacher, which not every script has; None without it. Raises InputError."""
+    named = getattr(config, "teacher", None)
+    return resolve_folder(named, flag="--teacher", with_weights=not config.dry_run) if named else None
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:

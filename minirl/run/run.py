@@ -35,6 +35,7 @@ from minirl.report.metrics import (
     derived,
     without_nan,
 )
+from minirl.report.mfu import least_seconds, peak_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
@@ -109,7 +110,7 @@ class Run:
         self,
         setup: Setup,
         models: Models,
-        collector: Collector,
+        collector: Collector | None = None,
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -119,7 +120,8 @@ class Run:
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts; a checkpoint holds those in flight, and evaluations use its engine. folders: those with config and
+        rollouts; a checkpoint holds those in flight, and evaluations use its engine; None in a script that generates
+        nothing and so has no --max-staleness. folders: those with config and
         tokenizer of further models. resolved: values for args.json where the script's flags left them open.
 
         extra, records: first values of the script's memory between steps; each save takes the later ones from
@@ -131,9 +133,12 @@ class Run:
         self._setup = setup
         self._config = config = setup.config
         self._collector = collector
-        self._evaluator = collector.evaluator(setup.held_out)
+        self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self._has_finished_step = False
+        self._model_configs = [model.module.config for model, _ in models.values()]
+        # The rollouts of the update that the script planned, and this rank's microbatches of them.
+        self._updated: tuple[RolloutTable, list[list[list[int]]]] | None = None
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -141,7 +146,7 @@ class Run:
         refuse(
             IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
         )
-        if config.max_staleness:
+        if collector and config.max_staleness:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
         copy_remembered(extra, records)  # before anything is made
         folder = setup.folder.create()
@@ -150,8 +155,9 @@ class Run:
         self._checkpoints = Checkpoints(folder, models, sources=sources, keep=config.keep_checkpoints)
         self.progress = Progress(**self._checkpoints.restore(config.num_steps))
         self.progress.remember(extra, records, is_forced=config.resume == "force")
-        collector.num_served = self.progress.num_served
-        if config.max_staleness:
+        if collector:
+            collector.num_served = self.progress.num_served
+        if collector and config.max_staleness:
             collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
         self._logger = Logger(
             self._folder,
@@ -206,7 +212,7 @@ class Run:
         """
         if is_trained is not None and not is_trained.any():
             is_trained = torch.arange(len(is_trained)) == 0
-        return plan_updates(
+        plan = plan_updates(
             table.num_tokens.tolist(),
             table.prefixes,
             num_minibatches=self._config.minibatches_per_epoch,
@@ -215,6 +221,8 @@ class Run:
             episode=table.episode.tolist(),
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
+        self._updated = table, [by_rank[rank()] for by_rank in plan.microbatches]
+        return plan
 
     def with_old_logprobs(
         self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
@@ -245,6 +253,8 @@ class Run:
 
         With --eval-samples also pass@k and the other numbers of `values_by_prompt`.
         """
+        if self._evaluator is None:
+            return {}
         num_samples = self._config.eval_samples
         requests = self._setup.held_out.requests(
             0,
@@ -299,14 +309,24 @@ class Run:
             },
         )
 
-    def finish_step(self, step: int, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
+    def finish_step(
+        self,
+        step: int,
+        metrics: StepMetrics,
+        groups: Groups | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
         """Add up and log the step's metrics, evaluate and save if due (collective).
 
-        scores fp64 [P, G]: the weighted sums of rewards of all groups, equal on every rank; NaN if no reward applies.
+        groups: None for a step that collected none. scores fp64 [P, G]: the weighted sums of rewards of all groups,
+        equal on every rank; NaN if no reward applies.
         """
         is_last = step == self._config.num_steps
-        self.progress.num_served = self._collector.num_served
-        self._add_metrics(metrics, groups, scores)
+        if self._collector:
+            self.progress.num_served = self._collector.num_served
+        if self._collector and groups is not None and scores is not None:
+            self._add_metrics(metrics, self._collector, groups, scores)
+        self._add_mfu(metrics)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -335,7 +355,9 @@ class Run:
         print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
-    def _add_metrics(self, metrics: StepMetrics, groups: Groups, scores: Tensor) -> None:
+    def _add_metrics(
+        self, metrics: StepMetrics, collector: Collector, groups: Groups, scores: Tensor
+    ) -> None:
         """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
         rewarded = groups.rewarded
         add_rollouts(
@@ -357,13 +379,24 @@ class Run:
         if self._setup.tokenizer.tools:
             counts += ["tool_results", "tool_errors"]
         for name in counts:
-            metrics.add_total(f"count/{name}", self._collector.take_count(name))
+            metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+
+    def _add_mfu(self, metrics: StepMetrics) -> None:
+        """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
+        peak = None
+        if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self.device))
+        if peak is None or self._updated is None:
+            return
+        seconds = self._config.num_epochs * least_seconds(peak, self._model_configs, *self._updated)
+        metrics.add_total("perf/mfu_train", seconds / world_size())
+        self._updated = None
 
     def _save(self) -> None:
         """Start to save a checkpoint (collective)."""
         progress = self.progress
-        if self._config.max_staleness:
+        if self._collector and self._config.max_staleness:
             progress.extra[IN_FLIGHT] = self._collector.state()
             progress.records[IN_FLIGHT] = self._collector.records()
         self._checkpoints.save(

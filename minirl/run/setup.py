@@ -6,7 +6,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import check_weights, copy_model, load_replica, resolve_folder
+from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary, resolve_folder
 from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
@@ -46,12 +46,11 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, workload
+from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
-from minirl.training.frozen_models import FrozenModel, Outputs, logprobs_as
+from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
-ADAM_BETAS = (0.9, 0.95)
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
 
 
@@ -71,9 +70,11 @@ class Setup:
         name: str,
         rewards: Mapping[str, RewardFunction] | None = None,
         tools: Sequence[Tool] = (),
+        scalar_head: bool = False,
     ):
         """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
 
+        scalar_head: the run trains a reward model on the layers of --model, and no policy.
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
@@ -91,7 +92,8 @@ class Setup:
         self._inputs = input_digests(config) if rank() == 0 else {}
         self._notes = check_inputs(self.folder.path, self._inputs, config)
         self.model_folder = self.folder.checkpoint or self._original_model()
-        self.model_config = read_config(self.model_folder, scalar_head=False)
+        model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
+        self.model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
@@ -119,9 +121,9 @@ class Setup:
         return None if checkpoint is None else checkpoint / name
 
     def load_trainable(
-        self, model_config: ModelConfig, folder: Path
+        self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective)."""
+        """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`."""
         model = ShardedModel(
             model_config,
             folder,
@@ -131,17 +133,36 @@ class Setup:
             shard_gradients=self.sizes.shard_gradients,
             num_shards=self._num_shards,
             offload_optimizer=self.config.offload_optimizer,
+            is_frozen=is_frozen,
         )
-        return model, model.make_optimizer(betas=ADAM_BETAS, weight_decay=self.config.weight_decay)
+        optimizer = model.make_optimizer(
+            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
+        )
+        return model, optimizer
 
-    def load_reference(self) -> FrozenModel:
-        """The model that the run began with, for `ref_logprobs` (collective). `Run` keeps a copy for resumes."""
+    def load_reference(self, folder: Path | None = None) -> FrozenModel:
+        """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
+
+        folder: of another model with the policy's tokens; None: the model that the run began with.
+        """
         kept = self.folder.path / REFERENCE
         is_kept = self.folder.checkpoint is not None and kept.is_dir()
-        self._reference_folder = kept if is_kept else self._original_model()
+        self._reference_folder = kept if is_kept else folder or self._original_model()
         model = load_replica(self._reference_folder, dtype=self.dtype)
         outputs = logprobs_as("ref_logprobs", self.config.temperature)
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+
+    def load_teacher(self) -> FrozenModel:
+        """The model of --teacher, for `teacher_logprobs`; it reads the prompts of --teacher-prompt. Not collective."""
+        folder = teacher_folder(self.config)
+        assert folder is not None
+        model = load_replica(folder, dtype=self.dtype)
+        resize_vocabulary(model, self.model_config.vocab_size)
+        outputs = logprobs_as("teacher_logprobs", self.config.temperature)
+        if self.prompts.teacher_field is not None:
+            max_tokens = self.sizes.max_tokens_per_microbatch
+            outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
+        return self.frozen(model, outputs, ["teacher_logprobs"], park=self.config.park_frozen)
 
     def frozen(
         self, model: Transformer, outputs: Outputs, names: Sequence[str], *, park: bool = False
@@ -296,12 +317,12 @@ class Setup:
         self._memory_note = f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
-        """The task's rewards, the reward model and the overlong penalty by name, and the weights fp64 [K]."""
+        """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
         config = self.config
         rewards = dict(task.rewards)
-        if config.reward_model:
-            rewards["reward_model"] = load_reward_model(
-                resolve_folder(config.reward_model, flag="--reward-model"),
+        for name, model in config.reward_models.items():
+            rewards[name] = load_reward_model(
+                resolve_folder(model, flag="--reward-model"),
                 dtype=self.dtype,
                 device=self.device,
                 chat=config.chat,

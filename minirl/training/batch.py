@@ -3,13 +3,13 @@
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. A
 `Batch` holds N branches end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t is
 about token t. The `RolloutTable` describes the branches of all ranks to every rank. Only `gather_table`,
-`gather_to_table` and `exchange` communicate.
+`gather_to_table`, `gather_tokens` and `exchange` communicate.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
 
 
@@ -119,6 +119,7 @@ class Batch:
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
+    teacher_logprobs: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
@@ -180,6 +181,29 @@ class Batch:
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
+
+    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
+        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
+
+        A further branch of a rollout keeps the prompt that its episode gave it.
+        """
+        device = self.tokens.device
+        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
+        tokens, masks, prefixes = [], [], []
+        streams = (self.tokens.split(self.lengths), self.loss_mask.split(self.lengths))
+        for prefix, own, mask in zip(self.prefixes, *streams, strict=True):
+            start = prefix.num_tokens
+            prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
+            tokens.append(torch.cat([prompt, own[start:]]))
+            masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
+            prefixes.append(prefix._replace(num_tokens=len(prompt)))
+        return Batch(
+            lengths=tuple(map(len, tokens)),
+            tokens=torch.cat(tokens),
+            loss_mask=torch.cat(masks),
+            sample_logprobs=NOT_MADE,
+            prefixes=tuple(prefixes),
+        )
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -253,6 +277,20 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     table = torch.zeros(num_branches, dtype=torch.float64)
     table[batch.table_index.cpu()] = values.double().cpu()
     return all_reduce_sum(table)
+
+
+def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
+    """Gather numbers of the tokens that the policy sampled from the ranks' batches, in table order (collective).
+
+    values [M, ...] belong to the sampled tokens of this rank's batch. Returns them with those of the other ranks, fp64
+    [M of the step, ...] on the host, the same for every split and 0 for a token in no batch; and where this rank's
+    tokens are in them, int64 [M].
+    """
+    counts, index = table.num_loss_tokens, batch.table_index.cpu()
+    places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
+    gathered = torch.zeros(int(counts.sum()), *values.shape[1:], dtype=torch.float64)
+    gathered[places] = values.double().cpu()
+    return all_reduce_sum(gathered), places
 
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:

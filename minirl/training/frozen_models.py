@@ -159,6 +159,29 @@ def logprobs_as(name: str, temperature: float) -> Outputs:
     return outputs
 
 
+def after_prompts(
+    outputs: Outputs, prompt_ids: Callable[[int], Sequence[int]], *, max_tokens: int
+) -> Outputs:
+    """The outputs at the sampled tokens, for a model that reads other prompts before them; 0 elsewhere.
+
+    prompt_ids: see `Batch.with_prompts`. max_tokens: limit of a microbatch with these prompts.
+    """
+
+    def outputs_of(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+        other = batch.with_prompts(prompt_ids)
+        (microbatches,) = plan_microbatches(other.lengths, other.prefixes, num_ranks=1, max_tokens=max_tokens)
+        streams: dict[str, Tensor] = {}
+        for indices in microbatches:
+            seen = other.select(indices)
+            index = batch.token_index(indices)[batch.select(indices).loss_index]
+            for name, stream in outputs(model, seen).items():
+                made = streams.setdefault(name, stream.new_zeros(len(batch.tokens)))
+                made[index] = stream[seen.loss_index]
+        return streams
+
+    return outputs_of
+
+
 def values_of(model: Transformer, batch: Batch) -> dict[str, Tensor]:
     """`values` before the sampled tokens, and `end_values` of the states after the last tokens; 0 elsewhere."""
     values, scores = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)

@@ -6,7 +6,7 @@ summed over the ranks, not averaged, because loss weights already come from glob
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ class ShardedModel:
         shard_gradients: bool = False,
         num_shards: int | None = None,
         offload_optimizer: bool = False,
+        is_frozen: Callable[[str], bool] | None = None,
     ):
         """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
 
@@ -65,6 +66,8 @@ class ShardedModel:
 
         offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory, pinned for copies
         from and to a GPU, and run the optimizer there. On the CPU nothing changes.
+
+        is_frozen: whether the parameter of this name stays as it is, without gradient and moments; None: none does.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -113,6 +116,10 @@ class ShardedModel:
         # load_state_dict asks for both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.decoder.load_state_dict(parameters, assign=True)
+        if is_frozen is not None:
+            for name in filter(is_frozen, self.masters):
+                for weights in (self.masters, self.compute_weights):
+                    weights[name].requires_grad_(False)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a microbatch's loss to the gradients.
@@ -128,20 +135,23 @@ class ShardedModel:
             unit.set_requires_all_reduce(is_last, recurse=False)  # between groups
         loss.backward()
 
-    def make_optimizer(self, *, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    def make_optimizer(
+        self, *, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float
+    ) -> torch.optim.AdamW:
         """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+
+        Only matrices decay: norms and biases do not.
 
         torch would allocate the moments in the first `step`, in the middle of the memory that the update freed: on
         CUDA that would leave no block as large as the next phase's cache.
         """
-        optimizer = torch.optim.AdamW(
-            self.masters.values(),
-            lr=0.0,
-            betas=betas,
-            eps=1e-8,
-            weight_decay=weight_decay,
-            fused=True,
-        )
+        matrices = [master for master in self.masters.values() if master.ndim > 1]
+        vectors = [master for master in self.masters.values() if master.ndim == 1]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         for master in self.masters.values():
             if master.requires_grad:
                 num_steps = torch.zeros((), dtype=torch.float32, device=master.device)

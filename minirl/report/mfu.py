@@ -1,0 +1,82 @@
+"""Model FLOPs utilization (MFU) of the update: the FLOPs that a model needs, over those that the device could do.
+
+They are counted as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), but attention counts only the tokens
+that each token sees, a shared prompt counts once in a microbatch, and the head only where the loss needs it. So
+recomputed layers, and heads of prompt tokens, do not raise the MFU.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from minirl.model.config import ModelConfig
+from minirl.plan.formulas import layer_parameters
+from minirl.training.assignment import PromptPrefix
+from minirl.training.batch import RolloutTable
+
+BACKWARD_AND_FORWARD = 3  # backward takes twice the products of forward
+# Products per second in bf16 without sparsity, by name, from NVIDIA's data sheets. The first match counts.
+PEAK_FLOPS = [
+    (r"NVIDIA G?B200.*", 2250e12),
+    (r"NVIDIA H100 PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835e12),
+    (r"NVIDIA (H100|H200|H800|GH200)\b.*", 989e12),
+    (r"NVIDIA H20\b.*", 148e12),
+    (r"NVIDIA A[18]00\b.*", 312e12),
+    (r"NVIDIA L40S", 362e12),
+    (r"NVIDIA L4", 121e12),
+    (r"NVIDIA RTX A6000", 155e12),
+    (r"NVIDIA GeForce RTX 4090", 165e12),
+    (r"NVIDIA GeForce RTX 3090", 71e12),
+]
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The most bf16 FLOPs per second of a device by torch's name for it; None if it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS if re.fullmatch(name, device_name)), None)
+
+
+def least_seconds(
+    peak: float,
+    models: Iterable[ModelConfig],
+    table: RolloutTable,
+    minibatches: Iterable[Sequence[Sequence[int]]],
+) -> float:
+    """The seconds that forward and backward of a rank's microbatches take at least, for each of the models.
+
+    peak: FLOPs per second. minibatches: table indices, [minibatch][microbatch][...].
+    """
+    prefixes = table.prefixes
+    flops = 0.0
+    for config, indices in itertools.product(models, itertools.chain(*minibatches)):
+        flops += training_flops(
+            config,
+            table.num_tokens[indices].tolist(),
+            [prefixes[i] for i in indices],
+            num_loss_tokens=int(table.num_loss_tokens[indices].sum()),
+        )
+    return flops / peak
+
+
+def training_flops(
+    config: ModelConfig, lengths: Sequence[int], prefixes: Sequence[PromptPrefix], *, num_loss_tokens: int
+) -> float:
+    """FLOPs of forward and backward of one microbatch: sequences of these lengths, which begin with these prompts."""
+    repeats = [prefix.num_tokens for prefix, count in Counter(prefixes).items() for _ in range(count - 1)]
+    num_tokens = sum(lengths) - sum(repeats)
+    channels = config.num_attention_heads * config.head_dim
+    num_outputs = 1 if config.scalar_head else config.vocab_size
+    forward = 2 * num_tokens * config.num_hidden_layers * layer_parameters(config)
+    forward += 2 * num_loss_tokens * config.hidden_size * num_outputs
+    for window in config.layer_windows:
+        num_pairs = sum(_num_pairs(length, window) for length in lengths)
+        num_pairs -= sum(_num_pairs(length, window) for length in repeats)
+        forward += 4 * channels * num_pairs  # queries by keys, and weights by values
+    return BACKWARD_AND_FORWARD * forward
+
+
+def _num_pairs(length: int, window: int | None) -> int:
+    """How many tokens the tokens of a sequence see together, each itself and those before it in its window."""
+    seen = min(length, window or length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
