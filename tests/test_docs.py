@@ -165,7 +165,7 @@ def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
     names = names_of("collector.collect", "rollouts.md")
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
-    names_of("engine.generate", "rollouts.md", **names)
+    exec(block_with("engine.generate", "rollouts.md"), names)
     texts = capsys.readouterr().out
     assert all(row.prompt in texts for row in names["rows"])
 

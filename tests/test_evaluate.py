@@ -17,7 +17,7 @@ from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from minirl.show import read_rollouts, step_file
 from support.collecting import Prompts, facts, make_collector
-from support.jobs import ROOT, started, wait_for
+from support.jobs import started, wait_for
 from support.scripts import evaluated, read_metrics, run_in_pool, words
 
 # Logs the rows that it judges, and takes long for all but the first four.
@@ -270,17 +270,16 @@ def test_a_changed_evaluation_is_refused(one_rank, runs, tmp_path):
     assert evaluated(one_rank, flags, runs=runs)["prompts"] == 1
 
 
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch):
-    monkeypatch.setenv("MINIRL_RUNS", str(runs))
-    monkeypatch.chdir(ROOT)
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank, runs):
     assert refused("--temperature 0.5") == "--temperature 0.5: has no effect without --eval-samples"
     assert "must be greater than 0" in refused("--samples 2 --temperature 0")
     assert "nothing is evaluated" in refused("--eval-rows 0")
     assert "--eval-samples 65537: must be at most 65536" in refused("--samples 65537")
     assert "--model needs --data" in refused("--model some/model")
-    assert "--task gsm8k needs --data" in refused("--task gsm8k")
     with pytest.raises(SystemExit):
         refused("--lr 1")
+    with pytest.raises(AssertionError, match=r"--task gsm8k needs --data"):
+        evaluated(one_rank, "--task gsm8k", runs=runs)
 
 
 def test_a_damaged_checkpoint_and_a_run_without_one_are_refused(one_rank, runs):
