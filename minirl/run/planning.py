@@ -75,6 +75,9 @@ def workload(
         ),
         in_flight=requests_in_training if config.max_staleness else 0,
         update_tokens=rollouts_per_update * longest,
+        taught_tokens=rollouts_per_update * config.minibatches_per_epoch * longest
+        if config.has_kl_loss
+        else 0,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
         trains=config.trains,
     )
