@@ -108,7 +108,7 @@ class StepMetrics:
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks; the same on every rank (collective).
 
-        A mean without values is left out.
+        A mean without values is left out. A script may call it in the middle of a step too, for a mean so far.
         """
         self._read()
         merged = StepMetrics()
@@ -367,15 +367,15 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics.pop("env/tokens", None)
     if not metrics.get("stale/age_max"):
         all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
-    seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
-    idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
+    found = defaultdict(float, metrics)  # what no rank has counted or spent time on is not there
+    idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
-    num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
-    update_s = seconds["time/update"] + seconds["time/update_comm"]
+    num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
+    update_s = found["time/update"] + found["time/update_comm"]
     rates = {
-        "perf/tok_s_gen": (metrics["count/sampled_tokens"], seconds["time/prefill"] + seconds["time/decode"]),
+        "perf/tok_s_gen": (found["count/sampled_tokens"], found["time/prefill"] + found["time/decode"]),
         "perf/tok_s_train": (num_trained, update_s),
-        "perf/tok_s_rank": (metrics["count/tokens"] / world_size(), seconds["time/step"]),
+        "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
     if "perf/mfu_train" in metrics:
         rates["perf/mfu_train"] = (metrics["perf/mfu_train"], update_s)
