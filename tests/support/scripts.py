@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from minirl import evaluate
 from minirl.ranks.time_account import TimeAccount
+from minirl.run.config import EVALUATION_FLAGS
 from minirl.run.flags import parse
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
@@ -182,6 +184,22 @@ def _run_main(
     with under(), contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"
+    return printed.getvalue()
+
+
+def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
+    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: of the environment."""
+    first, *others = pool.run(_evaluate, str(runs), flags, variables)
+    assert not any(others), "only rank 0 prints"
+    return json.loads(first)
+
+
+def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str, str]) -> str:
+    os.environ.update(variables, MINIRL_RUNS=runs)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        config = parse(evaluate.Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS)
+        assert evaluate.main(config) == 0
     return printed.getvalue()
 
 
