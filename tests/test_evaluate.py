@@ -89,7 +89,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         record(1, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
     ]
     task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
-    values = values_by_prompt(records, task, correct_score=0.6 + 1e-12)
+    values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
     assert means(values) == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
