@@ -204,6 +204,7 @@ def test_greedy_texts_are_those_of_transformers(one_rank, embedded_model, runs, 
     assert "eval/majority" not in result["scores"]
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
     """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""
     (tmp_path / "mine.py").write_text(SLOW)
