@@ -20,6 +20,7 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
+from minirl.model.adapters import has_adapters
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -92,6 +93,11 @@ class Setup:
         # A checkpoint of adapters has no model: they go onto the one that the run began with.
         saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = saved or self._original_model()
+        refuse(
+            config.adapters and has_adapters(self.model_folder),
+            f"--model {self.model_folder}: has adapters; for further ones make a model of it first: "
+            f"python -m minirl.merge {self.model_folder} FOLDER",
+        )
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
         self.model_config = dataclasses.replace(
             model_config, scalar_head=scalar_head, adapters=config.adapters
