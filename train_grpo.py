@@ -53,6 +53,7 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
+from minirl.training.distillation import score_with_teacher
 from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
@@ -117,6 +118,8 @@ class Config(RunConfig):
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
     teacher_prompt: str | None = None  # field of a row with the teacher's prompt; none: the policy's
+    teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
+    """sampled: the reverse KL at sampled tokens, as advantages; else a loss over the vocabulary"""
     teacher_coef: float | None = None
     """weight of the KL to the teacher beside the rewards; none: only the teacher teaches, and rewards are logged"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
@@ -132,6 +135,16 @@ class Config(RunConfig):
     def is_rewarded(self) -> bool:
         """Whether rewards make advantages."""
         return self.teacher is None or self.teacher_coef is not None
+
+    @property
+    def teacher_weight(self) -> float:
+        """The factor of the KL to the teacher."""
+        return 1.0 if self.teacher_coef is None else self.teacher_coef
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the loss has the KL to the teacher, over the vocabulary."""
+        return self.teacher is not None and self.teacher_kl != "sampled"
 
 
 def rollout(episode: Episode) -> Turns:
@@ -201,10 +214,13 @@ def token_advantages(
         mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
 
-    if config.teacher:  # for each token alone: neither a baseline nor a later token has a part in it
-        coef = 1.0 if config.teacher_coef is None else config.teacher_coef
+    if (
+        config.teacher and not config.has_kl_loss
+    ):  # each token's own: no baseline and no later token has a part in it
         mask = batch.loss_mask
-        stream[mask] -= coef * kl_penalty(logprobs, batch.teacher_logprobs, "k1")[mask].double()
+        stream[mask] -= (
+            config.teacher_weight * kl_penalty(logprobs, batch.teacher_logprobs, "k1")[mask].double()
+        )
     return stream
 
 
@@ -252,7 +268,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
-    with a KL term those of the reference.
+    with a KL term those of the reference; with --teacher-kl reverse or forward `teacher_kl`, with gradient.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -281,6 +297,8 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
+    if config.has_kl_loss:
+        loss = loss + config.teacher_weight * micro.teacher_kl
     return loss, ratio
 
 
@@ -295,8 +313,10 @@ def main(config: Config) -> int:
     frozen = []
     if config.has_reference:
         frozen.append(setup.load_reference())
+    teacher = None
     if config.teacher:
-        frozen.append(setup.load_teacher())
+        teacher = setup.load_teacher()
+        frozen.append(teacher)
     collector = setup.make_collector(
         engine,
         rollout,
@@ -351,7 +371,17 @@ def main(config: Config) -> int:
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
-                new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
+                if teacher is not None and config.has_kl_loss:
+                    new, entropy, kl = score_with_teacher(
+                        policy.module,
+                        micro,
+                        teacher.model,
+                        temperature=config.temperature,
+                        is_forward=config.teacher_kl == "forward",
+                    )
+                    micro = micro.replace(teacher_kl=kl)
+                else:
+                    new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
@@ -378,6 +408,7 @@ def main(config: Config) -> int:
             if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
+        del batch  # a teacher's states need not stay for the next step
         metrics.begin("report")
         run.finish_step(step, metrics, groups, scores)
 
@@ -398,6 +429,7 @@ def check(config: Config) -> None:
             "max_refills": "dynamic_sampling",
             "advantage_eps": "advantage_norm",
             "teacher_prompt": "teacher",
+            "teacher_kl": "teacher",
             "teacher_coef": "teacher",
             **dict.fromkeys(OF_REWARDS, (config.is_rewarded, "--teacher-coef")),
         },
@@ -436,8 +468,8 @@ def check(config: Config) -> None:
         f"--kl-reward-level token: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
     refuse(
-        config.teacher and config.ratio_level != "token",
-        f"--teacher: --ratio-level {config.ratio_level} has one ratio for all tokens",
+        config.teacher and not config.has_kl_loss and config.ratio_level != "token",
+        f"--teacher-kl sampled: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
     refuse(
         config.kl_reward_coef and not config.is_rewarded,

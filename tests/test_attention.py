@@ -375,10 +375,10 @@ class Decoding:
         ((5, None, 5), 8, 8, 16),
         ((128,), 4, 64, 16),
         ((130, 1), 2, 32, 16),
-        ((None,), 2, 16, 140),
+        slow((None,), 2, 16, 140),
         ((130,), 2, 16, 140),
-        ((128, None), 2, 16, 140),
-        ((1,), 2, 16, 140),
+        slow((128, None), 2, 16, 140),
+        slow((1,), 2, 16, 140),
     ],
     ids=str,
 )
@@ -401,7 +401,7 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtyp
             rows += decoding.start({60 + step: 2}, steps)
 
 
-@pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), (8, 32)])
+@pytest.mark.parametrize(("groups", "dim"), [(1, 8), (3, 16), slow(8, 32)])
 @pytest.mark.parametrize("windows", [(None,), (300, None), (290,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
 from minirl.model.weights import load_replica
+from support.marks import slow
 
 NUM_TOKENS = 24  # more than the windows have
 NUM_CHANGED = 30  # per model; thousands by hand
@@ -86,6 +87,7 @@ LISTS = [[], [1], *([f"{kind}_attention"] * 2 for kind in ("full", "sliding", "c
 OBJECTS = [{}, {"a": 1}, {"type": "linear", "factor": 2.0}, LLAMA3, LLAMA3 | THETA]
 ROPES = [{"rope_type": "default"}, {"rope_type": "default", "rope_theta": 9.0}]
 VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES]
+FAST = ("llama_llama3", "mistral", "qwen2", "qwen3_bias")
 
 
 def raw_config(name):
@@ -208,7 +210,7 @@ def verdict(folder, raw, changes):
     return reason
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in BASES])
 def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_path, name):
     """Of every key: left out, another type, zero, far too large, of another family; and keys of other families.
 

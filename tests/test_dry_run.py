@@ -110,6 +110,11 @@ def test_a_teacher_is_counted_where_it_scores_and_where_it_is_parked(flags, tmp_
     assert "score (teacher)" in printed
     assert number(printed, "teacher") == pytest.approx(2 * (7.6156e9 - 2 * 128 * 3584) / 1e9, rel=0.01)
     assert number(printed, "parked models") == pytest.approx(29.0, rel=0.01)
+    taught, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher), teacher_kl="reverse")
+    # The states of 128 x 8 completions of 300 + 512 tokens; the teacher's head, and the policy's gradient once more.
+    update = next(line for line in taught.splitlines() if line.startswith("  update"))
+    assert number(update, "teacher's states") == pytest.approx(2 * 831_488 * 3584 / 1e9, rel=0.01)
+    assert number(update, "teacher's head") == pytest.approx(2 * 151_936 * (3584 + 896) / 1e9, rel=0.01)
     held, code = dry_run(train_grpo, **fields, gpus="1x80", teacher=str(teacher), park_frozen=False)
     assert "teacher 15.2" in next(line for line in held.splitlines() if line.startswith("  always"))
 

@@ -33,6 +33,7 @@ from support.engines import (
     mixed_requests,
     run,
 )
+from support.marks import slow
 
 FAST_VARIANTS = [("mixed", torch.float32)]
 VARIANTS = [
@@ -151,28 +152,30 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype):
 # Rollouts do not depend on scheduling.
 
 SCHEDULES = {
-    "one at a time": {"max_running_requests": 1},
     "three at a time": {"max_running_requests": 3},
     "prompts alone": {"max_prefill_tokens": 1},
     "prompts by threes": {"max_prefill_tokens": 300},
-    "preempted": {"cache_tokens": 256},
     "preempted less": {"cache_tokens": 640},
     "late": {"async_decoding": True},
-    "late, few": {"async_decoding": True, "max_running_requests": 3, "max_prefill_tokens": 130},
-    "late, preempted": {"async_decoding": True, "cache_tokens": 256},
     "padded": {"cuda_graphs": True},
     "late, padded": {"async_decoding": True, "cuda_graphs": True},
     "late, padded, few": {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 7},
     "late, padded, preempted": {"async_decoding": True, "cuda_graphs": True, "cache_tokens": 512},
 }
+DEAR_SCHEDULES = {
+    "one at a time": {"max_running_requests": 1},
+    "preempted": {"cache_tokens": 256},
+    "late, few": {"async_decoding": True, "max_running_requests": 3, "max_prefill_tokens": 130},
+    "late, preempted": {"async_decoding": True, "cache_tokens": 256},
+}
 
 
 @for_every_model
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, *map(slow, DEAR_SCHEDULES)])
 def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
     """Few rows, small prefills, rows that are thrown out and recomputed, tokens that are read one step late, and what
     a graph would replay (called instead) change no bit and sample no token twice. Pitfalls 11 and 51."""
-    options = SCHEDULES[name]
+    options = (SCHEDULES | DEAR_SCHEDULES)[name]
     model = cached_model(attention, dtype)
     engine = make_engine(model, **options)
     engine.submit(mixed_requests())
@@ -202,8 +205,9 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
     assert stats.wasted_tokens == stats.computed_tokens - stats.decode_tokens
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("cache_tokens", [384, 8192])
+@pytest.mark.parametrize(
+    ("cache_tokens", "late"), [(384, True), slow(384, False), slow(8192, True), slow(8192, False)]
+)
 def test_rollouts_do_not_depend_on_the_order_and_moment_of_submission(cache_tokens, late):
     """Shuffled requests, groups torn apart, that arrive while others decode. Pitfall 51."""
     model = cached_model("mixed", torch.float32)
@@ -225,7 +229,7 @@ def test_rollouts_do_not_depend_on_the_order_and_moment_of_submission(cache_toke
 @for_every_model
 @pytest.mark.parametrize(
     ("late", "cuda_graphs", "cache_tokens"),
-    [(False, False, 384), (True, False, 384), (True, False, 8192), (True, True, 8192)],
+    [slow(False, False, 384), (True, False, 384), slow(True, False, 8192), (True, True, 8192)],
 )
 def test_aborted_rollouts_go_on_as_if_nothing_had_happened(attention, dtype, late, cuda_graphs, cache_tokens):
     """Again and again, on one of two engines at equal weights: what was launched and not read is sampled again, and
@@ -490,9 +494,9 @@ def change_weights(model: Transformer) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {},
+        slow({}),
         {"keeps_cache": True},
-        {"keeps_cache": True, "async_decoding": True},
+        slow({"keeps_cache": True, "async_decoding": True}),
         {"keeps_cache": True, "async_decoding": True, "cuda_graphs": True},
     ],
     ids=lambda how: "+".join(how) or "plain",

@@ -396,7 +396,7 @@ def test_row_37_a_beat_costs_a_microsecond():
     assert time.perf_counter() - start < 0.5
 
 
-@pytest.mark.parametrize("into", ["| head -n 1", "> /dev/full 2>&1"])
+@pytest.mark.parametrize("into", ["| head -n 1", slow("> /dev/full 2>&1")])
 def test_row_41_no_output_stops_a_run(tmp_path, into):
     """The reader of a pipe leaves, or the disk is full, in a locale of ASCII; the run goes on to its end."""
     body = "for i in range(300):\n    process_group.print0('\\u4f60' * 100)\nopen(sys.argv[1], 'w').close()"

@@ -296,6 +296,7 @@ def test_texts_arrive_as_they_are(load):
     assert rewards_of(load("code_points"), texts) == [float(ord(text)) for text in texts]
 
 
+@pytest.mark.slow
 def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
     """The reader of stdout has gone: a run that forgives a failure and shows what user code prints goes on."""
     program = (

@@ -62,7 +62,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
         assert (got.float() - expected).abs().max() <= 5 * tolerance
 
 
-@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("attention", [slow("full"), "mixed"])
 def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, monkeypatch):
     """The path of CUDA with the kernel interpreted and the graphs called: the portable engine's rollouts, rounded."""
     model = cached_model(attention, torch.float32)
@@ -79,10 +79,7 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
         assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
 
 
-FAST = [
-    "--capabilities 120 --dtypes float32 --dims 256 --groups 1",
-    "--capabilities 90 --dtypes bfloat16 --dims 128 --groups 7",
-]
+FAST = "--capabilities 90 --dtypes bfloat16 --dims 128 --groups 7"
 # The hardest of what `paged_resources.py` can be asked for; tensors of float16 are as large as those of bfloat16.
 SLOW = [
     slow(f"--capabilities {capability} --dtypes {dtype} --dims 80 256 --groups 8")
@@ -91,7 +88,9 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("cases", [*FAST, *SLOW])
+@pytest.mark.parametrize(
+    "cases", [FAST, slow("--capabilities 120 --dtypes float32 --dims 256 --groups 1"), *SLOW]
+)
 def test_the_paged_kernel_fits_every_supported_gpu(cases):
     """Compiled without a device, by a process without interpreter: no register is spilled, shared memory suffices."""
     done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *cases.split())

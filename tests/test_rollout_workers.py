@@ -240,7 +240,7 @@ HOSTILE = {
 # Short for those that use up their time; the others must not, however busy the machine is.
 TIMEOUT_S = dict.fromkeys(HOSTILE, 20.0) | dict.fromkeys(("hangs", "hangs_async", "blocks_async"), 0.5)
 # Each way to fail among other episodes, the refusal of the engine's process, and what is refused at the end.
-FORGIVEN = ("raises", "dies", "dies_async", "hangs", "blocks_async", "foreign_ids", "returns", "gives_nan")
+FORGIVEN = ("raises", "dies_async", "hangs", "foreign_ids", "returns", "gives_nan")
 
 
 @pytest.fixture
@@ -285,14 +285,14 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
 # Of each program its twin in this process.
 PROGRAMS = {
     "overlapped": calculator_here,
-    "chatting": chatting,
     "in_thread": in_turns,
-    "as_events": in_turns,
 }
 SLOW_PROGRAMS = {
     "calculator": calculator_here,
     "slow": calculator_here,
     "branching": branching,
+    "chatting": chatting,
+    "as_events": in_turns,
     "in_loop": in_turns,
 }
 
@@ -364,7 +364,7 @@ def test_row_53_a_failure_stops_the_run_with_function_row_and_turn(load, name):
     assert raised.value.exit_code == 4
 
 
-@pytest.mark.parametrize("name", FORGIVEN)
+@pytest.mark.parametrize("name", [*FORGIVEN, slow("dies"), slow("blocks_async")])
 def test_row_53_a_failure_that_is_forgiven_ends_its_episode_alone(load, name):
     """Of 40 episodes one fails; the others are those of a function that does not fail."""
     rollout = load(name, timeout_s=TIMEOUT_S[name], on_error="end")

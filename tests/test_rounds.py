@@ -22,6 +22,7 @@ from support.collecting import (
     resumed,
     rollout_records,
 )
+from support.marks import slow
 from support.processes import is_alive
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -274,7 +275,7 @@ def test_a_cache_that_is_too_small_for_all_in_flight_decodes_them_in_turns():
     prompts = Prompts(lambda one: 50 + one.sample, num_rows=50)
     engine_options = {"cache_tokens": 1024, "max_running_requests": 64}
     collector = make_collector(prompts, engine_options=engine_options, **OPTIONS)
-    collected(collector, 8, 4)
+    collected(collector, 3, 4)
     stats = collector.engine.take_stats()
     assert stats.decode_tokens / stats.decode_steps > 4
 
@@ -286,7 +287,7 @@ class Skewed(rounds.Workload):
         return 60 if prompt % 2 == 0 and sample == 3 else 6
 
 
-@pytest.mark.parametrize(("max_staleness", "round_tokens"), [(0, None), (1, 5), (2, 5), (8, 16)])
+@pytest.mark.parametrize(("max_staleness", "round_tokens"), [slow(0, None), slow(1, 5), (2, 5), slow(8, 16)])
 def test_the_simulation_counts_the_decode_steps_and_ages_of_the_collector(max_staleness, round_tokens):
     arguments = argparse.Namespace(
         lengths="equal:60",

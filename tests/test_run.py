@@ -57,7 +57,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
     command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY.split(), "--num-steps", "1"]

@@ -15,11 +15,11 @@ from support.scheduling import Load, requests_of, stub_engine
 # Far more requests than places, in caches that have room and in tight ones.
 LOADS = {
     "room": Load(256, 65_536, 16, 8, 200, 350),
-    "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "long prompts, tight": Load(64, 16_384, 16, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
 }
 LARGE_LOADS = {
+    "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "large, tight": Load(256, 65_536, 64, 16, 200, 350),
     "large, long prompts": Load(256, 300_000, 64, 16, 1000, 300),
     "large, long prompts, tight": Load(256, 65_536, 64, 16, 1000, 300),
@@ -94,7 +94,7 @@ LEAST = EPISODES.unique_prompt_tokens + EPISODES.num_requests * (NUM_TURNS - 1) 
 
 @pytest.mark.parametrize(
     ("cache_frac", "reply_steps"),
-    [(1.0, 400), (0.2, 40)],
+    [slow(1.0, 400), (0.2, 40)],
     ids=["all fit", "a fifth fits"],
 )
 def test_episodes_that_wait_for_replies_are_not_computed_again(cache_frac, reply_steps):

@@ -339,7 +339,9 @@ def tolerance(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [make_batch, *(partial(make_groups, seed) for seed in range(3))])
+@pytest.mark.parametrize(
+    "make", [make_batch, partial(make_groups, 0), *(slow(partial(make_groups, seed)) for seed in (1, 2))]
+)
 @torch.no_grad()
 def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, make):
     """Groups whole, torn apart, in any order or one by one, with empty parts: each result is back in its place.

@@ -152,8 +152,8 @@ def test_row_57_a_field_that_is_something_else_never_ends_in_a_traceback(tmp_pat
 def test_the_command_prints_without_colors_to_a_pipe_that_may_end(run):
     """And in a terminal that has letters of ASCII only."""
     line = json.dumps(ANSWER | {"completion": "\u00fc\U0001f600" * 9})
-    (run / "rollouts" / "000012.jsonl").write_text(f"{line}\n" * 9999)
-    command = [sys.executable, "-m", "minirl.show", "mine", "--num", "9999"]
+    (run / "rollouts" / "000012.jsonl").write_text(f"{line}\n" * 3000)
+    command = [sys.executable, "-m", "minirl.show", "mine", "--num", "3000"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

@@ -8,22 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
+from minirl.objective.kl import kl_penalty
+from minirl.objective.losses import clipped_policy_loss
 from minirl.training.batch import pack
+from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as
 from minirl.training.scoring import score
 from support.collecting import make_collector, make_frozen
 from support.resuming import digests, interrupted_copy
 from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, run_in_pool, untimed
+from support.worked import assert_six_decimals
 
 CPU = torch.device("cpu")
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
 SCRIPT = "train_grpo.py"
+FORMS = {"sampled": "teacher/kl_k1", "reverse": "teacher/kl", "forward": "teacher/kl"}
 
 
 @pytest.fixture(scope="module")
@@ -60,44 +66,48 @@ def train(pool, runs, name, *flags):
     return [untimed(line) for line in read_metrics(runs / name)]
 
 
-def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model):
-    """No token has an advantage, and a step leaves each weight as it is, bit for bit; rewards are logged."""
-    first, _ = train(two_ranks, runs, "self", f"--teacher {embedded_model} --lr 1e-2")
-    assert (first["teacher/frac"], first["teacher/kl_k1"], first["optim/grad_norm"]) == (1, 0, 0)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model, form):
+    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged."""
+    first, _ = train(two_ranks, runs, form, f"--teacher {embedded_model} --teacher-kl {form} --lr 1e-2")
+    assert (first["teacher/frac"], first[FORMS[form]], first["optim/grad_norm"]) == (1, 0, 0)
     assert first["perf/skipped_tokens"] == 0
-    rollouts = read_rollouts(runs / "self", 1)
+    rollouts = read_rollouts(runs / form, 1)
     assert {rollout["advantage"] for rollout in rollouts} == {0}
     assert len({rollout["reward"] for rollout in rollouts}) > 1
     before, after = (
         load_file(folder / "model.safetensors")
-        for folder in (embedded_model, runs / "self" / "checkpoints" / "000002")
+        for folder in (embedded_model, runs / form / "checkpoints" / "000002")
     )
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_without_rewards_the_advantage_is_the_teachers_and_a_resume_has_the_same_bits(
-    one_rank, two_ranks, runs, teacher, data
+@pytest.mark.parametrize("form", ["sampled", "reverse", pytest.param("forward", marks=pytest.mark.slow)])
+def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
+    one_rank, two_ranks, runs, teacher, data, form
 ):
-    """On one rank and on two; a prompt that is the policy's changes no bit, and another one changes the numbers."""
-    flags = f"--data {data} --teacher {teacher} --temperature 0.7 --teacher-prompt"
-    metrics = train(two_ranks, runs, "hint", f"{flags} hint")
+    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does."""
+    flags = f"--data {data} --teacher {teacher} --teacher-kl {form} --temperature 0.7"
+    name = f"hint-{form}"
+    metrics = train(two_ranks, runs, name, f"{flags} --teacher-prompt hint")
     for line in metrics:
         assert line["teacher/frac"] == 1
-        assert line["teacher/kl_k1"] > 0
-        assert line["policy/loss"] == pytest.approx(line["teacher/kl_k1"], rel=1e-5)
+        assert line[FORMS[form]] > 0
+        assert line["policy/loss"] == pytest.approx(line[FORMS[form]], rel=1e-5)
         assert "reward/mean" not in line
-    copy = interrupted_copy(runs / "hint", "hint-resumed", 1)
-    train(two_ranks, runs, copy.name, f"{flags} hint")
-    assert digests(copy) == digests(runs / "hint")
-    args = json.loads((runs / "hint" / "args.json").read_text())
+    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
+    train(two_ranks, runs, copy.name, f"{flags} --teacher-prompt hint")
+    assert digests(copy) == digests(runs / name)
+    args = json.loads((runs / name / "args.json").read_text())
     assert str(teacher / "model.safetensors") in args["inputs"]
 
-    alone = train(one_rank, runs, "hint-one", f"{flags} hint")[0]
-    for name in ("teacher/kl_k1", "policy/loss", "optim/grad_norm"):
-        assert alone[name] == pytest.approx(metrics[0][name], rel=1e-4)
-    same = train(two_ranks, runs, "same", f"{flags} same")
-    assert same[0]["teacher/kl_k1"] != metrics[0]["teacher/kl_k1"]
-    assert train(two_ranks, runs, "none", flags.removesuffix(" --teacher-prompt")) == same
+    small = f"{flags} --teacher-prompt hint --max-tokens-per-microbatch 40 --num-steps 1"
+    alone = train(one_rank, runs, f"{name}-one", small)[0]
+    for metric in (FORMS[form], "policy/loss", "optim/grad_norm"):
+        assert alone[metric] == pytest.approx(metrics[0][metric], rel=1e-4)
+    same = train(two_ranks, runs, f"same-{form}", f"{flags} --teacher-prompt same")
+    assert same[0][FORMS[form]] != metrics[0][FORMS[form]]
+    assert train(two_ranks, runs, f"none-{form}", flags) == same
 
 
 def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank, runs, teacher):
@@ -110,6 +120,62 @@ def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank,
     alone, rewards, half = map(torch.tensor, metrics.values())
     torch.testing.assert_close(half, rewards + alone / 2)
     assert rewards.abs().max() > 0.1
+
+
+P, Q = torch.tensor([[0.7, 0.2, 0.1]]).double(), torch.tensor([[0.5, 0.3, 0.2]]).double()
+LOGITS = torch.tensor([[2.0, 1, 0, -1]]).double(), torch.tensor([[1.5, 1.5, -0.5, 0]]).double()
+
+
+def divergence(policy, teacher, *, is_forward):
+    """Of logits: the head's weights are the unit matrix."""
+    unit = torch.eye(policy.shape[1], dtype=policy.dtype)
+    return Divergence.apply(policy, unit, teacher, unit, 1.0, is_forward)
+
+
+def test_the_divergence_has_the_values_of_worked_examples():
+    """KL((.7, .2, .1) || (.5, .3, .2)) and the other way round; of two rows of logits, and the sampled advantages."""
+    assert_six_decimals(divergence(P.log(), Q.log(), is_forward=False), [0.085123])
+    assert_six_decimals(divergence(P.log(), Q.log(), is_forward=True), [0.092033])
+    assert_six_decimals(divergence(*LOGITS, is_forward=False), [0.132851])
+    assert_six_decimals(divergence(*LOGITS, is_forward=True), [0.148095])
+    policy, teacher = (logits.log_softmax(-1) for logits in LOGITS)
+    advantages = -kl_penalty(policy, teacher, "k1")
+    assert_six_decimals(advantages, [[-0.417821, 0.582179, -0.417821, 1.082179]])
+
+
+def test_the_sampled_form_is_the_reverse_kl_in_expectation():
+    """Over the tokens of the vocabulary: minus the advantage, and the gradient of the policy loss."""
+    policy = LOGITS[0].clone().requires_grad_()
+    logprobs, teacher = policy.log_softmax(-1), LOGITS[1].log_softmax(-1)
+    advantages = -kl_penalty(logprobs, teacher, "k1").detach()
+    probs = logprobs.detach().exp()
+    loss = clipped_policy_loss((logprobs - logprobs.detach()).exp(), advantages, clip_low=0.2, clip_high=0.2)
+    (sampled,) = torch.autograd.grad((probs * loss).sum(), policy)
+    full = divergence(policy, LOGITS[1], is_forward=False)
+    (expected,) = torch.autograd.grad(full.sum(), policy)
+    torch.testing.assert_close((-probs * advantages).sum(-1), full.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sampled, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("is_forward", [False, True])
+@pytest.mark.parametrize("tile_logits", [1, 40, 60, 999])
+def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits):
+    """Values and gradients, of states and head of another width than the teacher's; the teacher gets no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(11, 6), (19, 6), (11, 5), (19, 5)]
+    tensors = [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
+    weights = torch.randn(11, generator=generator).double()
+    got = Divergence.apply(*tensors, 0.7, is_forward, tile_logits)
+    p, q = ((states @ head.t() / 0.7).log_softmax(-1) for states, head in (tensors[:2], tensors[2:]))
+    expected = functional.kl_div(p, q, log_target=True, reduction="none").sum(-1)
+    if not is_forward:
+        expected = functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+    gradients = torch.autograd.grad((weights * got).sum(), tensors, allow_unused=True)
+    wanted = torch.autograd.grad((weights * expected).sum(), tensors[:2])
+    assert gradients[2:] == (None, None)
+    for gradient, other in zip(gradients, wanted, strict=False):
+        torch.testing.assert_close(gradient, other, atol=1e-12, rtol=1e-9)
 
 
 def test_the_teacher_reads_the_same_completions_after_its_own_prompts():

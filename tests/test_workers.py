@@ -20,6 +20,7 @@ from minirl.episodes.program import Failed
 from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.rewards.reward_workers import load_reward
+from support.marks import slow
 from support.processes import is_alive
 
 SOURCE = """
@@ -211,7 +212,7 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
     assert function.pool.workers[0].pid == pid
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow("reward"), slow("rollout"), "rollout_async"])
 @pytest.mark.parametrize("action", DIED, ids=lambda action: f"row-25-{action}")
 def test_a_process_that_dies_hangs_or_lies_is_told_and_replaced(functions, kind, action):
     """Fault 53 for a rollout, fault 26 for what is written: never taken for an answer."""

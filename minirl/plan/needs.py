@@ -60,6 +60,8 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
         if name in unparked:
             phase[name] = unparked[name]
         phases[f"score ({name})"] = phase
+    if work.taught_tokens:
+        phases["score (teacher)"]["teacher's states"] = _teacher_state_bytes(work)
     if len(work.trained) > 1:
         phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
     phases["update"] = {
@@ -68,10 +70,25 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
             _backward_bytes(work, sizes, config, tokens) for config in work.trained
         ),
     }
+    if work.taught_tokens:
+        phases["update"]["teacher's states"] = _teacher_state_bytes(work)
+        phases["update"]["teacher's head"] = _teacher_head_bytes(work)
     if keeps_cache:
         kept = {name: size for name, size in phases["generate"].items() if name != "prefill"}
         phases = {phase: kept | parts for phase, parts in phases.items()}
     return phases
+
+
+def _teacher_state_bytes(work: Workload) -> float:
+    """The states of the teacher that a step keeps, from scoring to the end of the update."""
+    return work.dtype.itemsize * work.taught_tokens * work.frozen["teacher"].hidden_size
+
+
+def _teacher_head_bytes(work: Workload) -> float:
+    """The teacher's head on the device, unless it is always there, and a second gradient of the policy's head."""
+    is_copied = work.is_cuda and work.parks_frozen
+    channels = work.policy.hidden_size + is_copied * work.frozen["teacher"].hidden_size
+    return work.dtype.itemsize * work.policy.vocab_size * channels
 
 
 def _gradient_bytes(work: Workload, sizes: Sizes) -> float:

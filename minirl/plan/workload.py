@@ -39,7 +39,7 @@ class Workload:
     memory beside a GPU. On the CPU there is nothing to offload.
     requests: completions that a rank decodes in one phase. in_flight: those that decode in rounds, so that the cache
     should hold all of them. update_tokens: tokens that it trains on in one update.
-    enough_tokens: see the function of that name.
+    enough_tokens: see the function of that name. taught_tokens: those of a step whose states of the teacher are kept.
     """
 
     trained: tuple[ModelConfig, ...]
@@ -56,6 +56,7 @@ class Workload:
     update_tokens: int
     enough_tokens: int
     in_flight: int = 0
+    taught_tokens: int = 0
 
     @property
     def policy(self) -> ModelConfig:

@@ -258,6 +258,11 @@ class RunConfig(
         return True
 
     @property
+    def has_kl_loss(self) -> bool:
+        """True if the loss has the KL to a teacher over the vocabulary, for which its states are kept."""
+        return False
+
+    @property
     def num_value_models(self) -> int:
         """How many value models the run trains beside the policy, all of the first one's shape."""
         return 0

@@ -76,6 +76,9 @@ def workload(
         requests=max(requests_in_training, math.ceil(held_out.num_prompts / num_ranks)),
         in_flight=requests_in_training if config.max_staleness else 0,
         update_tokens=rollouts_per_update * longest,
+        taught_tokens=rollouts_per_update * config.minibatches_per_epoch * longest
+        if config.has_kl_loss
+        else 0,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
     )
 

@@ -49,6 +49,7 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
+from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
 from minirl.training.sharded_model import ShardedModel
 
@@ -168,23 +169,37 @@ class Setup:
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
 
     def load_teacher(self) -> FrozenModel:
-        """The model of --teacher, for `teacher_logprobs`; it reads the prompts of --teacher-prompt. Not collective."""
+        """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
+
+        It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
+        """
         folder = teacher_folder(self.config)
         assert folder is not None
         model = load_replica(folder, dtype=self.dtype)
         resize_vocabulary(model, self.model_config.vocab_size)
-        outputs = logprobs_as("teacher_logprobs", self.config.temperature)
+        name, width = "teacher_logprobs", 0
+        outputs = logprobs_as(name, self.config.temperature)
+        if self.config.has_kl_loss:
+            name, width, outputs = "teacher_states", model.config.hidden_size, teacher_states
         if self.prompts.teacher_field is not None:
             max_tokens = self.sizes.max_tokens_per_microbatch
             outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
-        return self.frozen(model, outputs, ["teacher_logprobs"], park=self.config.park_frozen)
+        return self.frozen(model, outputs, [name], park=self.config.park_frozen, width=width)
 
     def frozen(
-        self, model: Transformer, outputs: Outputs, names: Sequence[str], *, park: bool = False
+        self,
+        model: Transformer,
+        outputs: Outputs,
+        names: Sequence[str],
+        *,
+        park: bool = False,
+        width: int = 0,
     ) -> FrozenModel:
         """A model that scores the rollouts of each step, see `FrozenModel`. Not collective."""
         max_tokens = self.sizes.max_tokens_per_microbatch
-        return FrozenModel(model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park)
+        return FrozenModel(
+            model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park, width=width
+        )
 
     def make_engine(self, policy: ShardedModel) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""

@@ -120,6 +120,9 @@ class Batch:
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
     teacher_logprobs: Tensor = NOT_MADE
+    # [T, D]: the teacher's hidden states before the sampled tokens; and the KL divergence to it over the vocabulary.
+    teacher_states: Tensor = NOT_MADE
+    teacher_kl: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
@@ -211,8 +214,8 @@ class Batch:
         return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """A stream [T] with the values [M] at the sampled tokens, in order, and 0 elsewhere."""
-        stream = torch.zeros(len(self.tokens), dtype=values.dtype, device=values.device)
+        """A stream [T, ...] with the values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
+        stream = values.new_zeros(len(self.tokens), *values.shape[1:])
         stream[self.loss_index] = values
         return stream
 
@@ -377,6 +380,6 @@ def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
 
     received_counts: how many elements each rank sends this one.
     """
-    received = parts[0].new_empty(sum(received_counts))
+    received = parts[0].new_empty(sum(received_counts), *parts[0].shape[1:])
     dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
     return received

@@ -70,14 +70,20 @@ class FrozenModel:
         device: torch.device,
         max_tokens: int,
         park: bool = False,
+        width: int = 0,
     ):
-        """names: the streams that `outputs` returns. max_tokens: limit of a microbatch. park: see `unparked`."""
+        """names: the streams that `outputs` returns. max_tokens: limit of a microbatch. park: see `unparked`.
+
+        width: of streams [T, width] in the model's dtype; 0 for streams [T] in fp32.
+        """
         self.names = tuple(names)
         self.model = model
         self._outputs = outputs
         self._device = device
         self._max_tokens = max_tokens
         self._park = park
+        self._shape = (width,) if width else ()
+        self._dtype = next(model.parameters()).dtype if width else torch.float32
         self._pending: list[Rollout] = []
         # For each branch its streams [L], on the host.
         self._early: dict[RolloutId, dict[str, Tensor]] = {}
@@ -120,10 +126,10 @@ class FrozenModel:
         """The streams of these rollouts' branches end to end, by name, for `exchange`; NaN where not made early."""
         streams = {}
         for name in self.names:
-            parts = [torch.empty(0)]
+            parts = [self._missing(0)]
             for branch in all_branches(rollouts):
                 early = self._early.get(branch.rollout_id)
-                parts.append(torch.full([len(branch.tokens)], torch.nan) if early is None else early[name])
+                parts.append(self._missing(len(branch.tokens)) if early is None else early[name])
             streams[name] = torch.cat(parts)
         return streams
 
@@ -133,12 +139,11 @@ class FrozenModel:
         streams = {}
         for name in self.names:
             stream = getattr(batch, name)
-            streams[name] = (
-                torch.full_like(batch.sample_logprobs, torch.nan) if stream is None else stream.clone()
-            )
+            missing = self._missing(len(batch.tokens)).to(batch.tokens.device)
+            streams[name] = missing if stream is None else stream.clone()
         # A stream has all tokens of a sequence, or none.
-        last_tokens = torch.stack([stream[batch.last_index] for stream in streams.values()])
-        is_left = last_tokens.isnan().any(0).tolist()
+        last_tokens = torch.stack([stream[batch.last_index] for stream in streams.values()], 1)
+        is_left = last_tokens.isnan().flatten(1).any(1).tolist()
         with unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 left = [i for i in indices if is_left[i]]
@@ -147,6 +152,10 @@ class FrozenModel:
                     for name, stream in self._outputs(self.model, batch.select(left)).items():
                         streams[name][token_index] = stream.to(streams[name].dtype)
         return batch.replace(**streams)
+
+    def _missing(self, num_tokens: int) -> Tensor:
+        """A stream that was not computed."""
+        return torch.full((num_tokens, *self._shape), torch.nan, dtype=self._dtype)
 
 
 def logprobs_as(name: str, temperature: float) -> Outputs:
@@ -175,7 +184,7 @@ def after_prompts(
             seen = other.select(indices)
             index = batch.token_index(indices)[batch.select(indices).loss_index]
             for name, stream in outputs(model, seen).items():
-                made = streams.setdefault(name, stream.new_zeros(len(batch.tokens)))
+                made = streams.setdefault(name, stream.new_zeros(len(batch.tokens), *stream.shape[1:]))
                 made[index] = stream[seen.loss_index]
         return streams
 

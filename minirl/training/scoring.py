@@ -41,22 +41,33 @@ def score(
     tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
     the first token of a sequence. Differentiable in the parameters. Not collective.
     """
+    selected = _indices(select)
+    states = states_before(model, tokens, layout, selected)
+    logprobs, entropies = outputs_of_head(states, model.lm_head.weight, tokens[selected], temperature)
+    zeros = logprobs.new_zeros(len(tokens))
+    all_logprobs = zeros.index_put((selected,), logprobs)
+    all_entropies = zeros.index_put((selected,), entropies)
+    return all_logprobs, all_entropies
+
+
+def states_before(model: Transformer, tokens: Tensor, layout: PackedLayout, selected: Tensor) -> Tensor:
+    """Final hidden states [M, D] that the tokens at `selected` [M] were sampled from. Not collective."""
     watchdog.heartbeat()
     hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    selected = _indices(select)
-    states = _states_before(hidden, selected, layout)
-    head = model.lm_head.weight
-    targets = tokens[selected]
-    if device_kernels.are_used(tokens.device):
+    return _states_before(hidden, selected, layout)
+
+
+def outputs_of_head(
+    states: Tensor, head: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective."""
+    if device_kernels.are_used(states.device):
         from minirl.kernels.fused_head import FusedLogprobs
 
         logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature)
     else:
         logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, TOKEN_CHUNK)
-    zeros = logprobs.new_zeros(len(tokens))
-    all_logprobs = zeros.index_put((selected,), logprobs)
-    all_entropies = zeros.index_put((selected,), entropies)
-    return all_logprobs, all_entropies
+    return logprobs, entropies
 
 
 def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,101 @@
+"""The KL divergence between the policy and a teacher over the whole vocabulary, with gradient for the policy.
+
+Logits [T, V] exist of neither as a whole: forward makes those of a few tokens, backward those of a vocabulary chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.model.batch_invariance import at_least_fp32, wide_mm
+from minirl.model.logprobs import MAX_LOGITS, chunk_logits
+from minirl.model.transformer import Transformer
+from minirl.training.batch import Batch
+from minirl.training.scoring import outputs_of_head, states_before
+
+# Up to four tensors of a tile's size exist at the same time.
+TILE_LOGITS = MAX_LOGITS // 4
+
+
+def teacher_states(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    """The stream of this name [T, D]: hidden states that the batch's sampled tokens are predicted from; 0 elsewhere."""
+    states = states_before(model, batch.tokens, batch.layout(), batch.loss_index)
+    return {"teacher_states": batch.scatter(states)}
+
+
+def score_with_teacher(
+    model: Transformer, batch: Batch, teacher: Transformer, *, temperature: float, is_forward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs and entropies [T] as of `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
+
+    The batch has `teacher_states`; of the teacher only the head is used, on whatever device it is. is_forward: see
+    `Divergence`. Differentiable in the model's parameters. Not collective.
+    """
+    index = batch.loss_index
+    states = states_before(model, batch.tokens, batch.layout(), index)
+    head = model.lm_head.weight
+    logprobs, entropies = outputs_of_head(states, head, batch.tokens[index], temperature)
+    teacher_head = teacher.lm_head.weight.to(states.device, non_blocking=True)
+    divergence = Divergence.apply(
+        states, head, batch.teacher_states[index], teacher_head, temperature, is_forward
+    )
+    return batch.scatter(logprobs), batch.scatter(entropies), batch.scatter(divergence)
+
+
+class Divergence(torch.autograd.Function):
+    """KL(p || q) [M] of a policy p and a teacher q, or KL(q || p) with `is_forward`, from states and heads of both.
+
+    States [M, D] and head [V, D] of the policy, [M, D'] and [V, D'] of the teacher. With logits z and temperature T,
+    p = softmax(z / T), and q likewise, the gradients are
+
+        d KL(p || q) / dz_j = p_j (log p_j - log q_j - KL(p || q)) / T
+        d KL(q || p) / dz_j = (p_j - q_j) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        head: Tensor,
+        teacher_states: Tensor,
+        teacher_head: Tensor,
+        temperature: float,
+        is_forward: bool,
+        tile_logits: int = TILE_LOGITS,
+    ) -> Tensor:
+        """See the class."""
+        divisor = states.new_full((1, 1), temperature, dtype=at_least_fp32(states.dtype))
+        num_tokens = max(1, tile_logits // len(head))
+        totals = divisor.new_empty(2, len(states))
+        divergence = divisor.new_empty(len(states))
+        for start in range(0, len(states), num_tokens):
+            tile = slice(start, start + num_tokens)
+            own = chunk_logits(states[tile], head, divisor)
+            other = chunk_logits(teacher_states[tile], teacher_head, divisor)
+            for logits, total in zip((own, other), totals, strict=True):
+                total[tile] = logits.logsumexp(-1)
+                logits.sub_(total[tile, None])
+            p, q = (other, own) if is_forward else (own, other)
+            divergence[tile] = (p.exp() * (p - q)).sum(-1)
+        ctx.is_forward, ctx.tile_logits = is_forward, tile_logits
+        ctx.save_for_backward(states, head, teacher_states, teacher_head, divisor, totals, divergence)
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """See the class."""
+        states, head, teacher_states, teacher_head, divisor, totals, divergence = ctx.saved_tensors
+        grad_states = torch.zeros_like(states, dtype=divisor.dtype)
+        grad_head = torch.empty_like(head)
+        width = max(1, ctx.tile_logits // max(1, len(states)))
+        for first in range(0, len(head), width):
+            tile = slice(first, first + width)
+            p = chunk_logits(states, head[tile], divisor).sub_(totals[0, :, None])
+            q = chunk_logits(teacher_states, teacher_head[tile], divisor).sub_(totals[1, :, None])
+            probs = p.exp()
+            by_logits = probs - q.exp() if ctx.is_forward else probs * (p - q - divergence[:, None])
+            by_logits.mul_(grad[:, None] / divisor)
+            grad_states.add_(wide_mm(by_logits, head[tile], head.dtype))
+            grad_head[tile] = wide_mm(by_logits.t(), states, head.dtype)
+        return grad_states.to(states.dtype), grad_head, *[None] * 5
