@@ -38,11 +38,16 @@ def adapters_of(run: str) -> Path:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m minirl.merge", description="Merge adapters into their base.")
+    parser = argparse.ArgumentParser(
+        prog="python -m minirl.merge", description="Merge adapters into their base."
+    )
     parser.add_argument("run", metavar="RUN", help="a run's folder or name, or a folder with adapters")
     parser.add_argument("output", metavar="FOLDER", type=Path, help="the new folder of the model")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights (default: float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of its weights (default: float32)",
     )
     return parser.parse_args()
 

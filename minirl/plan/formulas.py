@@ -69,7 +69,8 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A)."""
     queries, _ = _channels(config)
-    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries)
+    inner = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
+    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries + inner)
 
 
 def activation_bytes(
@@ -107,7 +108,8 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
     """The most that a forward pass without gradient takes: in the MLP or the attention of a layer, or in the head."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = _channels(config)
-    mlp = 3 * inner + 4 * hidden
+    # The product of an adapter is added to that of its layer.
+    mlp = (4 if config.adapters else 3) * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
     tables = 12 * config.head_dim
     layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
