@@ -18,6 +18,8 @@ Conventions that differ, and are made equal here or left out:
   out. Both divide by the kept tokens for token_mean, as in dapo.
 - token_mean, several updates per step: by the update's own tokens in minirl, by the mean update's in TRL. One here.
 - Dynamic sampling, reinforce++ and remax are not in TRL.
+
+`objective_forks.py` compares the forks of docs/objectives.md.
 """
 
 import importlib.util
@@ -25,7 +27,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,7 @@ class Example:
     old: Tensor  # fp64 [M], under the policy before the update
     ref: Tensor  # fp64 [M], under the reference model
     sampled: Tensor  # fp64 [M], under the sampling model
+    entropies: Tensor  # fp64 [M], of the policy
     rewards: Tensor  # fp64 [N, 2]
 
 
@@ -108,6 +111,7 @@ def make_example(seed: int) -> Example:
     new = old + steps.repeat_interleave(lengths) * noise[0]
     rewards = torch.randint(0, 3, (NUM_COMPLETIONS, 2), generator=random).double() / 4
     rewards[:GROUP_SIZE] = 0.5
+    entropies = torch.rand(num_tokens, generator=random)
     return Example(
         ids,
         lengths.tolist(),
@@ -115,6 +119,7 @@ def make_example(seed: int) -> Example:
         old=old,
         ref=old + 0.3 * noise[1],
         sampled=(old + 0.1 * noise[2]).float().double(),  # TRL takes sampled logprobs as fp32
+        entropies=entropies.double().requires_grad_(),  # TRL takes their quantile in fp32
         rewards=rewards,
     )
 
@@ -154,8 +159,8 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
     )
 
 
-def minirl_loss(config: Config, x: Example) -> Tensor:
-    """Run the example through the functions of the script, as `train_grpo.main` does."""
+def minirl_loss(config: Config, x: Example, script: Any = train_grpo) -> Tensor:
+    """Run the example through the functions of the script, or of a fork, as its `main` does."""
     batch, new = make_batch(x)
     rewards = x.rewards.clone()
     if config.overlong_buffer:
@@ -165,15 +170,22 @@ def minirl_loss(config: Config, x: Example) -> Tensor:
     no_greedy = groups[:, :0, 0]
     reward_weights = torch.ones(2, dtype=torch.float64)
     table = make_table(x, rewards)
-    advantages = train_grpo.token_advantages(config, groups, no_greedy, reward_weights, table, batch)
-    weights = train_grpo.rollout_weights(config, table, rewards.sum(-1), LIMIT)
+    advantages = script.token_advantages(config, groups, no_greedy, reward_weights, table, batch)
+    entropies = batch.scatter(x.entropies)
+    if hasattr(script, "has_high_entropy"):
+        advantages[~script.has_high_entropy(entropies.detach(), batch.loss_mask)] = 0.0
+    if hasattr(script, "top_covariances"):
+        is_top = script.top_covariances(batch, advantages, table)
+        streams = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        batch = script.KlCovBatch(**streams, is_top=is_top)
+    weights = script.rollout_weights(config, table, rewards.sum(-1), LIMIT)
     micro = batch.replace(advantages=advantages, loss_weights=batch.spread(weights))
-    loss, _ = train_grpo.token_loss(config, micro, new, torch.zeros_like(new))
+    loss, _ = script.token_loss(config, micro, new, entropies)
     return (micro.loss_weights * loss).sum()
 
 
-def make_trainer(config: Config, folder: str) -> Any:
-    """TRL's trainer with the settings of a preset."""
+def make_trainer(config: Config, folder: str, **more: Any) -> Any:
+    """TRL's trainer with the settings of a preset, and more of its own."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -196,7 +208,7 @@ def make_trainer(config: Config, folder: str) -> Any:
         trl_config = RLOOConfig(**settings, beta=config.kl_reward_coef)
     else:
         trainer_class = GRPOTrainer
-        trl_config = GRPOConfig(**settings, **grpo_settings(config))
+        trl_config = GRPOConfig(**settings | grpo_settings(config) | more)
     no_rewards = [lambda **kwargs: [], lambda **kwargs: []]
     trainer = trainer_class(
         model=folder,
@@ -238,11 +250,8 @@ def trl_loss(trainer: Any, config: Config, x: Example) -> Tensor:
 
     def forward(model: Any, *_: Any, compute_entropy: bool = False, **__: Any) -> tuple[Tensor, Tensor, None]:
         if compute_entropy:  # only the forward pass of the loss asks for it
-            logprobs = padded(x.new)
-        elif model is trainer.ref_model:
-            logprobs = padded(x.ref)
-        else:
-            logprobs = padded(x.old)
+            return padded(x.new), padded(x.entropies), None
+        logprobs = padded(x.ref if model is trainer.ref_model else x.old)
         return logprobs, torch.zeros_like(logprobs), None
 
     def generate(prompts: list[str]) -> tuple[Any, ...]:
@@ -283,6 +292,12 @@ def save_model(folder: str) -> None:
     save_tokenizer(Path(folder))
 
 
+def gradient(x: Example, loss: Tensor) -> Tensor:
+    """Of the logprobs and the entropies."""
+    inputs = (x.new, x.entropies)
+    return torch.cat(torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True))
+
+
 def compare(name: str, folder: str) -> tuple[float, float]:
     """Greatest relative differences of loss and gradient over all batches."""
     config = Config(**CASES[name], advantage_eps=STD_EPS)
@@ -290,12 +305,10 @@ def compare(name: str, folder: str) -> tuple[float, float]:
     worst = torch.zeros(2, dtype=torch.float64)
     for seed in range(NUM_BATCHES):
         x = make_example(seed)
-        loss = minirl_loss(config, x)
-        expected_loss = trl_loss(trainer, config, x)
-        (gradient,) = torch.autograd.grad(loss, x.new)
-        (expected_gradient,) = torch.autograd.grad(expected_loss, x.new)
+        loss, expected_loss = minirl_loss(config, x), trl_loss(trainer, config, x)
+        expected_gradient = gradient(x, expected_loss)
         loss_error = (loss - expected_loss).abs() / expected_loss.abs()
-        gradient_error = (gradient - expected_gradient).abs().max() / expected_gradient.abs().max()
+        gradient_error = (gradient(x, loss) - expected_gradient).abs().max() / expected_gradient.abs().max()
         worst = torch.maximum(worst, torch.stack([loss_error, gradient_error]).detach())
     return tuple(worst.tolist())
 

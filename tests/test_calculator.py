@@ -12,9 +12,10 @@ import pytest
 
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
+from minirl.show import read_rollouts, step_file
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, read_metrics, run_in_pool, run_script, untimed
+from support.scripts import ROOT, evaluated, read_metrics, run_in_pool, run_script, untimed
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
 TOOL = f"--rollout {EXAMPLE}:calculator"
@@ -71,6 +72,17 @@ def results_of(folder: Path) -> tuple[list[dict], dict[str, str]]:
 
 def without_advantages(rollouts: list[dict]) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "advantage"} for line in rollouts]
+
+
+def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
+    """As training does, on any number of ranks: its results are appended, and the rollouts show them."""
+    flags = f"--task calculator {TOOL} --samples 16 --eval-rows 6 --run-name"
+    result = evaluated(one_rank, f"{flags} one", runs=calling)
+    rollouts = rollouts_of(calling / "one", 0)
+    assert rollouts == read_rollouts(step_file(str(calling / "one"), None))
+    called = [any(segment["kind"] == "environment" for segment in r.get("segments", [])) for r in rollouts]
+    assert result["scores"]["eval/calls"]["mean"] >= sum(called) / len(called) > 0
+    assert evaluated(two_ranks, f"{flags} two", runs=calling) == result
 
 
 def make_fork(folder: Path) -> str:

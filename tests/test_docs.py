@@ -98,7 +98,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 def test_every_flag_that_a_page_names_exists(page):
     """Of the scripts, of torchrun, of pytest, of ruff or of the commands that show a run."""
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
-    known = set(map(flag_of, fields))
+    known = set(map(flag_of, fields)) | {"--samples"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
     known |= {*"--output --num --best --worst --help --check".split()}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))
@@ -163,8 +163,11 @@ def names_of(text, page, **names):
 def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
-    names_of("", "rollouts.md")
+    names = names_of("collector.collect", "rollouts.md")
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
+    exec(block_with("engine.generate", "rollouts.md"), names)
+    texts = capsys.readouterr().out
+    assert all(row.prompt in texts for row in names["rows"])
 
 
 def rollouts_of(rollout, rewards):

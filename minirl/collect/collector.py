@@ -13,7 +13,7 @@ it into a checkpoint.
 import itertools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,8 +170,33 @@ class Collector:
         self._runner.leave_engine()
         return rewarded
 
+    def run_in_turn(
+        self, groups: Iterable[Sequence[Request]], *, num_open: int, num_together: int = 1
+    ) -> Iterator[RewardedRollouts]:
+        """The rollouts of these requests with their rewards, prompt by prompt as they are complete. Not collective.
+
+        groups: the requests of each prompt. num_open: rollouts above which no further prompt is begun. num_together:
+        prompts that are rewarded together.
+        """
+        waiting = iter(groups)
+        self._queue.begin_step(0)
+        with self._queue.given_up_on_error():
+            self._runner.begin_round(weight_version=0)
+            while True:
+                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
+                    self._begin(group)
+                if not self._ended and not self._num_running:
+                    break
+                for rollout in self._runner.step():
+                    self._take(rollout)
+                self._queue.poll(0.0 if self._num_running else 0.5)
+                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
+                if len(ready) >= num_together or (ready and not self._num_running):
+                    yield self._finish(ready)
+        self._runner.leave_engine()
+
     def evaluator(self, prompts: PromptStream) -> "Collector":
-        """A collector of greedy rollouts of other prompts, with the same engine, rewards and rollout function."""
+        """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
         rollout = self._rollout
         return Collector(
             self.engine,

@@ -33,6 +33,7 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0
         rewards={"exact": score},
         max_new_tokens=MAX_NEW_TOKENS,
         extra_scores={"calls": calls},
+        answer_of=last_answer,
         warm_start_rows=_examples(rows[num_eval:], generator),
     )
 
@@ -40,7 +41,12 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0
 def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
     """Return 1 where the text after the last result, or all of it without one, is the product, else 0."""
     pairs = zip(completions, answer, strict=True)
-    return [float(completion.rpartition("=")[2] == product) for completion, product in pairs]
+    return [float(last_answer(completion) == product) for completion, product in pairs]
+
+
+def last_answer(completion: str) -> str:
+    """Return the text after the last result, or all of it without one."""
+    return completion.rpartition("=")[2]
 
 
 def calls(completions: Sequence[str]) -> list[float]:

@@ -271,7 +271,11 @@ class PromptStream:
         return self._rows[int(self._kept[self.index(prompt_ordinal)])]
 
     def index(self, prompt_ordinal: int) -> int:
-        """Return the number of a prompt among the rows that are served."""
+        """Return the number of a prompt among the rows that are served.
+
+        A script may put a function of its own in this place, for a curriculum. It must return the same number again as
+        long as the prompt is in use: throughout a step, and after a resume.
+        """
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
         if epoch not in self._orders:
             order = array("q", range(self.num_prompts))

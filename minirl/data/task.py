@@ -105,5 +105,7 @@ class Task:
     max_new_tokens: int
     # Functions that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
+    # The answer in a completion's text, for majority votes: None if it has none. Equal answers get equal rewards.
+    answer_of: Callable[[str], Any] | None = None
     # An embedded task's prompts with an "answer", which warm-start the embedded model.
     warm_start_rows: Sequence[Row] = ()

@@ -69,7 +69,8 @@ def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
     requests = max(min(sizes.max_running_requests, work.requests), work.in_flight)
     tokens = largest("cache_tokens", work, sizes, room, most=requests * tokens_per_request)
     kept = largest("cache_tokens", work, sizes, room, most=tokens, keeps_cache=True)
-    return kept if 2 * kept >= tokens else tokens
+    # An evaluation's reward model scores beside the cache.
+    return kept if 2 * kept >= tokens or not work.trains else tokens
 
 
 def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:

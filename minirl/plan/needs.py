@@ -24,7 +24,7 @@ CPU_FACTOR = 2.0
 def always_bytes(work: Workload) -> dict[str, float]:
     """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
     held = {"weights": float(work.dtype.itemsize * sum(map(num_parameters, work.trained)))}
-    if not work.offloads_optimizer:
+    if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
     held["rope tables"] = sum(8.0 * shape.max_position_embeddings * shape.head_dim for shape in shapes)
@@ -64,12 +64,13 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
         phases["score (teacher)"]["teacher's states"] = _teacher_state_bytes(work)
     if len(work.trained) > 1:
         phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
-    phases["update"] = {
-        "gradients": _gradient_bytes(work, sizes),
-        "activations and logits": max(
-            _backward_bytes(work, sizes, config, tokens) for config in work.trained
-        ),
-    }
+    if work.trains:
+        phases["update"] = {
+            "gradients": _gradient_bytes(work, sizes),
+            "activations and logits": max(
+                _backward_bytes(work, sizes, config, tokens) for config in work.trained
+            ),
+        }
     if work.taught_tokens:
         phases["update"]["teacher's states"] = _teacher_state_bytes(work)
         phases["update"]["teacher's head"] = _teacher_head_bytes(work)
@@ -142,6 +143,8 @@ def _cpu_factor(work: Workload) -> float:
 
 def save_bytes(work: Workload) -> float:
     """Copies on the host that a checkpoint is written from, on rank 0, which also has the weights'."""
+    if not work.trains:
+        return 0.0
     shards = 12 / work.num_shards
     # Of adapters the masters are copied whole.
     whole = [4 if config.adapters else work.dtype.itemsize for config in work.trained]
@@ -166,8 +169,9 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
         needed["optimizer state and gradients"] = num_ranks * (
             pinned + 8 * num_trained(work) / work.num_shards
         )
-    shards = 12 * num_trained(work) / work.num_shards
-    needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
+    if work.trains:
+        shards = 12 * num_trained(work) / work.num_shards
+        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
     return needed
 
 

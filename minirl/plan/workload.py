@@ -32,6 +32,7 @@ class Sizes:
 class Workload:
     """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
 
+    trains: false in an evaluation, where the policy has neither masters nor an update.
     trained: policy, then value models; frozen: reference, teacher and reward models, by name.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
@@ -57,6 +58,7 @@ class Workload:
     enough_tokens: int
     in_flight: int = 0
     taught_tokens: int = 0
+    trains: bool = True
 
     @property
     def policy(self) -> ModelConfig:

@@ -117,10 +117,7 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            # A round trip through JSON turns paths and other values that it cannot hold into text.
-            json_args = json.loads(json.dumps(args, default=str))
-            args = {**redacted(json_args), "wandb_id": _wandb_id(folder)}
-            durable.replace_file(folder / "args.json", json.dumps(args, indent=2) + "\n")
+            args = write_args(folder, {**args, "wandb_id": _wandb_id(folder)})
             lines = _cut_metrics(self._metrics_file, after_step)
             if lines:
                 self._first = {name: value for name, value in lines[0].items() if value is not None}
@@ -159,41 +156,11 @@ class Logger:
     ) -> None:
         """Write all ranks' rollouts of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
 
-        functions: the names of the K rewards of `rewarded`. views: the texts of this rank's N rollouts (`view_of`), if
-        any are written. columns: further numbers [N] of these rollouts. of_branches: numbers [M] of their M branches,
-        end to end; written of rollouts with several.
+        The arguments are those of `rollout_records`.
         """
-        numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
-        of_next_branch = {
-            name: iter(_json_numbers(column.tolist())) for name, column in (of_branches or {}).items()
-        }
-        rewards = _json_numbers(rewarded.rewards.tolist())
+        records = rollout_records(rewarded, functions, views=views, of_branches=of_branches, **columns)
         # Each rank encodes its own: rank 0 only puts the lines in order.
-        lines = []
-        for i, rollout in enumerate(rewarded.rollouts):
-            rollout_id = (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample)
-            line: dict[str, Any] = {
-                "id": rollout_id,
-                "row": rewarded.rows[i].place,
-                "prompt": rewarded.rows[i].prompt,
-                "completion": rewarded.texts[i],
-            }
-            for name, values in numbers.items():
-                line[name] = values[i]
-            line["rewards"] = dict(zip(functions, rewards[i], strict=True))
-            line["num_tokens"] = rollout.num_sampled
-            line["finish_reason"] = rollout.finish_reason
-            branches = []
-            for branch in rollout.branches:
-                own_numbers = {name: next(values) for name, values in of_next_branch.items()}
-                facts = {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
-                branches.append(facts | own_numbers)
-            if rollout.earlier:
-                line["branches"] = branches
-            if views and views[i]:
-                # A tool's result may have a secret in it.
-                line = redacted({**line, **views[i]})
-            lines.append((rollout_id, json.dumps(line) + "\n"))
+        lines = [(tuple(record["id"]), json.dumps(record) + "\n") for record in records]
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):
             dist.gather_object(lines, gathered if rank() == 0 else None)
@@ -250,6 +217,60 @@ class Logger:
         except BaseException as error:  # whatever wandb raises, SystemExit among it, training goes on
             print0(f"wandb failed and is off from here on: {error!r}")
             self._wandb = None
+
+
+def write_args(folder: Path, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Write args.json; returns its content, JSON values without secrets."""
+    # A round trip through JSON turns paths and other values that it cannot hold into text.
+    content: dict[str, Any] = redacted(json.loads(json.dumps(args, default=str)))
+    durable.replace_file(folder / "args.json", json.dumps(content, indent=2) + "\n")
+    return content
+
+
+def rollout_records(
+    rewarded: RewardedRollouts,
+    functions: Iterable[str],
+    *,
+    views: Sequence[Mapping[str, Any]] = (),
+    of_branches: Mapping[str, Tensor] | None = None,
+    **columns: Tensor,
+) -> list[dict[str, Any]]:
+    """The records of this rank's N rollouts, JSON values, as in rollouts/*.jsonl. Not collective.
+
+    functions: the names of the K rewards of `rewarded`. views: the rollouts' texts (`view_of`), if any are written.
+    columns: further numbers [N] of the rollouts. of_branches: numbers [M] of their M branches, end to end; written of
+    rollouts with several.
+    """
+    numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
+    of_next_branch = {
+        name: iter(_json_numbers(column.tolist())) for name, column in (of_branches or {}).items()
+    }
+    rewards = _json_numbers(rewarded.rewards.tolist())
+    records = []
+    for i, rollout in enumerate(rewarded.rollouts):
+        record: dict[str, Any] = {
+            "id": (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample),
+            "row": rewarded.rows[i].place,
+            "prompt": rewarded.rows[i].prompt,
+            "completion": rewarded.texts[i],
+        }
+        for name, values in numbers.items():
+            record[name] = values[i]
+        record["rewards"] = dict(zip(functions, rewards[i], strict=True))
+        record["num_tokens"] = rollout.num_sampled
+        record["finish_reason"] = rollout.finish_reason
+        branches = []
+        for branch in rollout.branches:
+            own_numbers = {name: next(values) for name, values in of_next_branch.items()}
+            facts = {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
+            branches.append(facts | own_numbers)
+        if rollout.earlier:
+            record["branches"] = branches
+        if views and views[i]:
+            # A tool's result may have a secret in it.
+            record = redacted({**record, **views[i]})
+        records.append(record)
+    return records
 
 
 def _json_numbers(values: Any) -> Any:

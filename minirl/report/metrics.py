@@ -14,7 +14,7 @@ from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
 from minirl.ranks import time_account, watchdog
-from minirl.ranks.process_group import gather_objects, world_size
+from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
@@ -98,10 +98,17 @@ class StepMetrics:
             self._merge("total", f"time/{name}", spent / world_size())
             self._merge("maximum", f"time_max/{name}", spent)
 
+    def mean(self, name: str) -> float:
+        """The mean over all ranks of what has been added so far (collective); NaN without values."""
+        self._read()
+        own = [self._numbers[kind].get(name, 0.0) for kind in ("sum", "weight")]
+        total, weight = all_reduce_sum(torch.tensor(own, dtype=torch.float64))
+        return float(total / weight)
+
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks; the same on every rank (collective).
 
-        A mean without values is left out.
+        A mean without values is left out. A script may call it in the middle of a step too, for a mean so far.
         """
         self._read()
         merged = StepMetrics()
@@ -360,15 +367,15 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics.pop("env/tokens", None)
     if not metrics.get("stale/age_max"):
         all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
-    seconds = defaultdict(float, metrics)  # a cause that no rank has spent time on is not there
-    idle = sum(seconds[f"time/{cause}"] for cause in IDLE_CAUSES)
+    found = defaultdict(float, metrics)  # what no rank has counted or spent time on is not there
+    idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
-    num_trained = metrics["count/tokens"] * (1 - metrics.get("perf/skipped_tokens", 0.0))
-    update_s = seconds["time/update"] + seconds["time/update_comm"]
+    num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
+    update_s = found["time/update"] + found["time/update_comm"]
     rates = {
-        "perf/tok_s_gen": (metrics["count/sampled_tokens"], seconds["time/prefill"] + seconds["time/decode"]),
+        "perf/tok_s_gen": (found["count/sampled_tokens"], found["time/prefill"] + found["time/decode"]),
         "perf/tok_s_train": (num_trained, update_s),
-        "perf/tok_s_rank": (metrics["count/tokens"] / world_size(), seconds["time/step"]),
+        "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
     if "perf/mfu_train" in metrics:
         rates["perf/mfu_train"] = (metrics["perf/mfu_train"], update_s)

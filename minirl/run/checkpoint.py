@@ -110,6 +110,7 @@ class Checkpoints:
         self._models = models
         self._origins: dict[str, _Origin] = {}
         if rank() == 0:
+            (run.path / "checkpoints").mkdir(exist_ok=True)
             for name, (model, _) in models.items():
                 config = read_json_object(sources[name] / "config.json")
                 if model.module.config.scalar_head:

@@ -20,6 +20,7 @@ from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
 
 # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
+EvalSamples = Annotated[int, tyro.conf.arg(aliases=["--samples"])]
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -45,18 +46,24 @@ class ModelAndDataFlags:
 
 
 @dataclass(frozen=True)
-class GenerationFlags:
+class StepFlags:
     """Generate"""
 
     num_steps: int = 300  # steps, each with fresh rollouts
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
+    max_staleness: int = 0
+    """most steps between a completion's first token and its update; 0: each step's completions end in it"""
+
+
+@dataclass(frozen=True)
+class GenerationFlags:
+    """Generate"""
+
     max_new_tokens: int | None = None
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    max_staleness: int = 0
-    """most steps between a completion's first token and its update; 0: each step's completions end in it"""
     rollout: str | None = None
     """file.py:function that writes a rollout, run in worker processes; none: the script's"""
     tools: str | None = None
@@ -135,15 +142,23 @@ class PolicyLossFlags:
 
 
 @dataclass(frozen=True)
-class RunAndReportFlags:
+class EvaluationFlags:
     """Run and report"""
 
     run_name: RunName = None
     """name of the run's folder in ./runs or $MINIRL_RUNS, repeated to resume the run; none: a new one"""
+    eval_rows: int = 256  # most held-out rows used from each file
+    eval_samples: EvalSamples = 0
+    """completions of each held-out row, sampled at --temperature; 0: one, greedy"""
+
+
+@dataclass(frozen=True)
+class RunAndReportFlags:
+    """Run and report"""
+
     resume: Literal["auto", "force", "never"] = "auto"
     """auto: a run of that name with the same flags; force: with any flags; never: refuse the name"""
-    eval_every: int = 50  # steps between greedy evaluations on the held-out rows; 0: only before and after
-    eval_rows: int = 256  # most held-out rows used from each file
+    eval_every: int = 50  # steps between evaluations on the held-out rows; 0: only before and after
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
     keep_checkpoints: int = 2
     """newest checkpoints to keep, besides the best by held-out score; 0: all"""
@@ -162,6 +177,14 @@ class MachineFlags:
     threads: int = 1
     """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while idle
+    hang_timeout: float = 600
+    """seconds without progress on any rank before all exit with a report; 0: never"""
+
+
+@dataclass(frozen=True)
+class UpdateMemoryFlags:
+    """Machine"""
+
     offload_optimizer: bool = False
     """keep fp32 masters, AdamW's moments and summed gradients in host memory, where AdamW runs on --threads"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
@@ -173,10 +196,10 @@ class MachineFlags:
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
-    hang_timeout: float = 600
-    """seconds without progress on any rank before all exit with a report; 0: never"""
 
 
+# Those of an evaluation.
+EVALUATION_FLAGS = (ModelAndDataFlags, GenerationFlags, RewardFlags, EvaluationFlags, MachineFlags)
 POSITIVE = (
     "num_steps",
     "prompts_per_step",
@@ -206,18 +229,22 @@ MOST = {
     "max_staleness": 1024,
     "max_running_requests": 2**20,
     "lora_rank": 2**12,
+    "eval_samples": 2**16,
 }
 MOST_ROLLOUTS = 2**20  # in a step
 
 
 @dataclass(frozen=True)
 class RunConfig(
+    UpdateMemoryFlags,
     MachineFlags,
     RunAndReportFlags,
+    EvaluationFlags,
     PolicyLossFlags,
     UpdateFlags,
     RewardFlags,
     GenerationFlags,
+    StepFlags,
     ModelAndDataFlags,
 ):
     """All shared flags. (Python collects fields from the last class first.)"""
@@ -246,6 +273,11 @@ class RunConfig(
         is_object = isinstance(arguments, dict) and arguments
         refuse(not is_object, f'{flag}: expected an object, as {{"enable_thinking": false}}')
         return dict(arguments)
+
+    @property
+    def trains(self) -> bool:
+        """False if the script only evaluates."""
+        return True
 
     @property
     def has_reference(self) -> bool:
@@ -437,7 +469,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
         # Rewards go up to 1e12, and the squares of gradients must fit in fp32.
         refuse(abs(weight) > 1e6, f"--reward-weights {weight}: must be at most 1e6")
     refuse(
-        config.model and not config.data,
+        config.model and not config.data and (config.trains or config.task == "auto"),
         "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
     )
     refuse(

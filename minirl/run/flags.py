@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -42,12 +42,14 @@ def run_script(
     *,
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
+    groups: Collection[type] | None = None,
 ) -> typing.NoReturn:
     """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
 
-    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
+    presets: the values that `--algorithm NAME` sets; flags on the command line win. groups: the classes whose fields
+    are flags; None: all. Every rank calls it.
     """
-    watchdog.run(lambda: main(parse(config_class, description=description, presets=presets)))
+    watchdog.run(lambda: main(parse(config_class, description=description, presets=presets, groups=groups)))
 
 
 def parse(
@@ -56,6 +58,7 @@ def parse(
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
     arguments: Sequence[str] | None = None,
+    groups: Collection[type] | None = None,
 ) -> C:
     """The config of the command line (or of `arguments`), with the values of its preset as defaults.
 
@@ -68,7 +71,7 @@ def parse(
         parsed = tyro.cli(
             dict,
             args=arguments,
-            default=_boxes(config_class),
+            default=_boxes(config_class, groups),
             description=description,
             registry=_rule_for_boxes(config_class(**preset)),
             config=(tyro.conf.OmitArgPrefixes,),
@@ -90,14 +93,15 @@ class _Box(dict[str, type]):
     """The flags of one box of `--help`: the names of their fields, each with the class that declares it first."""
 
 
-def _boxes(config_class: type) -> dict[str, _Box]:
+def _boxes(config_class: type, chosen: Collection[type] | None = None) -> dict[str, _Box]:
     """The boxes in the order of `--help`, by their titles: the first lines of the classes' docstrings.
 
-    First come the config and the configs that it extends, then the groups of flags that the last of those inherits.
+    First come the config and the configs that it extends, then the groups of flags that the last of those inherits:
+    all, or those that are `chosen`.
     """
     classes = [cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]
     configs = [cls for cls in classes if any(map(dataclasses.is_dataclass, cls.__bases__))]
-    groups = [cls for cls in classes if cls not in configs]
+    groups = [cls for cls in classes if cls not in configs and (chosen is None or cls in chosen)]
     boxes: dict[str, _Box] = {}
     for cls in [*configs, *reversed(groups)]:
         inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", {})}

@@ -41,9 +41,13 @@ def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) ->
     """Notes on the files that have changed since the run in this folder last started (collective).
 
     digests: on rank 0, the present ones. Raises InputError, on every rank, if the data has changed, because the run
-    would not continue as it began. --resume force accepts the change.
+    would not continue as it began. --resume force accepts the change. An evaluation refuses every change.
     """
     changed = broadcast_object(changed_inputs(folder, digests) if rank() == 0 else None)
+    refuse(
+        changed and not config.trains,
+        f"{', '.join(changed)}: changed since this evaluation began; restore it, or take another --run-name",
+    )
     kinds = {str(Path(name)): "data" for name in (config.data, *config.eval_data) if name}
     if config.adapters and config.model:  # a checkpoint has the adapters alone
         kinds |= {str(path): "model under the adapters" for path in _model_files(Path(config.model))}

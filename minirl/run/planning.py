@@ -73,13 +73,16 @@ def workload(
         offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
-        requests=max(requests_in_training, math.ceil(held_out.num_prompts / num_ranks)),
+        requests=max(
+            requests_in_training, math.ceil(held_out.num_prompts / num_ranks) * (config.eval_samples or 1)
+        ),
         in_flight=requests_in_training if config.max_staleness else 0,
         update_tokens=rollouts_per_update * longest,
         taught_tokens=rollouts_per_update * config.minibatches_per_epoch * longest
         if config.has_kl_loss
         else 0,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
+        trains=config.trains,
     )
 
 

@@ -5,6 +5,7 @@ Nothing here calls back into the script: a fork that needs something else writes
 """
 
 import gc
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import time_account
-from minirl.ranks.process_group import print0, rank, stop_requested, world_size
+from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.logger import Logger
+from minirl.report.evaluation import means, values_by_prompt
+from minirl.report.logger import Logger, rollout_records
 from minirl.report.metrics import (
     StepMetrics,
     add_rewards,
@@ -247,22 +249,35 @@ class Run:
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
-        """Mean scores of greedy completions of the held-out rows, without the overlong penalty (collective)."""
+        """Mean scores of completions of the held-out rows, without the overlong penalty (collective).
+
+        With --eval-samples also pass@k and the other numbers of `values_by_prompt`.
+        """
         if self._evaluator is None:
             return {}
+        num_samples = self._config.eval_samples
         requests = self._setup.held_out.requests(
-            0, self._setup.held_out.num_prompts, group_size=0, num_greedy=1
+            0,
+            self._setup.held_out.num_prompts,
+            group_size=num_samples,
+            num_greedy=0 if num_samples else 1,
+            temperature=self._config.temperature,
         )
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # dropped: the next step's metrics must not include them
-        is_score = torch.tensor([name != "overlong" for name in self._setup.reward_functions])
-        scores = weighted_scores(rewarded.rewards, self.reward_weights * is_score)
+        scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
+        if num_samples:
+            own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
+            records = itertools.chain.from_iterable(gather_objects(own))
+            in_order = sorted(records, key=lambda record: record["id"])
+            return means(values_by_prompt(in_order, self._setup.task, self._setup.correct_score))
         metrics = StepMetrics()
         metrics.add_values("eval/reward", without_nan(scores))
         add_rewards(metrics, "eval", self._setup.reward_functions, rewarded.rewards)
-        if len(self._setup.eval_files) > 1:
+        eval_files = self._setup.task.eval_sets
+        if len(eval_files) > 1:
             files = [row.place.rpartition(":")[0] for row in rewarded.rows]
-            for path in self._setup.eval_files:
+            for path in eval_files:
                 of_file = scores[[i for i, file in enumerate(files) if file == path]]
                 metrics.add_values(f"eval/{Path(path).stem}/reward", without_nan(of_file))
         return metrics.reduce()

@@ -136,7 +136,8 @@ def open_run_folder(
     see `RunFolder.create`.
 
     resume: "auto": an earlier run must have the same flags, except for `FREE_FLAGS` and a greater num_steps.
-    "force": it takes the new flags. "never": it must not exist.
+    "force": it takes the new flags. "never": it must not exist. "exact": as "auto", for an evaluation: it has no
+    checkpoints and takes no other flags.
 
     Raises InputError on every rank if the name is a path, if the folder is in use or not writable, if the flags differ,
     or if all checkpoints are damaged.
@@ -150,7 +151,8 @@ def open_run_folder(
         _make_folder(path)
         lock = _take_lock(path)
         _refuse_changes(path, flags, resume)
-        return RunFolder(path, _newest_checkpoint(path), token, lock)
+        checkpoint = None if resume == "exact" else _newest_checkpoint(path)
+        return RunFolder(path, checkpoint, token, lock)
 
     folder = _on_rank_0(found)
     if not is_name_generated and folder.path.is_dir():
@@ -219,7 +221,6 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(PRIVATE, exist_ok=True)
-        (folder / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
 
@@ -263,11 +264,12 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     if not changes:
         return
     listed = ", ".join(changes)
-    if resume == "auto":
-        raise InputError(
-            f"{folder}: this run started with other flags: {listed}. Repeat its command to resume it, take another "
-            "--run-name for a new run, or --resume force to continue with the new flags"
-        )
+    or_force = ", or --resume force to continue with the new flags"
+    refuse(
+        resume != "force",
+        f"{folder}: this run started with other flags: {listed}. Repeat its command to resume it, take another "
+        f"--run-name for a new run{'' if resume == 'exact' else or_force}",
+    )
     print0(f"resuming with other flags: {listed}")
 
 
@@ -318,7 +320,7 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first, including damaged ones."""
-    return sorted(filter(is_checkpoint, (folder / "checkpoints").iterdir()), key=lambda path: int(path.name))
+    return sorted(filter(is_checkpoint, (folder / "checkpoints").glob("*")), key=lambda path: int(path.name))
 
 
 def is_checkpoint(path: Path) -> bool:

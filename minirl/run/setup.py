@@ -61,6 +61,8 @@ class Setup:
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
     `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
+    Evaluations take `score_weights`, which are those without the overlong penalty's, and call a completion correct
+    from `correct_score` on: the score of one that gets 1 from every reward.
     """
 
     def __init__(
@@ -115,9 +117,11 @@ class Setup:
         self.tokenizer = self.prompts.tokenizer
         self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
         self._fit_memory()
-        self.eval_files = tuple(task.eval_sets)
-        self._task_name = task.name
+        self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task)
+        is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
+        self.score_weights = self.reward_weights * is_score
+        self.correct_score = float(self.score_weights.clamp(min=0).sum())
         self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
@@ -201,10 +205,10 @@ class Setup:
             model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park, width=width
         )
 
-    def make_engine(self, policy: ShardedModel) -> Engine:
+    def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
         return Engine(
-            policy.decoder,
+            policy.decoder if isinstance(policy, ShardedModel) else policy,
             max_running_requests=self.sizes.max_running_requests,
             cache_tokens=self.sizes.cache_tokens,
             dtype=self.dtype,
@@ -250,7 +254,7 @@ class Setup:
             "correction": self.config.importance_correction,
             "num_minibatches": self.config.minibatches_per_epoch,
             "max_new_tokens": self.max_new_tokens,
-            "task": self._task_name,
+            "task": self.task.name,
             "old_logprobs": self.old_logprobs,
             **dataclasses.asdict(self.sizes),
             "dtype": str(self.dtype),
@@ -281,9 +285,11 @@ class Setup:
         ranks = f"{world_size()} x {self.device.type} {self.dtype}"
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
-        print0(f"task {self._task_name}: {counts}")
+        print0(f"task {self.task.name}: {counts}")
         print0(f"sizes {self._memory_note}")
-        of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + self.held_out.notes()
+        of_prompts = self.held_out.notes()
+        if self.config.trains:
+            of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
         in_workers = self._rollout_workers or any(
             isinstance(function, RewardWorkers) for function in self.reward_functions.values()
         )
@@ -301,7 +307,7 @@ class Setup:
         return open_run_folder(
             run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
             self._flags,
-            resume=self.config.resume,
+            resume=self.config.resume if self.config.trains else "exact",
             is_name_generated=run_name is None,
         )
 

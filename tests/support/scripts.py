@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from minirl import evaluate
 from minirl.ranks.time_account import TimeAccount
+from minirl.run.config import EVALUATION_FLAGS
 from minirl.run.flags import parse
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
@@ -59,18 +62,35 @@ def branching_fork(folder: Path, script: str) -> Path:
     return extended_fork(folder, script, BRANCHES, name="branching")
 
 
-def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
-    """A copy of train_grpo.py with these lines in place of others; at most ten are new."""
+def changed_fork(folder: Path, name: str, *changes: dict[str, str], most: int = 10) -> str:
+    """A copy of train_grpo.py with these lines in place of others; at most this many are new and not blank."""
     original = (ROOT / "train_grpo.py").read_text()
     changed = original
     for old, new in itertools.chain(*(change.items() for change in changes)):
         assert changed.count(old) == 1, old
         changed = changed.replace(old, new)
     lines = list(difflib.ndiff(original.splitlines(), changed.splitlines()))
-    assert sum(line.startswith("+ ") for line in lines) <= 10
+    assert sum(line.startswith("+ ") and line.strip() != "+" for line in lines) <= most
     fork = folder / f"{name}.py"
     fork.write_text(changed)
     return str(fork)
+
+
+def objectives() -> dict[str, str]:
+    """The sections of docs/objectives.md that have a diff, by their headings."""
+    _, *sections = (ROOT / "docs" / "objectives.md").read_text().split("\n## ")
+    return {section.partition("\n")[0]: section for section in sections}
+
+
+def objective_fork(folder: Path, heading: str) -> str:
+    """A copy of train_grpo.py with the diff of this section of docs/objectives.md; at most 15 lines are new."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", objectives()[heading], re.DOTALL)
+    changes = {}
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        old, new = (re.sub(rf"^\{left}.*\n", "", hunk, flags=re.MULTILINE) for left in "+-")
+        changes[re.sub("^.", "", old, flags=re.MULTILINE)] = re.sub("^.", "", new, flags=re.MULTILINE)
+    name = re.sub(r"\W+", "_", heading.lower())
+    return changed_fork(folder, f"objective_{name}", changes, most=15)
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
@@ -165,6 +185,14 @@ def _run_main_beside_a_clock(
     return moments
 
 
+def load_script(script: str) -> Any:
+    """The module of an original script or a fork, named as for `run_in_pool`."""
+    path = ROOT / script
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
+
+
 def _run_main(
     rank: int,
     script: str,
@@ -173,15 +201,28 @@ def _run_main(
     under: Callable[[], Any] = contextlib.nullcontext,
 ) -> str:
     os.environ["MINIRL_RUNS"] = runs
-    path = ROOT / script
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = importlib.import_module(path.stem)
+    module = load_script(script)
     presets = getattr(module, "ALGORITHMS", None)
     config = parse(module.Config, description="", presets=presets, arguments=words(flags))
     with under(), contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"
+    return printed.getvalue()
+
+
+def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
+    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: of the environment."""
+    first, *others = pool.run(_evaluate, str(runs), flags, variables)
+    assert not any(others), "only rank 0 prints"
+    return json.loads(first)
+
+
+def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str, str]) -> str:
+    os.environ.update(variables, MINIRL_RUNS=runs)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        config = parse(evaluate.Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS)
+        assert evaluate.main(config) == 0
     return printed.getvalue()
 
 

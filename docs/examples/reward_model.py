@@ -1,0 +1,123 @@
+"""Train a reward model on pairs of completions, by the loss of Bradley and Terry (arXiv:2203.02155 eq. 1).
+
+torchrun --nproc-per-node 8 docs/examples/reward_model.py --model DIR --chat --data pairs.jsonl --eval-data other.jsonl
+
+Rows: {"prompt": text or messages, "chosen": text, "rejected": text}. The checkpoint is a sequence classifier, for
+`--reward-model runs/NAME/checkpoints/000300`. Flags of sampling and of the policy loss have no effect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirl.data.prompts import PromptStream
+from minirl.errors import refuse
+from minirl.model.attention import PackedLayout
+from minirl.model.transformer import Transformer
+from minirl.objective.losses import bradley_terry_loss
+from minirl.ranks.process_group import rank, world_size
+from minirl.report.metrics import StepMetrics
+from minirl.run.config import RunConfig, check_shared
+from minirl.run.flags import run_script
+from minirl.run.run import Run
+from minirl.run.setup import Setup
+from minirl.training.assignment import plan_microbatches
+from minirl.training.scoring import scalar_outputs
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Objective"""
+
+    prompts_per_step: int = 64  # pairs of an optimizer step, over all ranks
+    num_minibatches: int | None = 1
+    lr: float | None = 1e-5
+    margin: float = 0.0  # by which the chosen completion's score has to be greater
+    center_coef: float = 0.01  # weight of the squared sum of both scores, which keeps them around 0
+    frozen_layers: int = 0  # the first layers that stay as they are; the embedding too, if it is not 0
+
+
+Pair = tuple[
+    list[int], list[int]
+]  # the token ids of the prompt with the chosen completion, and with the rejected one
+
+
+def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
+    """The pair of a row, encoded as `--reward-model` reads it. Raises InputError naming the row."""
+    row = prompts.row(ordinal)
+    sequences = []
+    for field in ("chosen", "rejected"):
+        text = row.columns.get(field)
+        refuse(not isinstance(text, str), f"{row.place}: no text in the field {field!r}")
+        ids = prompts.tokenizer.encode_answered(row.prompt, text)
+        refuse(len(ids) > prompts.max_tokens, f"{row.place}: {len(ids)} tokens, {prompts.max_tokens} fit")
+        sequences.append(ids)
+    return sequences[0], sequences[1]
+
+
+def share_of(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
+    """This rank's pairs in microbatches; every rank has equally many of these, some perhaps empty."""
+    lengths = [len(chosen) + len(rejected) for chosen, rejected in pairs]
+    by_rank = plan_microbatches(lengths, num_ranks=world_size(), max_tokens=max_tokens)
+    return [[pairs[member] for member in members] for members in by_rank[rank()]]
+
+
+def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scores fp32 [n] of the chosen completions and of the rejected ones."""
+    sequences = [ids for pair in pairs for ids in pair]
+    tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)
+    layout = PackedLayout(tuple(map(len, sequences)), device)
+    no_values = torch.empty(0, dtype=torch.int64, device=device)
+    _, scores = scalar_outputs(model, tokens, layout, select=no_values)
+    return scores[::2], scores[1::2]
+
+
+def main(config: Config) -> int:
+    """Train; returns the exit code. Every rank runs it."""
+    check_shared(config)
+    refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
+    setup = Setup(config, name="reward_model", rewards={}, scalar_head=True)
+    max_tokens = setup.sizes.max_tokens_per_microbatch
+    frozen = tuple(f"model.layers.{i}." for i in range(config.frozen_layers))
+    frozen += ("model.embed_tokens.",) if frozen else ()
+    model, optimizer = setup.load_trainable(
+        setup.model_config, setup.model_folder, is_frozen=lambda name: name.startswith(frozen)
+    )
+    run = Run(setup, {"reward_model": (model, optimizer)}, folders={"reward_model": setup.model_folder})
+    held_out = [pair_of(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
+    progress = run.progress
+
+    for step in run.steps():
+        metrics = StepMetrics(step)
+        metrics.begin("update")
+        ordinals = range(progress.num_served, progress.num_served + config.prompts_per_step)
+        microbatches = share_of([pair_of(setup.prompts, ordinal) for ordinal in ordinals], max_tokens)
+        for i, pairs in enumerate(microbatches):
+            chosen, rejected = scores_of(model.module, pairs, run.device)
+            losses = bradley_terry_loss(
+                chosen, rejected, margin=config.margin, center_coef=config.center_coef
+            )
+            loss = losses.sum() / config.prompts_per_step
+            model.backward(loss, is_last=i == len(microbatches) - 1)
+            metrics.add_total("policy/loss", loss.detach())
+            metrics.add_values("reward/accuracy", chosen > rejected)
+        metrics.refuse_nonfinite(update=progress.update)
+        lr = run.learning_rate(config.peak_lr)
+        metrics.add("optim/lr", lr)
+        metrics.add("optim/grad_norm", model.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
+        progress.update += 1
+        progress.num_served = ordinals.stop
+        if step == config.num_steps or (config.eval_every and step % config.eval_every == 0):
+            for pairs in share_of(held_out, max_tokens):
+                with torch.no_grad():
+                    chosen, rejected = scores_of(model.decoder, pairs, run.device)
+                metrics.add_values("eval/accuracy", chosen > rejected)
+        run.finish_step(step, metrics)
+
+    return run.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Config, description=__doc__ or "")

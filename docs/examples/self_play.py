@@ -1,0 +1,33 @@
+r"""Self-play: the model plays both sides of a game, each side a branch with a reward of its own.
+
+torchrun --standalone --nproc-per-node 2 train_grpo.py --rollout docs/examples/self_play.py:play --reward episode \
+    --max-new-tokens 24 --max-turns 12
+
+The game is Nim: who takes the last of the sticks wins. A position is a text such as `7=`, and a move is one digit.
+"""
+
+MOVES = ("1", "2", "3")
+
+
+def play(episode):
+    """One game from 4 to 9 sticks, by the row's prompt: all games of a group begin alike.
+
+    An illegal move loses. The winner gets 1 and the loser -1, each compared with those who had the same side in the
+    group's other games.
+    """
+    sticks = 4 + sum(map(ord, str(episode.row.prompt))) % 6
+    sides = []
+    mover = -1
+    has_ended = False
+    while not has_ended:
+        mover += 1
+        position = f"{sticks}="
+        if mover < 2:
+            sides.append(episode.branch(position))
+            position = None
+        turn = yield sides[mover % 2].generate(after=position, max_tokens=1)
+        is_legal = turn.text in MOVES and int(turn.text) <= sticks
+        sticks -= int(turn.text) if is_legal else 0
+        has_ended = sticks == 0 or not is_legal
+    for number, side in enumerate(sides):
+        episode.reward(1.0 if is_legal == (number == mover % 2) else -1.0, branch=side)

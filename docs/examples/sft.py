@@ -1,0 +1,96 @@
+"""Supervised fine-tuning: it trains on the rows' answers instead of samples.
+
+torchrun --standalone --nproc-per-node 2 docs/examples/sft.py --num-steps 50 --lr 1e-3     # the embedded model and task
+torchrun --nproc-per-node 8 docs/examples/sft.py --model DIR --chat --data rows.jsonl --max-new-tokens 1024 --lr 1e-5
+
+Rows: {"prompt": text or messages, "answer": text}. --reward scores greedy completions of --eval-data. Flags of sampling
+and of the policy loss have no effect.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from minirl.data.prompts import PromptStream
+from minirl.episodes.episode import one_turn
+from minirl.errors import refuse
+from minirl.objective.losses import sft_loss
+from minirl.ranks.process_group import rank, world_size
+from minirl.report.metrics import StepMetrics
+from minirl.rollouts import Completion, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.run.config import RunConfig, check_shared
+from minirl.run.flags import run_script
+from minirl.run.run import Run
+from minirl.run.setup import Setup
+from minirl.training.assignment import plan_microbatches
+from minirl.training.batch import pack
+from minirl.training.scoring import score_batch
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Objective"""
+
+    prompts_per_step: int = 64  # rows of an optimizer step, over all ranks
+    num_minibatches: int | None = 1
+    answer_field: str = "answer"  # field of a row that holds the answer
+
+
+def answered(prompts: PromptStream, ordinal: int, field: str) -> Rollout:
+    """A row's prompt with its answer and the end-of-sequence token, as if they were sampled. Raises InputError."""
+    row = prompts.row(ordinal)
+    answer = row.columns.get(field)
+    refuse(not isinstance(answer, str), f"{row.place}: no text in the field {field!r}; see --answer-field")
+    prompt_ids = prompts.prompt_ids(ordinal)
+    ids = [*prompts.tokenizer.encode_text(answer, row.place), prompts.tokenizer.backend.eos_token_id]
+    length = len(prompt_ids) + len(ids)
+    refuse(
+        length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"
+    )
+    zeros = torch.zeros(len(ids))
+    completion = Completion(token_tensor(ids), zeros == 0, zeros, zeros.int())
+    return rollout_of(RolloutId(ordinal, 0), token_tensor(prompt_ids), completion, "stop")
+
+
+def main(config: Config) -> int:
+    """Train; returns the exit code. Every rank runs it."""
+    check_shared(config)
+    refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
+    has_scores = config.reward or config.reward_model or not config.data
+    setup = Setup(config, name="sft", rewards=None if has_scores else {})
+    refuse(setup.tokenizer.backend.eos_token_id is None, "the tokenizer has no end-of-sequence token")
+    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    collector = setup.make_collector(setup.make_engine(policy), one_turn)  # for evaluations
+    run = Run(setup, {"policy": (policy, optimizer)}, collector)
+
+    for step in run.steps():
+        metrics = StepMetrics(step)
+        metrics.begin("update")
+        ordinals = range(collector.num_served, collector.num_served + config.prompts_per_step)
+        rollouts = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
+        num_tokens = sum(rollout.num_sampled for rollout in rollouts)
+        microbatches = plan_microbatches(
+            [len(rollout.tokens) for rollout in rollouts],
+            num_ranks=world_size(),
+            max_tokens=setup.sizes.max_tokens_per_microbatch,
+        )[rank()]
+        for i, members in enumerate(microbatches):
+            micro = pack([rollouts[member] for member in members]).to(run.device)
+            logprobs, _ = score_batch(policy.module, micro, temperature=1.0)
+            loss = sft_loss(logprobs).sum() / num_tokens  # logprobs are 0 in the prompts
+            policy.backward(loss, is_last=i == len(microbatches) - 1)
+            metrics.add_total("policy/loss", loss.detach())
+            metrics.add_total("count/tokens", micro.loss_mask.sum())
+        metrics.refuse_nonfinite(update=run.progress.update)
+        lr = run.learning_rate(config.peak_lr)
+        metrics.add("optim/lr", lr)
+        metrics.add("optim/grad_norm", policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
+        run.progress.update += 1
+        collector.num_served = ordinals.stop
+        run.finish_step(step, metrics)
+
+    return run.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Config, description=__doc__ or "")

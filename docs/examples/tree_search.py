@@ -1,0 +1,59 @@
+r"""Tree search: completions that begin where earlier ones were good, each compared with those of the same beginning.
+
+torchrun --standalone --nproc-per-node 2 train_grpo.py --rollout docs/examples/tree_search.py:search \
+    --reward episode:advantage episode:right --reward-weights 1 0 --baseline none --advantage-norm none
+
+The rows need an `answer`. `advantage` is one already, so the script subtracts no baseline; `right` is only logged.
+"""
+
+import math
+
+NUM_COMPLETIONS = 8
+NODE_TOKENS = 2
+MAX_CHILDREN = 3
+
+
+class Node:
+    """A beginning of completions, and the results of those that were made of it."""
+
+    def __init__(self, ids=(), text="", has_ended=False):
+        self.ids, self.text, self.has_ended = [*ids], text, has_ended
+        self.children, self.results = [], []
+
+    @property
+    def value(self):
+        """The mean result."""
+        return sum(self.results) / len(self.results)
+
+    def best_child(self):
+        """The child to go on from, by its upper confidence bound (UCT, Kocsis and Szepesvari 2006)."""
+        log_visits = math.log(len(self.results))
+        return max(self.children, key=lambda child: child.value + math.sqrt(log_visits / len(child.results)))
+
+
+def search(episode):
+    """Make completions one after another. Each is a branch, paid its result less the mean result of its beginning."""
+    root, made = Node(), []
+    for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
+        path = [root]
+        while len(path[-1].children) == MAX_CHILDREN:
+            path.append(path[-1].best_child())
+        start = path[-1]
+        if start.has_ended:
+            result = start.value
+        else:
+            branch = episode.branch([*episode.prompt_ids, *start.ids])
+            turn = yield branch.generate(max_tokens=NODE_TOKENS)
+            text = start.text + turn.text
+            path.append(Node(start.ids + turn.ids, text, turn.finish_reason == "stop"))
+            start.children.append(path[-1])
+            if turn.finish_reason != "stop" and branch.room:
+                turn = yield branch.generate()
+                text += turn.text
+            result = float(text == episode.row.columns["answer"])
+            made.append((branch, start, result))
+        for node in path:
+            node.results.append(result)
+    for branch, start, result in made:
+        episode.reward(result - start.value, "advantage", branch=branch)
+    episode.reward(root.value, "right", branch="all")

@@ -1,0 +1,209 @@
+"""Evaluate a model on rows of data, on any number of ranks.
+
+    python -m minirl.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
+
+Prompts, rollouts and rewards are those of a training run with these flags. The result is one JSON object, on stdout and
+in evaluation.json in the folder of --run-name; all other output goes to stderr. Each rank writes the rollouts of a
+prompt as soon as they have their rewards, so the same command goes on with the prompts that a killed one left.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirl.data.view import view_of
+from minirl.episodes.episode import one_turn
+from minirl.errors import InputError, refuse
+from minirl.files import durable
+from minirl.files.json_files import read_json_lines, read_json_object
+from minirl.model.weights import load_replica
+from minirl.objective.advantages import weighted_scores
+from minirl.ranks import process_group
+from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
+from minirl.report.evaluation import NUM_RESAMPLES, bootstrap_interval, means, values_by_prompt
+from minirl.report.logger import rollout_records, write_args
+from minirl.report.progress_bar import progress_bar
+from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
+from minirl.run.flags import check_needed, run_script
+from minirl.run.run_folder import checkpoints_in, find_run
+from minirl.run.setup import Setup
+from minirl.show import is_rollout
+
+JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
+Record = Mapping[str, Any]  # of a rollout, see `logger.rollout_records`
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Evaluation"""
+
+    model: str | None = None
+    """Hugging Face folder, hub id, or a run, for its newest checkpoint; none: a tiny embedded model"""
+    data: str | None = None  # JSONL file of prompts, if there is no --eval-data
+    eval_rows: int = 10**9  # most rows used from each file
+
+    @property
+    def trains(self) -> bool:
+        """Nothing is trained."""
+        return False
+
+
+def checked(config: Config) -> Config:
+    """The config with the rows to evaluate as `eval_data`. Raises InputError for flags that cannot be used."""
+    files = config.eval_data or tuple(filter(None, [config.data]))
+    # No other rows are read, as nothing is trained on them.
+    config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
+    check_shared(config, one_turn)
+    check_needed(config, needs={"temperature": "eval_samples"})
+    refuse(config.eval_rows == 0, "--eval-rows 0: nothing is evaluated")
+    return config
+
+
+def checkpoint_of(model: str | None) -> str | None:
+    """The newest checkpoint of the run with this path or name; any other model as it is.
+
+    Raises InputError if the run has no checkpoint, or if the policy in it is damaged.
+    """
+    if model is None or (Path(model) / "config.json").is_file():
+        return model
+    try:
+        run = find_run(model, "args.json")
+    except InputError:
+        return model
+    checkpoints = checkpoints_in(run)
+    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
+    digests = read_json_object(checkpoints[-1] / "manifest.json")["files"]
+    damage = durable.damage(checkpoints[-1], {name: digests[name] for name in digests if "/" not in name})
+    refuse(damage, f"{checkpoints[-1]}: {damage}; give an earlier checkpoint as --model")
+    return str(checkpoints[-1])
+
+
+def finished_records(folder: Path, num_samples: int) -> list[Record]:
+    """The records of the prompts that have all their samples, in order of their ids. Rank 0 calls it.
+
+    It puts them into one file, in place of those that the ranks wrote, and drops lines that a kill cut off.
+    """
+    records: dict[tuple[int, int], Record] = {}
+    paths = sorted(folder.glob("*.jsonl"))
+    for path in paths:
+        lines, _ = read_json_lines(path, is_rollout)
+        records |= {tuple(line["id"]): line for line in lines}
+    counts = Counter(prompt_ordinal for prompt_ordinal, _ in records)
+    finished = [records[key] for key in sorted(records) if counts[key[0]] == num_samples]
+    merged = folder / "000000.jsonl"
+    durable.replace_file(merged, "".join(json.dumps(record) + "\n" for record in finished))
+    for path in {*paths} - {merged}:
+        path.unlink()
+    return finished
+
+
+def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -> None:
+    """Make and reward this rank's rollouts of these prompts, and add their records to a file. Not collective."""
+    config, prompts = setup.config, setup.held_out
+    engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
+    own = [ordinal for ordinal in prompt_ordinals if ordinal % world_size() == rank()]
+    num_greedy = 0 if config.eval_samples else 1
+    found = (
+        setup.make_collector(engine, one_turn)
+        .evaluator(prompts)
+        .run_in_turn(
+            (
+                prompts.requests(
+                    ordinal,
+                    1,
+                    group_size=config.eval_samples,
+                    num_greedy=num_greedy,
+                    temperature=config.temperature,
+                )
+                for ordinal in own
+            ),
+            num_open=2 * setup.sizes.max_running_requests,
+            num_together=JUDGED_TOGETHER if config.reward_model else 1,
+        )
+    )
+    with progress_bar("evaluate", total=len(own) * (config.eval_samples or 1), unit="completions") as bar:
+        for rewarded in found:
+            pairs = zip(rewarded.rollouts, rewarded.rows, strict=True)
+            records = rollout_records(
+                rewarded,
+                setup.reward_functions,
+                views=[view_of(rollout, row.prompt, setup.tokenizer) for rollout, row in pairs],
+                reward=weighted_scores(rewarded.rewards, setup.score_weights),
+                failed=rewarded.failed,
+            )
+            durable.append_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+            bar.update(len(records))
+
+
+def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
+    """The JSON of an evaluation. records: of all prompts, in order of their ids."""
+    config = setup.config
+    values = values_by_prompt(records, setup.task, setup.correct_score)
+    scores: dict[str, Any] = {}
+    for name, mean in means(values).items():
+        low, high = bootstrap_interval(values[name], seed=config.seed)
+        scores[name] = {"mean": mean, "low": low, "high": high, "prompts": len(values[name])}
+    return {
+        "model": str(setup.model_folder),
+        "task": setup.task.name,
+        "data": list(setup.task.eval_sets),
+        "prompts": setup.held_out.num_prompts,
+        "samples": config.eval_samples or 1,
+        "temperature": config.temperature if config.eval_samples else 0.0,
+        "seed": config.seed,
+        "correct": f"reward >= {setup.correct_score:g}",
+        "interval": f"95 %, bootstrap over prompts, {NUM_RESAMPLES} resamples",
+        "errors": sum(record["failed"] or record["finish_reason"] == "error" for record in records),
+        "notes": setup.held_out.notes(),
+        "scores": scores,
+    }
+
+
+def evaluate(config: Config) -> dict[str, Any]:
+    """Evaluate the prompts that are not finished yet; returns the JSON on rank 0, else {} (collective)."""
+    device = process_group.start(
+        device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
+    )
+    # On rank 0 alone: meanwhile the run may save another one.
+    model = broadcast_object(checkpoint_of(config.model) if rank() == 0 else None)
+    # An evaluation that goes on must have the same.
+    resolved: dict[str, Any] = {"model": model, "device": device.type}
+    setup = Setup(dataclasses.replace(config, **resolved), name="eval")
+    folder = setup.folder.create().path
+    rollouts = folder / "rollouts"
+    finished: set[int] = set()
+    if rank() == 0:
+        rollouts.mkdir(exist_ok=True)
+        write_args(folder, setup.args())
+        finished = {record["id"][0] for record in finished_records(rollouts, config.eval_samples or 1)}
+    finished = broadcast_object(finished)
+    setup.print_start()
+    left = [ordinal for ordinal in range(setup.held_out.num_prompts) if ordinal not in finished]
+    print0(f"{len(finished)} prompts are finished, {len(left)} are left; rollouts are in {rollouts}")
+    if left:
+        evaluate_prompts(setup, left, rollouts / f"{rank() + 1:06d}.jsonl")
+    barrier()
+    if rank() != 0:
+        return {}
+    result = result_of(setup, finished_records(rollouts, config.eval_samples or 1))
+    durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def main(config: Config) -> int:
+    """Evaluate and print the JSON; returns the exit code. Every rank runs it."""
+    config = checked(config)
+    with contextlib.redirect_stdout(sys.stderr):
+        result = evaluate(config)
+    print0(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main, Config, description=__doc__ or "", groups=EVALUATION_FLAGS)

@@ -1,0 +1,308 @@
+"""Evaluations: their numbers, the same on any number of ranks and after a kill, and as transformers' texts say."""
+
+import itertools
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from minirl.data.task import Task
+from minirl.errors import InputError
+from minirl.evaluate import Config, finished_records, main
+from minirl.report.evaluation import bootstrap_interval, majority, means, pass_at_k, values_by_prompt
+from minirl.run.config import EVALUATION_FLAGS, StepFlags
+from minirl.run.flags import flag_of, parse
+from minirl.show import read_rollouts, step_file
+from support.collecting import Prompts, facts, make_collector
+from support.jobs import started, wait_for
+from support.scripts import evaluated, read_metrics, run_in_pool, words
+
+# Logs the rows that it judges, and takes long for all but the first four.
+SLOW = """
+import os, time
+
+def slow(prompts, completions, answer):
+    path = os.environ["JUDGED"]
+    with open(path, "a") as file:
+        file.write(prompts[0] + "\\n")
+    time.sleep(0.0 if len(open(path).readlines()) <= 4 else float(os.environ.get("SLEEP_S", "0")))
+    return [float(c[:1] == a[:1]) / 3 for c, a in zip(completions, answer)]
+"""
+
+
+def refused(*flags):
+    """What the command line is refused with, before anything is loaded."""
+    with pytest.raises(InputError) as error:
+        main(parse(Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS))
+    return str(error.value)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
+    """By enumeration of all subsets of k samples; and for numbers of samples whose binomials are no floats."""
+    assert [pass_at_k(8, 2, k) for k in (1, 2, 4)] == pytest.approx([0.25, 0.464286, 0.785714], abs=1e-6)
+    for n in range(1, 8):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            subsets = list(itertools.combinations([i < c for i in range(n)], k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+    assert pass_at_k(5000, 1, 2500) == 0.5
+    assert (pass_at_k(5000, 0, 2500), pass_at_k(5000, 5000, 1)) == (0, 1)
+
+
+def test_a_majority_vote_takes_the_most_frequent_answer():
+    """A tie counts as the share of its answers that are right, and no answer does not vote."""
+    assert majority(["7", "8", "7"], [False, True, False]) == 0
+    assert majority(["7", "8", "8"], [False, True, True]) == 1
+    assert majority(["7", "8", None, None, None], [False, True, False, False, False]) == 0.5
+    assert majority([None, None], [False, False]) == 0
+
+
+def test_a_bootstrap_interval_is_that_of_the_mean():
+    """Of half ones it is the normal one, 1.96 standard errors; the same for the same seed."""
+    values = [0.0, 1.0] * 200
+    low, high = bootstrap_interval(values, seed=1)
+    assert (low, high) == pytest.approx((0.5 - 0.049, 0.5 + 0.049), abs=0.006)
+    assert bootstrap_interval(values, seed=1) == (low, high) != bootstrap_interval(values, seed=2)
+    assert bootstrap_interval([0.25] * 3, seed=0) == (0.25, 0.25)
+
+
+def record(ordinal, sample, reward, completion, *, row="a.jsonl:1", end="stop", num_tokens=2, **rewards):
+    return {
+        "id": [ordinal, sample],
+        "row": row,
+        "reward": reward,
+        "rewards": rewards,
+        "completion": completion,
+        "num_tokens": num_tokens,
+        "finish_reason": end,
+    }
+
+
+def test_the_numbers_of_an_evaluation_are_means_over_prompts():
+    """A completion to which no reward applies has none; each reward and each file has its mean."""
+    records = [
+        record(0, 0, 1.0, "7", exact=1.0, short=None),
+        record(0, 1, 0.6, "8", exact=0.6, short=None, end="length", num_tokens=6),
+        record(1, 0, 0.0, "7", row="b.jsonl:1", exact=0.0, short=-1.0),
+        record(1, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
+    ]
+    task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
+    values = values_by_prompt(records, task, correct_score=0.6 + 1e-12)
+    assert means(values) == {
+        "eval/reward": 0.4,
+        "eval/pass@1": 0.5,
+        "eval/pass@2": 1.0,
+        "eval/majority": 1.0,
+        "eval/a/reward": 0.8,
+        "eval/b/reward": 0.0,
+        "eval/exact": 0.4,
+        "eval/short": -1.0,
+        "eval/len_mean": 3.0,
+        "eval/truncated": 0.25,
+    }
+    assert len(values["eval/pass@2"]) == len(values["eval/majority"]) == len(values["eval/short"]) == 1
+
+
+def test_rollouts_come_prompt_by_prompt_and_are_those_of_one_batch():
+    """With few at a time, and with several prompts rewarded together."""
+    prompts = Prompts()
+    requests = [prompts.requests(ordinal, 1, group_size=2) for ordinal in range(5)]
+    whole = make_collector(prompts).run(list(itertools.chain(*requests)))
+    for num_open, num_together in ((1, 1), (4, 1), (100, 3)):
+        collector = make_collector(prompts)
+        parts = list(collector.run_in_turn(requests, num_open=num_open, num_together=num_together))
+        assert max(len({r.rollout_id.prompt_ordinal for r in part.rollouts}) for part in parts[:-1]) >= (
+            num_together
+        )
+        found = {
+            r.rollout_id: (facts(r), reward.tolist())
+            for p in parts
+            for r, reward in zip(p.rollouts, p.rewards, strict=True)
+        }
+        assert found == {
+            r.rollout_id: (facts(r), reward.tolist())
+            for r, reward in zip(whole.rollouts, whole.rewards, strict=True)
+        }
+
+
+def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, runs):
+    """Those of the run's last evaluation, for its newest checkpoint; the same JSON and rollouts on two ranks."""
+    flags = "--eval-samples 4 --eval-rows 8 --temperature 0.9"
+    run_in_pool(one_rank, "train_grpo.py", f"--run-name trained --num-steps 2 {flags}", runs=runs)
+    trained = {name: value for name, value in read_metrics(runs / "trained")[-1].items() if "eval/" in name}
+    one = evaluated(one_rank, f"--model trained --task sorting --run-name one {flags}", runs=runs)
+    assert {name: score["mean"] for name, score in one["scores"].items()} == trained
+    assert trained.keys() == {
+        *("eval/reward", "eval/majority", "eval/len_mean", "eval/truncated"),
+        *(f"eval/pass@{k}" for k in range(1, 5)),
+    }
+    assert one["model"].endswith("trained/checkpoints/000002")
+    two = evaluated(two_ranks, f"--model {runs}/trained --task sorting --run-name two {flags}", runs=runs)
+    assert two == one
+    assert [(runs / name / "rollouts/000000.jsonl").read_bytes() for name in ("one", "two")].count(
+        (runs / "one/rollouts/000000.jsonl").read_bytes()
+    ) == 2
+    assert sorted(path.name for path in (runs / "two").iterdir()) == [
+        *("args.json", "evaluation.json", "lock", "rollouts")
+    ]
+    rollouts = read_rollouts(step_file(str(runs / "two"), None))
+    assert [r["id"] for r in rollouts] == [[i, j] for i in range(8) for j in range(4)]
+    right = {i: sum(r["reward"] for r in rollouts if r["id"][0] == i) for i in range(8)}
+    for k in range(1, 5):
+        subsets = [
+            any(s < right[i] for s in chosen)
+            for i in range(8)
+            for chosen in itertools.combinations(range(4), k)
+        ]
+        assert one["scores"][f"eval/pass@{k}"]["mean"] == pytest.approx(
+            sum(subsets) / len(subsets), abs=1e-12
+        )
+
+
+def texts_of_transformers(folder, prompts, max_new_tokens):
+    """Greedy completions, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize("name", ["embedded", "stories", "gsm8k"])
+def test_greedy_texts_are_those_of_transformers(one_rank, embedded_model, runs, tmp_path, request, name):
+    """The embedded model's answers, stories, and answers to rows of GSM8K; their rewards are those of the texts."""
+    (tmp_path / "mine.py").write_text(
+        "def long(completions):\n    return [float(len(c)) for c in completions]\n"
+    )
+    folder, num_tokens, flags = embedded_model, 10, "--eval-rows 16"
+    if name != "embedded":
+        data = request.getfixturevalue("data_folder")
+        folder, num_tokens = data / "stories260K", 24
+        rows = data / ("gsm8k/test.jsonl" if name == "gsm8k" else "stories/prompts.jsonl")
+        flags = f"--model {folder} --data {rows} --max-new-tokens {num_tokens} --eval-rows 6 --threads 1 "
+        flags += "--task gsm8k" if name == "gsm8k" else f"--reward {tmp_path}/mine.py:long"
+    result = evaluated(one_rank, flags, "--run-name", f"greedy-{name}", runs=runs)
+    rollouts = read_rollouts(step_file(str(runs / f"greedy-{name}"), 0))
+    texts = [rollout["completion"] for rollout in rollouts]
+    assert texts == texts_of_transformers(folder, [rollout["prompt"] for rollout in rollouts], num_tokens)
+    assert result["prompts"] == len(texts) == (16 if name == "embedded" else 6)
+    assert (result["samples"], result["temperature"]) == (1, 0.0)
+    rewards = [rollout["reward"] for rollout in rollouts]
+    if name == "embedded":
+        rewards = [
+            float(text == "".join(sorted(r["prompt"][:-1]))) for text, r in zip(texts, rollouts, strict=True)
+        ]
+    if name == "stories":
+        rewards = list(map(float, map(len, texts)))
+    assert result["scores"]["eval/reward"]["mean"] == sum(rewards) / len(rewards)
+    assert ("eval/flexible" in result["scores"]) == (name == "gsm8k")
+    assert "eval/majority" not in result["scores"]
+
+
+def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
+    """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""
+    (tmp_path / "mine.py").write_text(SLOW)
+    flags = ["--samples", "2", "--eval-rows", "10", "--reward", f"{tmp_path}/mine.py:slow"]
+    judged = tmp_path / "judged"
+    command = [sys.executable, "-m", "minirl.evaluate", *flags, "--run-name", "killed"]
+    rollouts = runs / "killed" / "rollouts"
+    variables = {"MINIRL_RUNS": str(runs), "JUDGED": str(judged), "SLEEP_S": "100"}
+    with started(tmp_path, [command], **variables) as job:
+        wait_for(lambda: len(list(rollouts.glob("000001.jsonl"))) == 1, "no row was written")
+        wait_for(lambda: (rollouts / "000001.jsonl").read_text().count("\n") == 8, "4 rows were not written")
+        wait_for(lambda: len(judged.read_text().split()) == 5, "the fifth row is not judged")
+        job.kill()
+    # A kill may also cut off a line.
+    with (rollouts / "000001.jsonl").open("a") as file:
+        file.write('{"id": [9, 0], "row')
+    finished = judged.read_text().split()[:4]
+    judged.write_text("\n".join(finished) + "\n")
+    result = evaluated(two_ranks, *flags, "--run-name killed", runs=runs, JUDGED=str(judged))
+    assert sorted(judged.read_text().split()) == sorted({*judged.read_text().split()})
+    assert len(judged.read_text().split()) == 10
+    whole = evaluated(one_rank, *flags, "--run-name whole", runs=runs, JUDGED=str(tmp_path / "others"))
+    assert result == whole
+    texts = [(runs / name / "rollouts/000000.jsonl").read_bytes() for name in ("killed", "whole")]
+    assert texts[0] == texts[1]
+    # All is finished: nothing is judged again.
+    assert evaluated(one_rank, *flags, "--run-name killed", runs=runs, JUDGED=str(judged)) == whole
+    assert len(judged.read_text().split()) == 10
+
+
+def test_half_a_prompt_is_not_finished(tmp_path):
+    lines = [
+        json.dumps(record(ordinal, sample, 1.0, "7", exact=1.0) | {"prompt": "a"})
+        for ordinal, sample in ((1, 0), (0, 1), (0, 0))
+    ]
+    for name, part in (("000000", lines[:1]), ("000001", lines[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part) + "\n")
+    assert [r["id"] for r in finished_records(tmp_path, 2)] == [[0, 0], [0, 1]]
+    assert [path.name for path in tmp_path.iterdir()] == ["000000.jsonl"]
+    assert [r["id"] for r in finished_records(tmp_path, 2)] == [[0, 0], [0, 1]]
+
+
+def test_a_changed_evaluation_is_refused(one_rank, runs, tmp_path):
+    """With other flags, data, rewards or weights than the one in the folder; nothing forces it."""
+    model = shutil.copytree(next(runs.glob("toy-*")), tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12=", "answer": "12"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def first(completions):\n    return [float(c[:1] == '1') for c in completions]\n"
+    )
+    flags = (
+        f"--model {model} --data {tmp_path}/rows.jsonl --reward {tmp_path}/mine.py:first --run-name changed"
+    )
+    evaluated(one_rank, flags, runs=runs)
+    for flag, message in (("--samples 2", "--eval-samples 2 (was 0)"), ("--seed 3", "--seed 3 (was 0)")):
+        with pytest.raises(AssertionError, match="another --run-name for a new run\n") as error:
+            evaluated(one_rank, flags, flag, runs=runs)
+        assert message in str(error.value)
+    for path in (tmp_path / "rows.jsonl", tmp_path / "mine.py", model / "config.json"):
+        content = path.read_text()
+        path.write_text(content + "\n")
+        with pytest.raises(AssertionError, match=f"{path}: changed since this evaluation began"):
+            evaluated(one_rank, flags, runs=runs)
+        path.write_text(content)
+    assert evaluated(one_rank, flags, runs=runs)["prompts"] == 1
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank, runs):
+    assert refused("--temperature 0.5") == "--temperature 0.5: has no effect without --eval-samples"
+    assert "must be greater than 0" in refused("--samples 2 --temperature 0")
+    assert "nothing is evaluated" in refused("--eval-rows 0")
+    assert "--eval-samples 65537: must be at most 65536" in refused("--samples 65537")
+    assert "--model needs --data" in refused("--model some/model")
+    with pytest.raises(SystemExit):
+        refused("--lr 1")
+    with pytest.raises(AssertionError, match=r"--task gsm8k needs --data"):
+        evaluated(one_rank, "--task gsm8k", runs=runs)
+
+
+def test_a_damaged_checkpoint_and_a_run_without_one_are_refused(one_rank, runs):
+    """By the run's name; an older checkpoint can be given by its path."""
+    run_in_pool(
+        one_rank, "train_grpo.py", "--run-name damaged --num-steps 2 --save-every 1 --eval-rows 4", runs=runs
+    )
+    newest = runs / "damaged" / "checkpoints" / "000002"
+    path = newest / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with pytest.raises(AssertionError, match=r"000002: model\.safetensors has other content"):
+        evaluated(one_rank, "--model damaged --task sorting", runs=runs)
+    older = newest.with_name("000001")
+    assert evaluated(one_rank, f"--model {older} --task sorting --eval-rows 4", runs=runs)["prompts"] == 4
+    shutil.rmtree(newest.parent)
+    with pytest.raises(AssertionError, match="damaged has no checkpoint"):
+        evaluated(one_rank, "--model damaged --task sorting", runs=runs)
+
+
+def test_an_evaluation_has_no_flags_of_training(capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, description="", arguments=["--help"], groups=EVALUATION_FLAGS)
+    shown = capsys.readouterr().out
+    assert "--samples" in shown
+    for name in ("lr", "resume", "clip-low", "offload-optimizer", *StepFlags.__dataclass_fields__):
+        assert f"{flag_of(name)} " not in shown

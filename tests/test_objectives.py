@@ -1,0 +1,146 @@
+"""The forks of docs/objectives.md train, resume bit for bit, and give the worked numbers of their sections."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from minirl.training.batch import Batch, RolloutTable
+from support.marks import slow
+from support.resuming import digests, interrupted_copy
+from support.scripts import load_script, objective_fork, objectives, read_metrics, run_in_pool
+from support.worked import double
+
+SECTIONS = objectives()
+FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
+FLAGS += " --lr 1e-3"
+FAST = ("KL-cov", "80/20")
+ALL = [name if name in FAST else slow(name) for name in SECTIONS]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, tmp_path, name):
+    """Killed after its first step, it ends like the undisturbed run; a statistic of the step ignores the split."""
+    fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)
+    flags = (FLAGS, *re.findall("`(--[^`]*)`", SECTIONS[name])[:1])
+    run_in_pool(one_rank, fork, *flags, f"--run-name {run_name}", runs=runs)
+    resumed = interrupted_copy(runs / run_name, f"{run_name}-resumed", 1)
+    run_in_pool(one_rank, fork, *flags, f"--run-name {resumed.name}", runs=runs)
+    assert digests(resumed) == digests(runs / run_name)
+    first = read_metrics(runs / run_name)[0]
+    assert first["optim/grad_norm"] > 0
+    if "@@ is_trained" in SECTIONS[name]:
+        split = "--num-steps 1 --max-tokens-per-microbatch 64"
+        run_in_pool(two_ranks, fork, *flags, split, f"--run-name {run_name}-split", runs=runs)
+        of_split = read_metrics(runs / f"{run_name}-split")[0]
+        for metric in ("optim/grad_norm", "policy/loss", "policy/entropy"):
+            assert of_split[metric] == pytest.approx(first[metric], rel=1e-5, abs=1e-7), metric
+
+
+def make_table(counts, rewards):
+    """One group of rollouts that sampled these numbers of tokens."""
+    ids, counts = torch.arange(len(counts)), torch.tensor(counts)
+    rewards = double(rewards).view(-1, 1)
+    return RolloutTable(ids * 0, ids, ids * 0, counts, counts, counts, ids < 0, rewards, rewards)
+
+
+def make_batch(lengths, sampled, **streams):
+    """Sequences of sampled tokens alone."""
+    tokens = torch.arange(len(sampled))
+    index = torch.arange(len(lengths))
+    return Batch(lengths, tokens, tokens >= 0, sampled, table_index=index, **streams)
+
+
+def advantages_of_group(fork, rewards, **config):
+    """Of one group, of 3, 5, 2 and 4 tokens."""
+    table = make_table([3, 5, 2, 4], rewards)
+    grouped, weights = table.rewards.view(1, 4, 1, 1), double([1.0])
+    scores, greedy = grouped[..., 0], grouped[:, :0, 0]
+    return fork.branch_advantages(fork.Config(**config), scores, grouped, greedy, weights, table).flatten()
+
+
+def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
+    """Losses of the tokens of one sequence and their gradients; drift, ref: sampled and reference logprobs - new."""
+    old = torch.full((len(log_ratios),), -1.0, dtype=torch.float64)
+    new = (old + double(log_ratios)).requires_grad_()
+    micro = make_batch(
+        (len(old),),
+        new.detach() + drift,
+        old_logprobs=old,
+        ref_logprobs=new.detach() + ref,
+        advantages=torch.full_like(old, advantage),
+    )
+    config = fork.Config(kl_coef=1.0 if ref else 0.0)
+    if fields:
+        micro = fork.KlCovBatch(**vars(micro) | fields)
+    losses, _ = fork.token_loss(config, micro, new, torch.zeros_like(new))
+    (gradients,) = torch.autograd.grad(losses.sum(), new)
+    return losses.detach(), gradients
+
+
+def covariance_example():
+    """Three rollouts of a token each."""
+    return make_table([1, 1, 1], [3.0, -1.0, -2.0]), make_batch((1, 1, 1), double([-0.5, -1.5, -1.0]))
+
+
+def clip_cov(fork):
+    table, batch = covariance_example()
+    rewards, weights = table.rewards.view(1, 3, 1, 1), double([1.0])
+    config = fork.Config(baseline="none", advantage_norm="none")
+    return [fork.token_advantages(config, rewards, rewards[:, :0, 0], weights, table, batch)]
+
+
+def kl_cov(fork):
+    table, batch = covariance_example()
+    is_top = fork.top_covariances(batch, table.rewards[:, 0], table)
+    assert is_top.tolist() == [1.0, 0.0, 0.0]
+    return [loss_of(fork, [0.2], 3.0, is_top=is_top[:1])[0]]
+
+
+def high_entropies(fork):
+    entropy = torch.tensor([0.1, 0.5, 1.2, 0.05, 0.9, 0.3, 0.02, 2.0, 0.4, 0.6])
+    return [entropy, entropy[fork.has_high_entropy(entropy, entropy > 0)]]
+
+
+def entropy_coefs(fork):
+    coefs = [[0.0, 0.0]]
+    for entropy in (0.15, 0.18, 0.25):
+        coefs.append(fork.next_entropy_coefs(coefs[-1][0], entropy))
+    return double(coefs[1:]).T
+
+
+WORKED = {
+    "SAPO": lambda fork: [loss_of(fork, [math.log(2)], advantage)[0] for advantage in (1.0, -1.0)],
+    "GMPO": lambda fork: [loss_of(fork, [0.1, 0.7], advantage)[0][:1] for advantage in (1.0, -1.0)],
+    "VESPO": lambda fork: [loss_of(fork, [0.1, 0.3], advantage)[1][:1].abs() for advantage in (1.0, -1.0)],
+    "OPO": lambda fork: [advantages_of_group(fork, [1.0, 0.0, 0.5, 1.0], advantage_norm="none")],
+    "pass@k": lambda fork: [advantages_of_group(fork, [1.0, 0.0, 0.5, 0.25])],
+    "Length penalty": lambda fork: [
+        advantages_of_group(fork, [1.0, 0.0, 0.0, 1.0], baseline="none", advantage_norm="none")
+        - double([1.0, 0.0, 0.0, 1.0])
+    ],
+    "Off-policy sequence mask": lambda fork: [
+        torch.cat([loss_of(fork, [0.0, 0.0], -1.0, drift=drift)[0][:1] for drift in (0.6, 0.4)])
+    ],
+    "Straight-through KL": lambda fork: list(loss_of(fork, [0.0], 0.0, ref=-0.5)),
+    "Clip-cov": clip_cov,
+    "KL-cov": kl_cov,
+    "80/20": high_entropies,
+    "Adaptive entropy": entropy_coefs,
+}
+
+
+def worked_numbers(rank, name, script):
+    """Texts of the numbers, a list of them for each example."""
+    examples = WORKED[name](load_script(script))
+    return [[f"{number:.6f}".rstrip("0").rstrip(".") for number in (row + 0.0).tolist()] for row in examples]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_an_objective_gives_the_worked_numbers_of_its_section(one_rank, tmp_path, name):
+    (examples,) = one_rank.run(worked_numbers, name, objective_fork(tmp_path, name))
+    prose = " ".join(SECTIONS[name].partition("```")[0].split())
+    for numbers in examples:
+        shown = re.escape(", ".join(numbers))
+        assert re.search(rf"(?<![-.\d]){shown}(?!\.?\d)", prose), numbers
