@@ -89,7 +89,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         record(1, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
     ]
     task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
-    values = values_by_prompt(records, task, correct_score=0.6 + 1e-12)
+    values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
     assert means(values) == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
@@ -204,6 +204,7 @@ def test_greedy_texts_are_those_of_transformers(one_rank, embedded_model, runs, 
     assert "eval/majority" not in result["scores"]
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
     """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""
     (tmp_path / "mine.py").write_text(SLOW)

@@ -20,6 +20,7 @@ from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as
 from minirl.training.scoring import score
 from support.collecting import make_collector, make_frozen
+from support.memory import allocated_bytes
 from support.resuming import digests, interrupted_copy
 from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, run_in_pool, untimed
@@ -176,6 +177,20 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits)
     assert gradients[2:] == (None, None)
     for gradient, other in zip(gradients, wanted, strict=False):
         torch.testing.assert_close(gradient, other, atol=1e-12, rtol=1e-9)
+
+
+def test_no_logits_of_all_tokens_exist():
+    """Four tiles at most beside what is returned: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
+    states, head = torch.randn(1024, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
+    others = states.detach().clone(), head.detach().clone()
+    tile_logits = 1024 * 64
+
+    def update():
+        Divergence.apply(states, head, *others, 1.0, False, tile_logits).sum().backward()
+
+    peak, _ = allocated_bytes(update)
+    assert peak <= 4 * (6 * tile_logits + 4 * (states.numel() + head.numel()))
+    assert peak < 0.2 * 4 * 1024 * 4096
 
 
 def test_the_teacher_reads_the_same_completions_after_its_own_prompts():

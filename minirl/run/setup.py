@@ -39,9 +39,11 @@ from minirl.ranks.process_group import (
     rank,
     world_size,
 )
+from minirl.report.evaluation import values_by_prompt
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import Request
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
@@ -61,8 +63,7 @@ class Setup:
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
     `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
-    Evaluations take `score_weights`, which are those without the overlong penalty's, and call a completion correct
-    from `correct_score` on: the score of one that gets 1 from every reward.
+    Evaluations take `score_weights`, which are those without the overlong penalty's.
     """
 
     def __init__(
@@ -121,7 +122,6 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        self.correct_score = float(self.score_weights.clamp(min=0).sum())
         self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
@@ -245,6 +245,21 @@ class Setup:
             frozen=frozen,
             scores_beside_cache=self._scores_beside_cache,
         )
+
+    def eval_requests(self, first: int, count: int) -> list[Request]:
+        """This rank's requests of an evaluation for `count` held-out prompts, from the ordinal `first` on."""
+        return self.held_out.requests(
+            first,
+            count,
+            group_size=self.config.eval_samples,
+            num_greedy=0 if self.config.eval_samples else 1,
+            temperature=self.config.temperature,
+        )
+
+    def eval_values(self, records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records."""
+        weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
+        return values_by_prompt(records, self.task, weights)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""
