@@ -69,8 +69,12 @@ def train(pool, runs, name, *flags):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model, form):
-    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged."""
-    first, _ = train(two_ranks, runs, form, f"--teacher {embedded_model} --teacher-kl {form} --lr 1e-2")
+    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged.
+
+    Pitfall 62.
+    """
+    flags = f"--teacher {embedded_model} --teacher-kl {form} --temperature 0.7 --lr 1e-2"
+    first, _ = train(two_ranks, runs, form, flags)
     assert (first["teacher/frac"], first[FORMS[form]], first["optim/grad_norm"]) == (1, 0, 0)
     assert first["perf/skipped_tokens"] == 0
     rollouts = read_rollouts(runs / form, 1)
@@ -87,7 +91,10 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):
-    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does."""
+    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does.
+
+    Pitfall 64.
+    """
     flags = f"--data {data} --teacher {teacher} --teacher-kl {form} --temperature 0.7"
     name = f"hint-{form}"
     metrics = train(two_ranks, runs, name, f"{flags} --teacher-prompt hint")
@@ -250,7 +257,7 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
     tmp_path, embedded_model, changes, message
 ):
-    """By file and line, field, flag or token, in a dry run as in a run."""
+    """By file and line, field, flag or token, in a dry run as in a run. Pitfall 63."""
     rows = [{"prompt": "12=", "hint": "12=", "number": "1"}, {"prompt": "3=", "hint": "1" * 20, "number": 7}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, file, old, new in (
