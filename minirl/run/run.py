@@ -345,7 +345,7 @@ class Run:
         folder = self._folder
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
+        print0(f"checkpoint {saved} (transformers' `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(
