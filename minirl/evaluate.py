@@ -163,21 +163,24 @@ def evaluate(config: Config) -> dict[str, Any]:
     setup = Setup(dataclasses.replace(config, **resolved), name="eval")
     folder = setup.folder.create().path
     rollouts = folder / "rollouts"
-    finished: set[int] = set()
+    num_prompts, num_samples = setup.held_out.num_prompts, config.eval_samples or 1
+    records: Sequence[Record] = []
     if rank() == 0:
         rollouts.mkdir(exist_ok=True)
         write_args(folder, setup.args())
-        finished = {record["id"][0] for record in finished_records(rollouts, config.eval_samples or 1)}
-    finished = broadcast_object(finished)
+        records = finished_records(rollouts, num_samples)
+    finished = broadcast_object({record["id"][0] for record in records})
     setup.print_start()
-    left = [ordinal for ordinal in range(setup.held_out.num_prompts) if ordinal not in finished]
+    left = [ordinal for ordinal in range(num_prompts) if ordinal not in finished]
     print0(f"{len(finished)} prompts are finished, {len(left)} are left; rollouts are in {rollouts}")
     if left:
         evaluate_prompts(setup, left, rollouts / f"{rank() + 1:06d}.jsonl")
     barrier()
     if rank() != 0:
         return {}
-    result = result_of(setup, finished_records(rollouts, config.eval_samples or 1))
+    records = finished_records(rollouts, num_samples)
+    assert len(records) == num_prompts * num_samples, f"{rollouts} lacks rollouts"
+    result = result_of(setup, records)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import train_grpo
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
 from minirl.objective.kl import kl_penalty
@@ -24,6 +27,7 @@ from support.memory import allocated_bytes
 from support.resuming import digests, interrupted_copy
 from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, run_in_pool, untimed
+from support.texts import ids, save_tokenizer
 from support.worked import assert_six_decimals
 
 CPU = torch.device("cpu")
@@ -219,6 +223,23 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
         expected, _ = score(model, alone.tokens, alone.layout(), select=alone.loss_mask, temperature=0.7)
         assert torch.equal(stream[branch.loss_mask], expected[alone.loss_mask])
         assert not stream[~branch.loss_mask].any()
+
+
+def test_a_teachers_prompt_is_templated_like_the_prompt_and_has_room_in_the_plan(tmp_path):
+    """Text is tokenized as it is and messages go through the chat template, whichever the row's prompt is."""
+    rows = [
+        Row("ab", {"hint": [{"role": "user", "content": "cde"}]}, "data:1"),
+        Row([{"role": "user", "content": "a"}], {"hint": "bb"}, "data:2"),
+    ]
+    save_tokenizer(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}z")
+    sizes = {"max_tokens": 20, "max_new_tokens": 4}
+    prompts = PromptStream(rows, Tokenizer(tmp_path), purpose="train", **sizes, teacher_field="hint")
+    shown = {prompts.row(i).place: (list(prompts.prompt_ids(i)), prompts.teacher_ids(i)) for i in range(2)}
+    assert shown == {
+        "data:1": (ids("<bos>ab"), ids("cdez")),
+        "data:2": (ids("az"), ids("<bos>bb")),
+    }
+    assert prompts.longest_prompt == 4
 
 
 def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher):

@@ -20,6 +20,7 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
+from minirl.model.adapters import has_adapters
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -93,9 +94,18 @@ class Setup:
         self.folder = self._open_folder(name)
         self._inputs = input_digests(config) if rank() == 0 else {}
         self._notes = check_inputs(self.folder.path, self._inputs, config)
-        self.model_folder = self.folder.checkpoint or self._original_model()
+        # A checkpoint of adapters has no model: they go onto the one that the run began with.
+        saved = None if config.adapters else self.folder.checkpoint
+        self.model_folder = saved or self._original_model()
+        refuse(
+            config.adapters and has_adapters(self.model_folder),
+            f"--model {self.model_folder}: has adapters; for further ones make a model of it first: "
+            f"python -m minirl.merge {self.model_folder} FOLDER",
+        )
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        self.model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
+        self.model_config = dataclasses.replace(
+            model_config, scalar_head=scalar_head, adapters=config.adapters
+        )
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
@@ -115,11 +125,15 @@ class Setup:
         self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
+        self._policy: ShardedModel | None = None  # the first that is loaded
 
     def saved_folder(self, name: str) -> Path | None:
-        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None."""
+        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
+
+        Adapters in a checkpoint are no model, so with them it is None too.
+        """
         checkpoint = self.folder.checkpoint
-        return None if checkpoint is None else checkpoint / name
+        return None if checkpoint is None or self.config.adapters else checkpoint / name
 
     def load_trainable(
         self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
@@ -136,6 +150,7 @@ class Setup:
             offload_optimizer=self.config.offload_optimizer,
             is_frozen=is_frozen,
         )
+        self._policy = self._policy or model
         optimizer = model.make_optimizer(
             betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
         )
@@ -144,13 +159,17 @@ class Setup:
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
 
-        folder: of another model with the policy's tokens; None: the model that the run began with.
+        folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
+        the policy without them, on the same storage.
         """
+        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        if folder is None and self.config.adapters:
+            assert self._policy is not None, "load the policy before its reference"
+            return self.frozen(self._policy.without_adapters(), outputs, ["ref_logprobs"])
         kept = self.folder.path / REFERENCE
         is_kept = self.folder.checkpoint is not None and kept.is_dir()
         self._reference_folder = kept if is_kept else folder or self._original_model()
         model = load_replica(self._reference_folder, dtype=self.dtype)
-        outputs = logprobs_as("ref_logprobs", self.config.temperature)
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
 
     def load_teacher(self) -> FrozenModel:
