@@ -48,7 +48,7 @@ from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_ski
 from minirl.report.progress_bar import show_progress
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
-from minirl.run.flags import check_needed, run_script
+from minirl.run.flags import check_needed, flag_of, run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
@@ -89,7 +89,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
 }
 # Flags that only change the advantages of rewards.
-OF_REWARDS = ("dynamic_sampling", "baseline", "advantage_norm", "whiten", "separate_rewards")
+OF_REWARDS = ("baseline", "advantage_norm", "whiten", "separate_rewards")
 Algorithm = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
 
 
@@ -471,10 +471,11 @@ def check(config: Config) -> None:
         config.teacher and not config.has_kl_loss and config.ratio_level != "token",
         f"--teacher-kl sampled: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
-    refuse(
-        config.kl_reward_coef and not config.is_rewarded,
-        "--kl-reward-coef with --teacher alone: without rewards have the KL term in the loss; use --kl-coef",
-    )
+    for name in ("dynamic_sampling", "kl_reward_coef"):
+        refuse(
+            getattr(config, name) and not config.is_rewarded,
+            f"{flag_of(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
+        )
     refuse(config.teacher_coef == 0, "--teacher-coef 0: must be greater than 0; none: the teacher alone")
 
 

@@ -26,7 +26,7 @@ from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
 from minirl.ranks import process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
-from minirl.report.evaluation import NUM_RESAMPLES, bootstrap_interval, means, values_by_prompt
+from minirl.report.evaluation import NUM_RESAMPLES, bootstrap_interval, means
 from minirl.report.logger import rollout_records, write_args
 from minirl.report.progress_bar import progress_bar
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
@@ -105,29 +105,15 @@ def finished_records(folder: Path, num_samples: int) -> list[Record]:
 
 def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -> None:
     """Make and reward this rank's rollouts of these prompts, and add their records to a file. Not collective."""
-    config, prompts = setup.config, setup.held_out
     engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
+    collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
     own = [ordinal for ordinal in prompt_ordinals if ordinal % world_size() == rank()]
-    num_greedy = 0 if config.eval_samples else 1
-    found = (
-        setup.make_collector(engine, one_turn)
-        .evaluator(prompts)
-        .run_in_turn(
-            (
-                prompts.requests(
-                    ordinal,
-                    1,
-                    group_size=config.eval_samples,
-                    num_greedy=num_greedy,
-                    temperature=config.temperature,
-                )
-                for ordinal in own
-            ),
-            num_open=2 * setup.sizes.max_running_requests,
-            num_together=JUDGED_TOGETHER if config.reward_model else 1,
-        )
+    found = collector.run_in_turn(
+        (setup.eval_requests(ordinal, 1) for ordinal in own),
+        num_open=2 * setup.sizes.max_running_requests,
+        num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
     )
-    with progress_bar("evaluate", total=len(own) * (config.eval_samples or 1), unit="completions") as bar:
+    with progress_bar("evaluate", total=len(own), unit="prompts") as bar:
         for rewarded in found:
             pairs = zip(rewarded.rollouts, rewarded.rows, strict=True)
             records = rollout_records(
@@ -138,13 +124,13 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
                 failed=rewarded.failed,
             )
             durable.append_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
-            bar.update(len(records))
+            bar.update(len({record["id"][0] for record in records}))
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
     """The JSON of an evaluation. records: of all prompts, in order of their ids."""
     config = setup.config
-    values = values_by_prompt(records, setup.task, setup.correct_score)
+    values = setup.eval_values(records)
     scores: dict[str, Any] = {}
     for name, mean in means(values).items():
         low, high = bootstrap_interval(values[name], seed=config.seed)
@@ -157,7 +143,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
         "seed": config.seed,
-        "correct": f"reward >= {setup.correct_score:g}",
+        "correct": "reward >= that of 1 from each reward that applies and has a positive weight",
         "interval": f"95 %, bootstrap over prompts, {NUM_RESAMPLES} resamples",
         "errors": sum(record["failed"] or record["finish_reason"] == "error" for record in records),
         "notes": setup.held_out.notes(),
@@ -177,21 +163,24 @@ def evaluate(config: Config) -> dict[str, Any]:
     setup = Setup(dataclasses.replace(config, **resolved), name="eval")
     folder = setup.folder.create().path
     rollouts = folder / "rollouts"
-    finished: set[int] = set()
+    num_prompts, num_samples = setup.held_out.num_prompts, config.eval_samples or 1
+    records: Sequence[Record] = []
     if rank() == 0:
         rollouts.mkdir(exist_ok=True)
         write_args(folder, setup.args())
-        finished = {record["id"][0] for record in finished_records(rollouts, config.eval_samples or 1)}
-    finished = broadcast_object(finished)
+        records = finished_records(rollouts, num_samples)
+    finished = broadcast_object({record["id"][0] for record in records})
     setup.print_start()
-    left = [ordinal for ordinal in range(setup.held_out.num_prompts) if ordinal not in finished]
+    left = [ordinal for ordinal in range(num_prompts) if ordinal not in finished]
     print0(f"{len(finished)} prompts are finished, {len(left)} are left; rollouts are in {rollouts}")
     if left:
         evaluate_prompts(setup, left, rollouts / f"{rank() + 1:06d}.jsonl")
     barrier()
     if rank() != 0:
         return {}
-    result = result_of(setup, finished_records(rollouts, config.eval_samples or 1))
+    records = finished_records(rollouts, num_samples)
+    assert len(records) == num_prompts * num_samples, f"{rollouts} lacks rollouts"
+    result = result_of(setup, records)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 

@@ -77,12 +77,12 @@ def without_advantages(rollouts: list[dict]) -> list[dict]:
 def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
     """As training does, on any number of ranks: its results are appended, and the rollouts show them."""
     flags = f"--task calculator {TOOL} --samples 16 --eval-rows 6 --run-name"
-    result = evaluated(one_rank, f"{flags} one", runs=calling)
-    rollouts = rollouts_of(calling / "one", 0)
-    assert rollouts == read_rollouts(step_file(str(calling / "one"), None))
+    result = evaluated(one_rank, f"{flags} evaluated", runs=calling)
+    rollouts = rollouts_of(calling / "evaluated", 0)
+    assert rollouts == read_rollouts(step_file(str(calling / "evaluated"), None))
     called = [any(segment["kind"] == "environment" for segment in r.get("segments", [])) for r in rollouts]
     assert result["scores"]["eval/calls"]["mean"] >= sum(called) / len(called) > 0
-    assert evaluated(two_ranks, f"{flags} two", runs=calling) == result
+    assert evaluated(two_ranks, f"{flags} evaluated-2", runs=calling) == result
 
 
 def make_fork(folder: Path) -> str:

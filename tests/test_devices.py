@@ -18,8 +18,10 @@ from minirl.model.transformer import Transformer, rope_table
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training import sharded_model
+from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, logprobs_as, values_of
+from minirl.training.distillation import score_with_teacher, teacher_states
+from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import make_engine, make_model, mixed_requests
@@ -158,6 +160,30 @@ def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
         assert scored.device == place
         assert next(model.parameters()).device == CPU
         results.append(scored.cpu())
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
+def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths):
+    """The teacher reads other prompts, and is parked when its head is used."""
+    results = []
+    for place in (CPU, device):
+        model, teacher = (make_model("mixed", torch.float32, seed=seed).to(place) for seed in (0, 5))
+        teacher = teacher.to(CPU).requires_grad_(False)
+        batch = make_batch()
+        prefixes = tuple(PromptPrefix(i, 1) for i in range(len(batch.lengths)))
+        batch = dataclasses.replace(batch, prefixes=prefixes).to(place)
+        outputs = after_prompts(teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999)
+        options = {"park": True, "width": teacher.config.hidden_size}
+        names = ["teacher_states"]
+        frozen = FrozenModel(teacher, outputs, names=names, device=place, max_tokens=999, **options)
+        micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)
+        *_, kl = score_with_teacher(model, micro, teacher, temperature=0.7, is_forward=False)
+        assert kl.device == place
+        kl.sum().backward()
+        results.append(
+            [x.cpu() for x in (kl.detach(), *(parameter.grad for parameter in model.parameters()))]
+        )
     assert_close(*results)
 
 

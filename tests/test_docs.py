@@ -176,31 +176,6 @@ def rollouts_of(rollout, rewards):
     return collector.collect(4).rewarded.rollouts
 
 
-class Game:
-    """A game of a few moves, white's first."""
-
-    def __init__(self, row):
-        self.moves = []
-
-    @property
-    def is_over(self):
-        return len(self.moves) == 5
-
-    @property
-    def white_is_next(self):
-        return len(self.moves) % 2 == 0
-
-    @property
-    def score(self):
-        return float(len(self.moves[-1]))
-
-    def news(self):
-        return self.moves[-1] if self.moves else "begin"
-
-    def play(self, move):
-        self.moves.append(move)
-
-
 ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in block]
 
 
@@ -221,12 +196,9 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
         "run_tool": lambda name, arguments: f"{name} found {arguments['query']}",
         "reply_to": str.upper,
         "is_right": bool,
-        "Game": Game,
     }
     exec(re.sub("</?query>", "e", source), names)
     rewards = {name: EpisodeReward(name) for name in ("answer", "format") if "return {" in source}
-    if "Game" in source:
-        rewards = {"reward": EpisodeReward()}
     rollouts = rollouts_of(names["rollout"], rewards)
     assert len(rollouts) == 4 * 3
     assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = yield" in source)

@@ -1,5 +1,6 @@
 """Evaluations: their numbers, the same on any number of ranks and after a kill, and as transformers' texts say."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -12,12 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minirl.data.task import Task
 from minirl.errors import InputError
 from minirl.evaluate import Config, finished_records, main
+from minirl.model.families import config_from_dict
+from minirl.plan.choice import can_keep_cache, choose_sizes, too_large
+from minirl.plan.needs import always_bytes, phase_bytes
+from minirl.plan.workload import Sizes, Workload
 from minirl.report.evaluation import bootstrap_interval, majority, means, pass_at_k, values_by_prompt
 from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from minirl.show import read_rollouts, step_file
 from support.collecting import Prompts, facts, make_collector
 from support.jobs import started, wait_for
+from support.models import QWEN_7B
 from support.scripts import evaluated, read_metrics, run_in_pool, words
 
 # Logs the rows that it judges, and takes long for all but the first four.
@@ -89,7 +95,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         record(1, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
     ]
     task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
-    values = values_by_prompt(records, task, correct_score=0.6 + 1e-12)
+    values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
     assert means(values) == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
@@ -204,6 +210,7 @@ def test_greedy_texts_are_those_of_transformers(one_rank, embedded_model, runs, 
     assert "eval/majority" not in result["scores"]
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
     """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""
     (tmp_path / "mine.py").write_text(SLOW)
@@ -297,6 +304,35 @@ def test_a_damaged_checkpoint_and_a_run_without_one_are_refused(one_rank, runs):
     shutil.rmtree(newest.parent)
     with pytest.raises(AssertionError, match="damaged has no checkpoint"):
         evaluated(one_rank, "--model damaged --task sorting", runs=runs)
+
+
+def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_beside_the_cache():
+    """Of a model of 7B on a card of 80 GB, which its training would not fit on."""
+    policy = config_from_dict(QWEN_7B)
+    work = Workload(
+        trained=(policy,),
+        frozen={"reward model": dataclasses.replace(policy, scalar_head=True)},
+        dtype=torch.bfloat16,
+        device_type="cuda",
+        num_ranks=1,
+        num_shards=1,
+        parks_frozen=True,
+        offloads_optimizer=False,
+        longest_prompt=512,
+        longest=4608,
+        requests=10_000,
+        update_tokens=36_864,
+        enough_tokens=8192,
+        trains=False,
+    )
+    given = dict.fromkeys((field.name for field in dataclasses.fields(Sizes)), "auto")
+    sizes = choose_sizes(work, 80e9, given)
+    assert too_large(work, sizes, 80e9) is None
+    assert can_keep_cache(work, sizes, 80e9)
+    assert phase_bytes(work, sizes).keys() == {"generate", "score (reward model)"}
+    assert sum(always_bytes(work).values()) < 16e9
+    trained = dataclasses.replace(work, trains=True)
+    assert too_large(trained, choose_sizes(trained, 80e9, given), 80e9)
 
 
 def test_an_evaluation_has_no_flags_of_training(capsys):

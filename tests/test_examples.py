@@ -99,7 +99,7 @@ def test_reward_model(two_ranks, runs, pairs):
     assert after["score.weight"].any()
 
 
-COST = f"--reward minirl.data.sorting:score {EXAMPLES}/digit_sum.py:cost --cost-threshold 0.3"
+COST = f"--reward {EXAMPLES}/no_nines.py:right {EXAMPLES}/no_nines.py:cost --cost-threshold 0.1"
 
 
 def test_safe_ppo(two_ranks, runs, tmp_path):
@@ -110,7 +110,8 @@ def test_safe_ppo(two_ranks, runs, tmp_path):
     )
     assert lines[0]["reward/cost_multiplier"] == 1
     assert lines[1]["reward/cost_multiplier"] > 1
-    assert all(line["reward/cost"] > 0.3 for line in lines)
+    assert all(line["reward/cost"] > 0.1 for line in lines)
+    assert lines[1]["eval/reward"] == lines[1]["eval/right"]
     next_multiplier = runpy.run_path(fork)["next_multiplier"]
     config = SimpleNamespace(multiplier_lr=0.1, cost_threshold=0.2, max_multiplier=5.0)
     assert next_multiplier(config, 1.0, 0.5) == pytest.approx(1.030455, abs=1e-6)

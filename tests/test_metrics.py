@@ -542,10 +542,15 @@ def test_a_clip_that_bounds_several_steps_is_told_only_where_nothing_corrects_fo
 
 
 def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():
-    """A policy that has learned is sure of itself; value warm-up and steps that train on nothing say nothing of it."""
+    """A policy that has learned is sure of itself; value warm-up and steps that train on nothing say nothing of it.
+
+    A teacher needs no rewards.
+    """
     learned = {**ORDINARY, "policy/entropy": 0.001, "reward/mean": 0.9}
     warm_up = {name: value for name, value in ORDINARY.items() if not name.startswith("policy/")}
-    for metrics, first in ((learned, ORDINARY), (warm_up, warm_up), (warm_up, ORDINARY)):
+    taught = {**ORDINARY, "policy/entropy": 0.02, "reward/frac_equal_groups": 1.0, "teacher/frac": 1.0}
+    del taught["reward/mean"]
+    for metrics, first in ((learned, ORDINARY), (warm_up, warm_up), (warm_up, ORDINARY), (taught, ORDINARY)):
         assert list(troubles(metrics, first)) == []
 
 
@@ -609,6 +614,7 @@ def test_console_lines_say_what_was_measured():
     line = console_line(7, 150, short, elapsed_s=9.2, left_s=216.0)
     assert "gap 1e-07" in line
     assert line.endswith("idle 0% 12.3k tok/s")
+    assert "kl 0.070" in console_line(7, 150, {"teacher/kl": 0.07}, elapsed_s=9.2, left_s=216.0)
 
 
 @pytest.mark.parametrize(

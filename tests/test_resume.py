@@ -35,7 +35,7 @@ FORKS = {
         replay = progress.records["replay"]
         rollouts = groups.rewarded.rollouts
         replay += [{"tokens": r.tokens, "logprobs": r.sample_logprobs, "why": r.finish_reason} for r in rollouts]
-        progress.records["replay"] = replay = replay[-5:]
+        progress.records["replay"] = replay = replay[-12:]  # also some of the step before
         batch = batch.replace(advantages=batch.advantages * sum(len(x["tokens"]) for x in replay) / 100)
 """
         + REPORT,
@@ -183,17 +183,15 @@ def remembered(checkpoint: Path, name: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["replay", "curriculum"])
 def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
-    """Fault 12: a replay buffer of each rank, and a curriculum of all, to the same bits; and from two ranks to one."""
+    """Fault 12: a replay buffer of each rank, and a curriculum of all, from two ranks to one.
+
+    The forks of docs/examples are resumed on as many ranks, to the same bits.
+    """
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
     flags = f"{COMMON} --run-name"
     run_in_pool(two_ranks, fork, f"{flags} {name}", runs=runs)
-    expected = digests(runs / name)
     last = remembered(runs / name / "checkpoints" / f"{NUM_STEPS:06d}", name)
-    assert len(last) == (5 if name == "replay" else 2)
-    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(two_ranks, fork, f"{flags} {copy.name}", runs=runs)
-    assert digests(copy) == expected
-
+    assert len(last) == (12 if name == "replay" else 2)
     fewer = interrupted_copy(runs / name, f"{name}-fewer", 2)
     run_in_pool(one_rank, fork, f"{flags} {fewer.name}", runs=runs)
     on_one = remembered(fewer / "checkpoints" / f"{NUM_STEPS:06d}", name)

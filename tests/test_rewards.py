@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import RewardError
@@ -272,22 +272,6 @@ def test_a_reward_model_is_parked_between_calls_if_asked(reward_folder, monkeypa
     first = model(["ab"], ["c"])
     assert model(["ab"], ["c"]) == first
     assert seen == [(CPU, park), "parked"] * 2
-
-
-@pytest.mark.parametrize(
-    ("auto_class", "keys", "said"),
-    [
-        (AutoModelForCausalLM, {}, "{folder}.*a language model.*must be a sequence classifier"),
-        (AutoModelForSequenceClassification, {"num_labels": 2}, "one label"),
-    ],
-    ids=["language_model", "two_labels"],
-)
-def test_what_is_no_reward_model_is_refused(tmp_path, auto_class, keys, said):
-    """A language model, or a classifier of several labels, before anything is judged by it."""
-    save_tokenizer(tmp_path, None, tokens=REWARD_TOKENS)
-    save_model(tmp_path, auto_class, **keys)
-    with pytest.raises(ValueError, match=said.format(folder=tmp_path)):
-        load(tmp_path)
 
 
 def test_overlong_penalty_is_the_reference_row():

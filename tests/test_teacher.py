@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import train_grpo
+from minirl.data.prompts import PromptStream
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
 from minirl.objective.kl import kl_penalty
@@ -20,9 +23,11 @@ from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as
 from minirl.training.scoring import score
 from support.collecting import make_collector, make_frozen
+from support.memory import allocated_bytes
 from support.resuming import digests, interrupted_copy
 from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, run_in_pool, untimed
+from support.texts import ids, save_tokenizer
 from support.worked import assert_six_decimals
 
 CPU = torch.device("cpu")
@@ -68,8 +73,12 @@ def train(pool, runs, name, *flags):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model, form):
-    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged."""
-    first, _ = train(two_ranks, runs, form, f"--teacher {embedded_model} --teacher-kl {form} --lr 1e-2")
+    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged.
+
+    Pitfall 62.
+    """
+    flags = f"--teacher {embedded_model} --teacher-kl {form} --temperature 0.7 --lr 1e-2"
+    first, _ = train(two_ranks, runs, form, flags)
     assert (first["teacher/frac"], first[FORMS[form]], first["optim/grad_norm"]) == (1, 0, 0)
     assert first["perf/skipped_tokens"] == 0
     rollouts = read_rollouts(runs / form, 1)
@@ -86,7 +95,10 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):
-    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does."""
+    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does.
+
+    Pitfall 64.
+    """
     flags = f"--data {data} --teacher {teacher} --teacher-kl {form} --temperature 0.7"
     name = f"hint-{form}"
     metrics = train(two_ranks, runs, name, f"{flags} --teacher-prompt hint")
@@ -178,6 +190,20 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits)
         torch.testing.assert_close(gradient, other, atol=1e-12, rtol=1e-9)
 
 
+def test_no_logits_of_all_tokens_exist():
+    """Four tiles at most beside what is returned: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
+    states, head = torch.randn(1024, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
+    others = states.detach().clone(), head.detach().clone()
+    tile_logits = 1024 * 64
+
+    def update():
+        Divergence.apply(states, head, *others, 1.0, False, tile_logits).sum().backward()
+
+    peak, _ = allocated_bytes(update)
+    assert peak <= 4 * (6 * tile_logits + 4 * (states.numel() + head.numel()))
+    assert peak < 0.2 * 4 * 1024 * 4096
+
+
 def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     """Each sequence alone has these bits; of two branches the further one keeps its prompt. In small microbatches."""
     rollouts = list(map(in_two_branches, make_collector(group_size=3).collect(4).rewarded.rollouts))
@@ -197,6 +223,23 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
         expected, _ = score(model, alone.tokens, alone.layout(), select=alone.loss_mask, temperature=0.7)
         assert torch.equal(stream[branch.loss_mask], expected[alone.loss_mask])
         assert not stream[~branch.loss_mask].any()
+
+
+def test_a_teachers_prompt_is_templated_like_the_prompt_and_has_room_in_the_plan(tmp_path):
+    """Text is tokenized as it is and messages go through the chat template, whichever the row's prompt is."""
+    rows = [
+        Row("ab", {"hint": [{"role": "user", "content": "cde"}]}, "data:1"),
+        Row([{"role": "user", "content": "a"}], {"hint": "bb"}, "data:2"),
+    ]
+    save_tokenizer(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}z")
+    sizes = {"max_tokens": 20, "max_new_tokens": 4}
+    prompts = PromptStream(rows, Tokenizer(tmp_path), purpose="train", **sizes, teacher_field="hint")
+    shown = {prompts.row(i).place: (list(prompts.prompt_ids(i)), prompts.teacher_ids(i)) for i in range(2)}
+    assert shown == {
+        "data:1": (ids("<bos>ab"), ids("cdez")),
+        "data:2": (ids("az"), ids("<bos>bb")),
+    }
+    assert prompts.longest_prompt == 4
 
 
 def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher):
@@ -235,7 +278,7 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
     tmp_path, embedded_model, changes, message
 ):
-    """By file and line, field, flag or token, in a dry run as in a run."""
+    """By file and line, field, flag or token, in a dry run as in a run. Pitfall 63."""
     rows = [{"prompt": "12=", "hint": "12=", "number": "1"}, {"prompt": "3=", "hint": "1" * 20, "number": 7}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, file, old, new in (

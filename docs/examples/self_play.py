@@ -24,8 +24,10 @@ def play(episode):
         position = f"{sticks}="
         if mover < 2:
             sides.append(episode.branch(position))
-            position = None
-        turn = yield sides[mover % 2].generate(after=position, max_tokens=1)
+            after = None
+        else:
+            after = {"role": "user", "content": position} if episode.is_chat else position
+        turn = yield sides[mover % 2].generate(after=after, max_tokens=1)
         is_legal = turn.text in MOVES and int(turn.text) <= sticks
         sticks -= int(turn.text) if is_legal else 0
         has_ended = sticks == 0 or not is_legal

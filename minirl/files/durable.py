@@ -43,8 +43,8 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Add all of the content to the end of a file or, where that fails, nothing of it. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
+    """Add all of the content to the end of a file or, where that fails, nothing of it. Raises OSError naming it."""
+    with naming(path), path.open("ab", buffering=0) as file:
         end = file.tell()
         try:
             while content:

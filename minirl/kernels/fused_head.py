@@ -72,14 +72,15 @@ class FusedLogprobs(torch.autograd.Function):
         by_logprob = (zeros if grad_logprobs is None else grad_logprobs) / divisor
         by_entropy = (zeros if grad_entropies is None else grad_entropies) / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
-        grad_head = torch.empty_like(head)
+        grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for first in range(0, len(head), ctx.width):
             head_chunk = head[first : first + ctx.width]
             grad = _logit_gradient(
                 hidden, head_chunk, targets, divisor, totals, entropies, by_logprob, by_entropy, first=first
             )
             grad_hidden.add_(wide_mm(grad, head_chunk, head.dtype))
-            grad_head[first : first + ctx.width] = wide_mm(grad.t(), hidden, head.dtype)
+            if grad_head is not None:
+                grad_head[first : first + ctx.width] = wide_mm(grad.t(), hidden, head.dtype)
             del grad  # before the next one is made
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None
 

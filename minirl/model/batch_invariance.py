@@ -90,14 +90,17 @@ class _Bf16Product(torch.autograd.Function):
         return torch.cat(products)[: len(x)]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """See the class."""
         x, weight = ctx.saved_tensors
         wide = product_dtype(grad.dtype)
         wide_grad = grad.to(wide)
-        grad_x = wide_grad @ weight.to(wide)
-        grad_weight = wide_grad.t() @ x.to(wide)
-        return grad_x.to(grad.dtype), grad_weight.to(grad.dtype)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (wide_grad @ weight.to(wide)).to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
+        return grad_x, grad_weight
 
 
 def silu(x: Tensor) -> Tensor:

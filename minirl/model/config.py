@@ -17,6 +17,31 @@ class RopeScaling:
     original_max_position_embeddings: int
 
 
+# The linear layers of a decoder layer, which can have adapters.
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
+MIN_ADAPTER_RANK = 8
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA: the layers named `targets` are frozen, and add alpha / rank (x A^T) B^T to their product."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def padded_rank(self) -> int:
+        """Rows of A and columns of B: those beyond the rank are 0."""
+        return max(self.rank, MIN_ADAPTER_RANK)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and features of a decoder, read from config.json by `families.read_config`."""
@@ -41,6 +66,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
+    # With them only adapters and a scalar head are trained.
+    adapters: Adapters | None = None
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a token has the same bits in any batch on this machine, measured on all products."""
@@ -49,6 +76,9 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        if self.adapters is not None:
+            rank = self.adapters.padded_rank
+            layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
         head = [(hidden, self.vocab_size)]
         if not batch_invariance.is_batch_invariant(layers, dtype, device):
             return False

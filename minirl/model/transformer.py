@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minirl.model import batch_invariance, device_kernels, padding
 from minirl.model.attention import Layout, attend
-from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.config import Adapters, ModelConfig, RopeScaling, is_adapter
 from minirl.model.rotation import rotate_pair
 
 
@@ -45,6 +45,23 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return batch_invariance.linear(x, self.weight, self.bias)
+
+
+class LoraLinear(Linear):
+    """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
+
+    So decoding, scoring and training compute the same bits.
+    """
+
+    def __init__(self, base: Linear, adapters: Adapters):
+        super().__init__(base.in_features, base.out_features, base.bias is not None)
+        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.padded_rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.padded_rank))
+        self._scale = adapters.alpha / adapters.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = batch_invariance.linear(x, self.lora_A)
+        return super().forward(x) + self._scale * batch_invariance.linear(inner, self.lora_B)
 
 
 @functools.cache
@@ -191,11 +208,24 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute_layers = recompute_layers
         self.model = Decoder(config)
+        if config.adapters is not None:
+            self._add_adapters(config.adapters)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
             return
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.requires_grad_(config.adapters is None)
         self.tie_weights()
+
+    def _add_adapters(self, adapters: Adapters) -> None:
+        """Freeze the decoder, and give its linear layers adapters."""
+        for path, linear in list(self.model.layers.named_modules()):
+            parent, _, name = path.rpartition(".")
+            if name in adapters.targets:
+                assert isinstance(linear, Linear)
+                setattr(self.model.layers.get_submodule(parent), name, LoraLinear(linear, adapters))
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, if the config says so: once more after they were replaced."""

@@ -19,7 +19,17 @@ from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
-from minirl.model.config import ModelConfig
+from minirl.model.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    FullTensor,
+    base_model,
+    first_values,
+    has_adapters,
+    merged,
+    read_adapters,
+)
+from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 
@@ -75,6 +85,15 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     return Path(snapshot)
 
 
+def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
+    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
+    return resolve_folder(
+        base_model(folder),
+        flag=f"{folder / CONFIG_FILE}: base_model_name_or_path",
+        with_weights=with_weights,
+    )
+
+
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names in the checkpoint; a tied one once."""
     return dict(model.named_parameters())
@@ -94,26 +113,41 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
-    In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. Raises
-    InputError without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
+    In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. A folder
+    with adapters is read as its base with these merged; the model's own adapters begin anew. Raises InputError without
+    safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
+    scale, adapters = read_adapters(folder) if has_adapters(folder) else (0.0, {})
     files = _find_tensors(model, folder)
-    params = named_parameters(model)
+    params = _base_parameters(model)
+    for name, param in named_parameters(model).items():
+        if is_adapter(name):
+            assert model.config.adapters is not None
+            values = first_values(name, param.shape, model.config.adapters.rank)
+            fill(param, FullTensor(values), name)
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied_head(files)
-    if "score.weight" in params and "score.weight" not in files:
+    if "score.weight" in params and "score.weight" in adapters:
+        fill(params.pop("score.weight"), FullTensor(adapters["score.weight"]), f"{folder}: score.weight")
+    elif "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
     for name, param in params.items():
+        label = f"{files[name]}: {name}"
         # Open the file for each tensor: while a file is open, its pages that were read stay in memory.
         with open_tensors(files[name]) as file:
-            fill(param, file.get_slice(name), f"{files[name]}: {name}")
+            fill(param, merged(file.get_slice(name), name, scale, adapters, label), label)
+
+
+def _base_parameters(model: Transformer) -> dict[str, nn.Parameter]:
+    """Return `named_parameters` without those of adapters."""
+    return {name: param for name, param in named_parameters(model).items() if not is_adapter(name)}
 
 
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
     files = _file_of_each_tensor(folder)
-    params = named_parameters(model)
-    if model.config.scalar_head and not read_config(folder).scalar_head:
+    params = _base_parameters(model)
+    if model.config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
     unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
@@ -197,7 +231,12 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index."""
+    """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index.
+
+    Of a folder with adapters, those of its base.
+    """
+    if has_adapters(folder):
+        folder = base_folder(folder)
     path = folder / "model.safetensors"
     if path.is_file():
         with open_tensors(path) as file:
@@ -288,7 +327,11 @@ def copy_model(source: Path, folder: Path) -> None:
     half_made = folder.with_name(f".half-{folder.name}")
     shutil.rmtree(half_made, ignore_errors=True)  # of a copy that was killed
     half_made.mkdir()
-    paths = {source / "config.json", *_file_of_each_tensor(source).values()}
+    paths = {source / "config.json"}
+    if has_adapters(source):  # the base stays where it is
+        paths |= {source / CONFIG_FILE, source / WEIGHTS_FILE}
+    else:
+        paths |= set(_file_of_each_tensor(source).values())
     if (source / _INDEX).is_file():
         paths.add(source / _INDEX)
     for path in paths:
@@ -309,9 +352,26 @@ def write_folder(
 ) -> dict[str, Digest]:
     """Write the files of a Hugging Face folder; returns their digests by file name.
 
-    Writes the tensors in their dtype, `config` with that dtype, and `tokenizer_files`. A folder with a tokenizer
-    also gets a generation_config.json, from the ids in `config` if it is not among them. Needs memory for one
-    tensor at a time.
+    Writes the tensors in their dtype, and the files of `write_configs` with that dtype. Needs memory for one tensor at
+    a time.
+    """
+    first_tensor = next(iter(tensors.values()))
+    digests = write_configs(folder, config, tokenizer_files, dtype=first_tensor.dtype)
+    weights_name = "model.safetensors"
+    digests[weights_name] = write_tensors(folder / weights_name, tensors)
+    return digests
+
+
+def write_configs(
+    folder: Path,
+    config: Mapping[str, Any],
+    tokenizer_files: Mapping[str, bytes] | None,
+    *,
+    dtype: torch.dtype,
+) -> dict[str, Digest]:
+    """Write `config` with this dtype, and `tokenizer_files`; returns their digests by file name.
+
+    A folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
@@ -320,14 +380,11 @@ def write_folder(
         if "generation_config.json" not in contents:
             ids = {key: config[key] for key in _GENERATION_KEYS if config.get(key) is not None}
             contents["generation_config.json"] = (json.dumps(ids, indent=2) + "\n").encode()
-    first_tensor = next(iter(tensors.values()))
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
-    written_config["dtype"] = str(first_tensor.dtype).removeprefix("torch.")
+    written_config["dtype"] = str(dtype).removeprefix("torch.")
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
     digests = {}
     for name, content in contents.items():
         digests[name] = durable.write_file(folder / name, [content])
-    weights_name = "model.safetensors"
-    digests[weights_name] = write_tensors(folder / weights_name, tensors)
     return digests

@@ -32,9 +32,15 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 @functools.cache
-def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1) -> int:
+def num_trained_parameters(config: ModelConfig) -> int:
+    """Those of its parameters that are trained: all, or those of adapters and of a scalar head."""
+    return sum(p.numel() for p in named_parameters(_on_meta(config)).values() if p.requires_grad)
+
+
+@functools.cache
+def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1, of_trained: bool = False) -> int:
     """A rank's shards of a model's parameters in pinned memory: torch rounds each up to a power of two."""
-    parameters = named_parameters(_on_meta(config)).values()
+    parameters = [p for p in named_parameters(_on_meta(config)).values() if p.requires_grad or not of_trained]
     shards = [math.ceil(len(p) / num_shards) * p[0].numel() for p in parameters]
     return sum(next_power_of_two(itemsize * num_values) for num_values in shards)
 
@@ -63,7 +69,8 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A)."""
     queries, _ = _channels(config)
-    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries)
+    inner = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
+    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries + inner)
 
 
 def activation_bytes(
@@ -82,7 +89,7 @@ def activation_bytes(
         in_layer = 1.4 * layer
     if config.scalar_head:
         return kept + in_layer
-    head_gradient = dtype.itemsize * config.vocab_size * hidden
+    head_gradient = 0 if config.adapters else dtype.itemsize * config.vocab_size * hidden
     return kept + head_gradient + max(in_layer, _head_backward_bytes(config, dtype, tokens))
 
 
@@ -101,7 +108,8 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
     """The most that a forward pass without gradient takes: in the MLP or the attention of a layer, or in the head."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = _channels(config)
-    mlp = 3 * inner + 4 * hidden
+    # The product of an adapter is added to that of its layer.
+    mlp = (4 if config.adapters else 3) * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
     tables = 12 * config.head_dim
     layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)

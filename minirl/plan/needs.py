@@ -11,6 +11,7 @@ from minirl.plan.formulas import (
     forward_bytes,
     layer_parameters,
     num_parameters,
+    num_trained_parameters,
     pinned_bytes,
 )
 from minirl.plan.workload import Sizes, Workload
@@ -22,7 +23,7 @@ CPU_FACTOR = 2.0
 
 def always_bytes(work: Workload) -> dict[str, float]:
     """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
-    held = {"weights": float(work.dtype.itemsize * num_trained(work))}
+    held = {"weights": float(work.dtype.itemsize * sum(map(num_parameters, work.trained)))}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
@@ -35,8 +36,8 @@ def always_bytes(work: Workload) -> dict[str, float]:
 
 
 def num_trained(work: Workload) -> int:
-    """Parameters of all models that are trained."""
-    return sum(map(num_parameters, work.trained))
+    """Parameters that are trained, of all models."""
+    return sum(map(num_trained_parameters, work.trained))
 
 
 def _frozen_bytes(work: Workload) -> dict[str, float]:
@@ -116,6 +117,8 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
     # head at the end, when no activations are left.
     layer = layer_parameters(config)
     others = num_parameters(config) - config.num_hidden_layers * layer
+    if config.adapters:
+        layer, others = num_trained_parameters(config) // config.num_hidden_layers, 0
     # One rank has a unit's gradients three times in fp32: as they come, divided by 1, and as they go to the host.
     sums = 12 * max(layer, others) if work.num_shards == 1 else (work.dtype.itemsize + 4) * others
     return max(activations + 4 * layer, sums)
@@ -143,7 +146,12 @@ def save_bytes(work: Workload) -> float:
     if not work.trains:
         return 0.0
     shards = 12 / work.num_shards
-    return sum((shards + work.dtype.itemsize) * num_parameters(config) for config in work.trained)
+    # Of adapters the masters are copied whole.
+    whole = [4 if config.adapters else work.dtype.itemsize for config in work.trained]
+    return sum(
+        (shards + size) * num_trained_parameters(config)
+        for config, size in zip(work.trained, whole, strict=True)
+    )
 
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
@@ -154,7 +162,10 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
         needed["parked models"] = float(num_ranks * parked)
     if work.offloads_optimizer:
         # Masters and gradients are pinned, moments are not.
-        pinned = sum(2 * pinned_bytes(config, 4, num_shards=work.num_shards) for config in work.trained)
+        pinned = sum(
+            2 * pinned_bytes(config, 4, num_shards=work.num_shards, of_trained=True)
+            for config in work.trained
+        )
         needed["optimizer state and gradients"] = num_ranks * (
             pinned + 8 * num_trained(work) / work.num_shards
         )

@@ -1,5 +1,6 @@
 """The numbers of an evaluation: means over prompts, pass@k, majority votes, and bootstrap intervals."""
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -16,10 +17,12 @@ NUM_RESAMPLES = 1000
 ROUNDING = 1e-9  # by which a sum of weighted rewards may miss the score of a correct completion
 
 
+@functools.cache
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The probability that one of k samples is correct, drawn without replacement (arXiv:2107.03374 eq. 1)."""
     # Of integers, which do not overflow: Python rounds their quotient once.
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+    num_subsets = math.comb(num_samples, k)
+    return (num_subsets - math.comb(num_samples - num_correct, k)) / num_subsets
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
@@ -31,12 +34,13 @@ def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
 
 
 def values_by_prompt(
-    records: Sequence[Mapping[str, Any]], task: Task, correct_score: float
+    records: Sequence[Mapping[str, Any]], task: Task, weights: Mapping[str, float]
 ) -> dict[str, list[float]]:
     """For each metric its values, one for each prompt that has one. Not collective.
 
-    records: of all ranks' completions, in order of their ids (`logger.rollout_records`, with `reward`).
-    correct_score: the reward from which on a completion is correct.
+    records: of all ranks' completions, in order of their ids (`logger.rollout_records`, with `reward`). weights: of the
+    rewards in `reward`. A completion is correct if its reward is at least that of 1 from each that applies and has a
+    positive weight.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for _, group in itertools.groupby(records, key=lambda record: record["id"][0]):
@@ -45,7 +49,7 @@ def values_by_prompt(
         scored = [sample for sample in samples if sample["reward"] is not None]
         if scored:
             of_prompt["reward"] = _mean([sample["reward"] for sample in scored])
-            is_correct = [sample["reward"] >= correct_score - ROUNDING for sample in scored]
+            is_correct = [_is_correct(sample, weights) for sample in scored]
             for k in range(1, len(scored) + 1):
                 of_prompt[f"pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
             if task.answer_of is not None and len(scored) > 1:
@@ -80,6 +84,11 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
     ]
     low, high = torch.stack(resampled).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
+
+
+def _is_correct(sample: Mapping[str, Any], weights: Mapping[str, float]) -> bool:
+    needed = [max(0.0, weights[name]) for name, reward in sample["rewards"].items() if reward is not None]
+    return bool(sample["reward"] >= sum(needed) - ROUNDING)
 
 
 def _mean(values: Sequence[float]) -> float:

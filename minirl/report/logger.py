@@ -46,7 +46,7 @@ def troubles(
     """
     m = defaultdict(float, metrics)
     first = defaultdict(float, first_metrics)
-    if m["reward/frac_equal_groups"] == 1:
+    if m["reward/frac_equal_groups"] == 1 and "teacher/frac" not in metrics:
         yield (
             "the rewards of each prompt are all equal, nothing to learn: "
             "try easier prompts or a larger --group-size"
@@ -57,7 +57,8 @@ def troubles(
         limit = max(LIMIT_FLAGS, key=lambda reason: m[f"finish/{reason}"])
         yield f"nearly every completion was cut off before it ended: raise {LIMIT_FLAGS[limit]}"
     entropy = metrics.get("policy/entropy", math.inf)  # not measured where no rollout is trained on
-    if entropy < 0.1 * first["policy/entropy"] and m["reward/mean"] <= first["reward/mean"]:
+    reward = metrics.get("reward/mean", math.inf)  # not measured without rewards
+    if entropy < 0.1 * first["policy/entropy"] and reward <= first["reward/mean"]:
         yield (
             "entropy is collapsing and the reward does not rise: "
             "lower --lr, raise --clip-high or set --entropy-coef"
@@ -303,8 +304,9 @@ def console_line(
     }
     if "eval/reward" in metrics:
         parts["eval"] = f"eval {m['eval/reward']:.3f}"
-    if "policy/kl_ref_k3" in metrics:
-        parts["kl"] = f"kl {m['policy/kl_ref_k3']:.3f}"
+    for name in ("policy/kl_ref_k3", "teacher/kl_k1", "teacher/kl"):
+        if name in metrics:
+            parts["kl"] = f"kl {m[name]:.3f}"
     if "policy/entropy" in metrics:
         parts["ent"] = f"ent {m['policy/entropy']:.2f}"
     if "value/explained_var" in metrics:

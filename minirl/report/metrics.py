@@ -108,7 +108,7 @@ class StepMetrics:
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals over all ranks; the same on every rank (collective).
 
-        A mean without values is left out. A script may call it in the middle of a step too, for a mean so far.
+        A mean without values is left out.
         """
         self._read()
         merged = StepMetrics()

@@ -51,8 +51,9 @@ from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.files.value_files import ValueCopy, read_values
+from minirl.model.adapters import write_adapters
 from minirl.model.families import scalar_config
-from minirl.model.weights import read_tokenizer_files, write_folder
+from minirl.model.weights import read_tokenizer_files, write_configs, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -73,6 +74,17 @@ _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
 _NO_RECORD = object()  # fills the places of a rank that has fewer records than another
 _THREAD_DIED = "its thread died, see the traceback"
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The folder that a model was loaded from, the config.json to save, and the tokenizer's files."""
+
+    folder: Path
+    config: dict[str, Any]
+    tokenizer_files: dict[str, bytes]
+
+
 # Writes files into the folder that it is given, and returns their digests by path within the folder.
 _FileWriter = Callable[[Path], dict[str, Digest]]
 
@@ -96,14 +108,14 @@ class Checkpoints:
     ):
         self._run = run
         self._models = models
-        self._sources: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {}  # config, tokenizer files
+        self._origins: dict[str, _Origin] = {}
         if rank() == 0:
             (run.path / "checkpoints").mkdir(exist_ok=True)
             for name, (model, _) in models.items():
                 config = read_json_object(sources[name] / "config.json")
                 if model.module.config.scalar_head:
                     config = scalar_config(config)
-                self._sources[name] = config, read_tokenizer_files(sources[name])
+                self._origins[name] = _Origin(sources[name], config, read_tokenizer_files(sources[name]))
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
@@ -161,9 +173,12 @@ class Checkpoints:
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
             writers.append(_shards_writer(path, model.state_tensors(optimizer)))
-            if rank() == 0:
-                prefix = "" if i == 0 else f"{name}/"
-                writers.append(_model_writer(prefix, model, *self._sources[name]))
+            prefix = "" if i == 0 else f"{name}/"
+            adapters = model.full_masters() if model.module.config.adapters else {}
+            if rank() == 0 and adapters:
+                writers.append(_adapters_writer(prefix, model, adapters, self._origins[name]))
+            elif rank() == 0:
+                writers.append(_model_writer(prefix, model, self._origins[name]))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
 
@@ -252,16 +267,35 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
     return lambda folder: {path: write_tensors(folder / path, tensors)}
 
 
-def _model_writer(
-    prefix: str, model: ShardedModel, config: dict[str, Any], tokenizer_files: dict[str, bytes]
-) -> _FileWriter:
+def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWriter:
     """Copies the compute weights to host memory now; the writer makes a Hugging Face folder of them."""
     weights = {}
     for name, weight in model.compute_weights.items():
         weights[name] = torch.empty_like(weight, device="cpu").copy_(weight.detach())
 
     def write(folder: Path) -> dict[str, Digest]:
-        digests = write_folder(folder / prefix, weights, config=config, tokenizer_files=tokenizer_files)
+        digests = write_folder(
+            folder / prefix, weights, config=origin.config, tokenizer_files=origin.tokenizer_files
+        )
+        return {prefix + name: digest for name, digest in digests.items()}
+
+    return write
+
+
+def _adapters_writer(
+    prefix: str, model: ShardedModel, masters: Mapping[str, Tensor], origin: _Origin
+) -> _FileWriter:
+    """The writer makes a folder of adapters in PEFT's form, beside config and tokenizer of their base.
+
+    masters: the trained parameters in fp32, whole.
+    """
+    config = model.module.config
+    dtype = next(iter(model.compute_weights.values())).dtype
+
+    def write(folder: Path) -> dict[str, Digest]:
+        digests = write_configs(folder / prefix, origin.config, origin.tokenizer_files, dtype=dtype)
+        base = str(origin.folder.resolve())
+        digests |= write_adapters(folder / prefix, masters, config, base=base)
         return {prefix + name: digest for name, digest in digests.items()}
 
     return write

@@ -13,6 +13,7 @@ import tyro
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
+from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
@@ -104,7 +105,8 @@ class RewardFlags:
 class UpdateFlags:
     """Update"""
 
-    lr: float | None = None  # peak learning rate; none: 1e-6, and 2e-4 for the embedded model
+    lr: float | None = None
+    """peak learning rate; none: 1e-6, and 2e-4 for the embedded model; ten times that for adapters"""
     lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
     warmup_updates: int = 5  # optimizer steps of linear warm-up
     num_epochs: int = 1  # passes over a step's rollouts
@@ -114,6 +116,9 @@ class UpdateFlags:
     weight_decay: float = 0.0  # AdamW's, of matrices: norms and biases do not decay
     adam_betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     adam_eps: float = 1e-8  # AdamW's
+    lora_rank: int = 0  # of LoRA adapters, which alone are trained; 0: none, all weights are trained
+    lora_alpha: float = 16.0  # over --lora-rank it is the factor of the adapters' products
+    lora_targets: tuple[str, ...] = LINEAR_LAYERS  # the layers with adapters
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,7 @@ POSITIVE = (
     "max_running_requests",
     "cache_tokens",
     "lr",
+    "lora_alpha",
     "adam_eps",
     "num_epochs",
     "num_minibatches",
@@ -222,6 +228,7 @@ MOST = {
     "num_epochs": 1024,
     "max_staleness": 1024,
     "max_running_requests": 2**20,
+    "lora_rank": 2**12,
     "eval_samples": 2**16,
 }
 MOST_ROLLOUTS = 2**20  # in a step
@@ -319,7 +326,12 @@ class RunConfig(
     def peak_lr(self) -> float:
         """`lr`, or its default for this model."""
         default = 2e-4 if self.is_embedded else 1e-6
-        return self.lr or default
+        return self.lr or default * (10 if self.lora_rank else 1)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of the trained models, if --lora-rank asks for them."""
+        return Adapters(self.lora_rank, self.lora_alpha, self.lora_targets) if self.lora_rank else None
 
     @property
     def importance_correction(self) -> str:
@@ -393,6 +405,8 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
         config,
         needs={
             "gpus": "dry_run",
+            "lora_alpha": "lora_rank",
+            "lora_targets": "lora_rank",
             "prompt_field": (reads_jsonl, "--data of --task jsonl"),
             "reward_timeout": of_files,
             "reward_workers": of_files,
@@ -461,6 +475,12 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
     )
+    for target in config.lora_targets:
+        refuse(
+            target not in LINEAR_LAYERS,
+            f"--lora-targets {target}: the head and the embeddings have no adapters, only {' '.join(LINEAR_LAYERS)}",
+        )
+    refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))
     refuse(
         not all(0 <= beta < 1 for beta in config.adam_betas),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minirl.errors import refuse
 from minirl.files.durable import file_sha256
+from minirl.model.adapters import base_model, has_adapters
 from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.config import RunConfig
 from minirl.run.run_folder import read_args
@@ -22,11 +23,18 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     further = (getattr(config, name, None) for name in ("value_model", "teacher"))
     models = (config.model, *config.reward_model, *further)
     for folder in (Path(model) for model in models if model):
-        paths += [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+        paths += _model_files(folder)
+        if has_adapters(folder):
+            paths += _model_files(Path(base_model(folder)))
     files = sorted({path for path in paths if path.is_file()})
     with ThreadPoolExecutor() as pool:
         digests = pool.map(file_sha256, files)
     return {str(path): digest for path, digest in zip(files, digests, strict=True)}
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files of a local folder that a model is read from."""
+    return [*folder.glob("*.json"), *folder.glob("*.safetensors")]
 
 
 def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) -> list[str]:
@@ -40,12 +48,15 @@ def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) ->
         changed and not config.trains,
         f"{', '.join(changed)}: changed since this evaluation began; restore it, or take another --run-name",
     )
-    data = {str(Path(name)) for name in (config.data, *config.eval_data) if name}
+    kinds = {str(Path(name)): "data" for name in (config.data, *config.eval_data) if name}
+    if config.adapters and config.model:  # a checkpoint has the adapters alone
+        kinds |= {str(path): "model under the adapters" for path in _model_files(Path(config.model))}
     for path in changed:
+        kind = kinds.get(path)
         refuse(
-            path in data and config.resume != "force",
-            f"{path}: the data has changed since this run last started; restore it, start a new run with another "
-            "--run-name, or continue with the new data by --resume force",
+            kind and config.resume != "force",
+            f"{path}: the {kind} has changed since this run last started; restore it, start a new run with another "
+            f"--run-name, or continue with the new {kind} by --resume force",
         )
     return [f"{path} has changed since this run last started" for path in changed]
 

@@ -62,17 +62,16 @@ def load_prompts(
 def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
     """The teacher's config. Raises InputError if one of the policy's token ids is another token to the teacher."""
     teacher = read_config(folder, scalar_head=False)
-    tokens_of = [
+    own, other = (
         {i: token for token, i in one.backend.get_vocab().items()} for one in (tokenizer, Tokenizer(folder))
-    ]
-    for i in range(max(map(max, tokens_of)) + 1):
-        own, other = (tokens.get(i) for tokens in tokens_of)
-        refuse(
-            own != other,
-            f"--teacher {folder}: its tokenizer is another one: token {i} is {other!r}, and {own!r} in "
-            f"{tokenizer.folder}; take a teacher with the same ids",
-        )
-    known = min(len(tokens_of[0]), model_config.vocab_size)
+    )
+    first = min((i for i, _ in own.items() ^ other.items()), default=0)
+    refuse(
+        own != other,
+        f"--teacher {folder}: its tokenizer is another one: token {first} is {other.get(first)!r}, and "
+        f"{own.get(first)!r} in {tokenizer.folder}; take a teacher with the same ids",
+    )
+    known = min(max(own) + 1, model_config.vocab_size)
     refuse(
         teacher.vocab_size < known,
         f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",

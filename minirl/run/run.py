@@ -25,7 +25,7 @@ from minirl.objective.losses import sequence_sums
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.evaluation import means, values_by_prompt
+from minirl.report.evaluation import means
 from minirl.report.logger import Logger, rollout_records
 from minirl.report.metrics import (
     StepMetrics,
@@ -255,22 +255,15 @@ class Run:
         """
         if self._evaluator is None:
             return {}
-        num_samples = self._config.eval_samples
-        requests = self._setup.held_out.requests(
-            0,
-            self._setup.held_out.num_prompts,
-            group_size=num_samples,
-            num_greedy=0 if num_samples else 1,
-            temperature=self._config.temperature,
-        )
+        requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # dropped: the next step's metrics must not include them
         scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
-        if num_samples:
+        if self._config.eval_samples:
             own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
             records = itertools.chain.from_iterable(gather_objects(own))
             in_order = sorted(records, key=lambda record: record["id"])
-            return means(values_by_prompt(in_order, self._setup.task, self._setup.correct_score))
+            return means(self._setup.eval_values(in_order))
         metrics = StepMetrics()
         metrics.add_values("eval/reward", without_nan(scores))
         add_rewards(metrics, "eval", self._setup.reward_functions, rewarded.rewards)
@@ -352,7 +345,10 @@ class Run:
         folder = self._folder
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        print0(f"checkpoint {saved} (AutoModelForCausalLM.from_pretrained loads it)")
+        loaded_by = "transformers' `from_pretrained` loads it"
+        if self._config.adapters:
+            loaded_by = f"PEFT loads it; python -m minirl.merge {saved} FOLDER makes a model of it"
+        print0(f"checkpoint {saved} ({loaded_by})")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(

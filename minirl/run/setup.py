@@ -20,6 +20,7 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
+from minirl.model.adapters import has_adapters
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -38,9 +39,11 @@ from minirl.ranks.process_group import (
     rank,
     world_size,
 )
+from minirl.report.evaluation import values_by_prompt
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import Request
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
@@ -60,8 +63,7 @@ class Setup:
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
     `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
-    Evaluations take `score_weights`, which are those without the overlong penalty's, and call a completion correct
-    from `correct_score` on: the score of one that gets 1 from every reward.
+    Evaluations take `score_weights`, which are those without the overlong penalty's.
     """
 
     def __init__(
@@ -92,9 +94,18 @@ class Setup:
         self.folder = self._open_folder(name)
         self._inputs = input_digests(config) if rank() == 0 else {}
         self._notes = check_inputs(self.folder.path, self._inputs, config)
-        self.model_folder = self.folder.checkpoint or self._original_model()
+        # A checkpoint of adapters has no model: they go onto the one that the run began with.
+        saved = None if config.adapters else self.folder.checkpoint
+        self.model_folder = saved or self._original_model()
+        refuse(
+            config.adapters and has_adapters(self.model_folder),
+            f"--model {self.model_folder}: has adapters; for further ones make a model of it first: "
+            f"python -m minirl.merge {self.model_folder} FOLDER",
+        )
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        self.model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
+        self.model_config = dataclasses.replace(
+            model_config, scalar_head=scalar_head, adapters=config.adapters
+        )
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
@@ -111,15 +122,18 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        self.correct_score = float(self.score_weights.clamp(min=0).sum())
         self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
+        self._policy: ShardedModel | None = None  # the first that is loaded
 
     def saved_folder(self, name: str) -> Path | None:
-        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None."""
+        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
+
+        Adapters in a checkpoint are no model, so with them it is None too.
+        """
         checkpoint = self.folder.checkpoint
-        return None if checkpoint is None else checkpoint / name
+        return None if checkpoint is None or self.config.adapters else checkpoint / name
 
     def load_trainable(
         self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
@@ -136,6 +150,7 @@ class Setup:
             offload_optimizer=self.config.offload_optimizer,
             is_frozen=is_frozen,
         )
+        self._policy = self._policy or model
         optimizer = model.make_optimizer(
             betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
         )
@@ -144,13 +159,17 @@ class Setup:
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
 
-        folder: of another model with the policy's tokens; None: the model that the run began with.
+        folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
+        the policy without them, on the same storage.
         """
+        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        if folder is None and self.config.adapters:
+            assert self._policy is not None, "load the policy before its reference"
+            return self.frozen(self._policy.without_adapters(), outputs, ["ref_logprobs"])
         kept = self.folder.path / REFERENCE
         is_kept = self.folder.checkpoint is not None and kept.is_dir()
         self._reference_folder = kept if is_kept else folder or self._original_model()
         model = load_replica(self._reference_folder, dtype=self.dtype)
-        outputs = logprobs_as("ref_logprobs", self.config.temperature)
         return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
 
     def load_teacher(self) -> FrozenModel:
@@ -226,6 +245,21 @@ class Setup:
             frozen=frozen,
             scores_beside_cache=self._scores_beside_cache,
         )
+
+    def eval_requests(self, first: int, count: int) -> list[Request]:
+        """This rank's requests of an evaluation for `count` held-out prompts, from the ordinal `first` on."""
+        return self.held_out.requests(
+            first,
+            count,
+            group_size=self.config.eval_samples,
+            num_greedy=0 if self.config.eval_samples else 1,
+            temperature=self.config.temperature,
+        )
+
+    def eval_values(self, records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records."""
+        weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
+        return values_by_prompt(records, self.task, weights)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""

@@ -87,7 +87,7 @@ class Divergence(torch.autograd.Function):
         """See the class."""
         states, head, teacher_states, teacher_head, divisor, totals, divergence = ctx.saved_tensors
         grad_states = torch.zeros_like(states, dtype=divisor.dtype)
-        grad_head = torch.empty_like(head)
+        grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         width = max(1, ctx.tile_logits // max(1, len(states)))
         for first in range(0, len(head), width):
             tile = slice(first, first + width)
@@ -97,5 +97,6 @@ class Divergence(torch.autograd.Function):
             by_logits = probs - q.exp() if ctx.is_forward else probs * (p - q - divergence[:, None])
             by_logits.mul_(grad[:, None] / divisor)
             grad_states.add_(wide_mm(by_logits, head[tile], head.dtype))
-            grad_head[tile] = wide_mm(by_logits.t(), states, head.dtype)
+            if grad_head is not None:
+                grad_head[tile] = wide_mm(by_logits.t(), states, head.dtype)
         return grad_states.to(states.dtype), grad_head, *[None] * 5

@@ -139,8 +139,10 @@ class FrozenModel:
         streams = {}
         for name in self.names:
             stream = getattr(batch, name)
-            missing = self._missing(len(batch.tokens)).to(batch.tokens.device)
-            streams[name] = missing if stream is None else stream.clone()
+            if stream is None:
+                streams[name] = self._missing(len(batch.tokens)).to(batch.tokens.device)
+            else:
+                streams[name] = stream.clone()
         # A stream has all tokens of a sequence, or none.
         last_tokens = torch.stack([stream[batch.last_index] for stream in streams.values()], 1)
         is_left = last_tokens.isnan().flatten(1).any(1).tolist()

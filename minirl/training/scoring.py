@@ -199,7 +199,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         by_logprob = grad_logprobs[:, None] / divisor
         by_entropy = None if grad_entropies is None else grad_entropies[:, None] / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
-        grad_head = torch.empty_like(head)
+        grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for first in range(0, len(head), ctx.vocab_chunk):
             head_chunk = head[first : first + ctx.vocab_chunk]
             # In fp32: it is rounded to the head's dtype once, after the sum over all token chunks.
@@ -216,8 +216,10 @@ class ChunkedLogprobs(torch.autograd.Function):
                     by_entropy=None if by_entropy is None else by_entropy[chunk],
                 )
                 grad_hidden[chunk].add_(wide_mm(grad, head_chunk, head.dtype))
-                grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
-            grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
+                if grad_head is not None:
+                    grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
+            if grad_head is not None:
+                grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
 
 

@@ -5,6 +5,7 @@ once, never resharded, and refreshed in place after each optimizer step, at addr
 summed over the ranks, not averaged, because loss weights already come from global counts. No other file uses FSDP.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks, or over groups of them that each hold all shards.
 
     module: the model that is trained, with FSDP's hooks.
-    masters: its parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
-    compute_weights: its full parameters by name in the compute dtype. Generation, scoring and training use
+    masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
+    compute_weights: all its full parameters by name in the compute dtype. Generation, scoring and training use
         these.
     decoder: the same weights without FSDP's hooks, which cost a decode step 5 %, for inference.
 
@@ -67,7 +68,8 @@ class ShardedModel:
         offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory, pinned for copies
         from and to a GPU, and run the optimizer there. On the CPU nothing changes.
 
-        is_frozen: whether the parameter of this name stays as it is, without gradient and moments; None: none does.
+        is_frozen: whether the parameter of this name stays as it is, without master, gradient and moments; None: none
+        does. All but the adapters and a scalar head stay if `config` has adapters.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -80,6 +82,7 @@ class ShardedModel:
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
+        frozen = self._freeze(dtype, is_frozen)
         self._num_shards = num_shards or world_size()
         mesh = _device_mesh(device.type, self._num_shards)
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -95,7 +98,12 @@ class ShardedModel:
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
             fully_shard(
-                unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=False,
+                ignored_params=set(frozen.values()),
             )
             unit.set_reshard_after_backward(False)
             unit.set_gradient_divide_factor(1.0)
@@ -103,23 +111,58 @@ class ShardedModel:
             if device.type == "cpu":
                 unit.set_custom_reduce_scatter(_CountedReduceScatter())
         self.module.to_empty(device="cpu" if offload_optimizer else device)
+        if frozen:
+            self.module.tie_weights()  # FSDP does it for the parameters that it knows
         load_weights(self.module, folder)
-        self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.module.named_parameters())
+        for name in frozen:
+            parameters[name].data = parameters[name].data.to(device)
+        self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
         # Gather the compute weights: from here on they are the module's parameters. FSDP keeps the buffers of the
         # last gather, so the root, with the embedding, is not the last.
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._gathers = _plan_gathers(self.compute_weights, self._num_shards, GATHER_BYTES)
+        trained = {name: self.compute_weights[name] for name in self.masters}
+        self._gathers = _plan_gathers(trained, self._num_shards, GATHER_BYTES)
+        self.decoder = self._on_same_storage(config)
+
+    def _freeze(
+        self, dtype: torch.dtype, is_frozen: Callable[[str], bool] | None
+    ) -> dict[str, torch.nn.Parameter]:
+        """Have no gradients for some parameters, on the meta device; returns these by name.
+
+        A rank holds them whole in the compute dtype: they have no masters, and FSDP does not know them.
+        """
+        frozen = {}
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad or (is_frozen is not None and is_frozen(name)):
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+                frozen[name] = parameter
+        return frozen
+
+    def _on_same_storage(self, config: ModelConfig) -> Transformer:
+        """A model without FSDP's hooks that has the compute weights themselves, as far as `config` has them."""
         with torch.device("meta"):
-            self.decoder = Transformer(config)
-        # load_state_dict asks for both names of a tied parameter.
+            model = Transformer(config)
+        # Both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        self.decoder.load_state_dict(parameters, assign=True)
-        if is_frozen is not None:
-            for name in filter(is_frozen, self.masters):
-                for weights in (self.masters, self.compute_weights):
-                    weights[name].requires_grad_(False)
+        own = {name: parameters[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+        model.load_state_dict(own, assign=True)
+        return model
+
+    def without_adapters(self) -> Transformer:
+        """The frozen model under the adapters, on the same storage: a reference that takes no memory."""
+        return self._on_same_storage(dataclasses.replace(self.module.config, adapters=None))
+
+    def full_masters(self) -> dict[str, Tensor]:
+        """All masters in fp32, whole, on the host (collective)."""
+        whole = {}
+        for name, master in self.masters.items():
+            tensor = master.full_tensor() if hasattr(master, "full_tensor") else master
+            whole[name] = tensor.detach().cpu()
+        return whole
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a microbatch's loss to the gradients.

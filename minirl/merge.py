@@ -1,0 +1,69 @@
+"""Make one model of a run's adapters and their base: `python -m minirl.merge RUN FOLDER`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from minirl.errors import InputError, refuse
+from minirl.files.json_files import read_json_object
+from minirl.files.redaction import escaped
+from minirl.model.adapters import has_adapters
+from minirl.model.families import read_config
+from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.run.run_folder import checkpoints_in, find_run
+
+
+def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder with the model of a folder of adapters, in this dtype.
+
+    Each weight is summed in fp32 and rounded once. Raises InputError if `output` exists or `source` has no adapters.
+    """
+    refuse(output.exists(), f"{output}: exists; name a new folder")
+    refuse(not has_adapters(source), f"{source}: has no adapter_config.json; its model needs no merging")
+    model = load_replica(source, dtype=dtype, scalar_head=read_config(source).scalar_head)
+    config = read_json_object(source / "config.json")
+    save_folder(output, named_parameters(model), config=config, tokenizer_from=source)
+
+
+def adapters_of(run: str) -> Path:
+    """The folder itself if it has adapters, or else the newest checkpoint of the run. Raises InputError."""
+    if has_adapters(Path(run)):
+        return Path(run)
+    checkpoints = checkpoints_in(find_run(run, "checkpoints"))
+    refuse(not checkpoints, f"{run}: the run has no checkpoint")
+    return checkpoints[-1]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minirl.merge", description="Merge adapters into their base."
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder or name, or a folder with adapters")
+    parser.add_argument("output", metavar="FOLDER", type=Path, help="the new folder of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of its weights (default: float32)",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command."""
+    given = arguments()
+    try:
+        source = adapters_of(given.run)
+        merge(source, given.output, getattr(torch, given.dtype))
+    except InputError as error:
+        print(f"error: {escaped(str(error))}", file=sys.stderr)
+        return error.exit_code
+    print(f"{source} and its base are merged in {given.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's files.
+
+A folder with adapters has adapter_config.json, which names the folder or hub id of the base model, and
+adapter_model.safetensors, beside the base's config.json and tokenizer. `weights.load_weights` reads such a folder as
+the base with the adapters merged.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.errors import InputError, refuse
+from minirl.files import durable
+from minirl.files.durable import Digest
+from minirl.files.json_files import read_json_object
+from minirl.files.safetensors_files import open_tensors, write_tensors
+from minirl.model.config import LINEAR_LAYERS, ModelConfig, is_adapter
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Values of PEFT's keys that change what is computed, and with which it is what `LoraLinear` computes.
+_PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, [], ["score"]),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None,),
+}
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters for a model of another folder."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def base_model(folder: Path) -> str:
+    """The folder or hub id of the model that a folder's adapters are for. Raises InputError."""
+    path = folder / CONFIG_FILE
+    base = read_json_object(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(
+            f"{path}: base_model_name_or_path is {base!r}; name the folder or hub id of the base"
+        )
+    return base
+
+
+def first_values(name: str, shape: torch.Size, rank: int) -> Tensor:
+    """The first values of an adapter as in PEFT: A uniform, B 0, so that it adds nothing. They depend on its name.
+
+    Rows of A and columns of B beyond the rank are 0, and stay so: their gradients are 0.
+    """
+    values = torch.zeros(shape)
+    if name.endswith("lora_A"):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        torch.nn.init.kaiming_uniform_(values[:rank], a=math.sqrt(5), generator=generator)
+    return values
+
+
+class FullTensor:
+    """A tensor as `weights.fill` reads those of a file."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """See the class."""
+        return list(self._tensor.shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._tensor[rows]
+
+
+@dataclass(frozen=True)
+class MergedSlice:
+    """A stored weight of the base with its adapter added: the sum is made in fp32, of the rows that are read."""
+
+    base: Any
+    lora_a: Tensor  # [r, in]
+    lora_b: Tensor  # [out, r]
+    scale: float
+
+    def get_shape(self) -> list[int]:
+        """See the class."""
+        return list(self.base.get_shape())
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        base = self.base[rows]
+        return base.float() + self.scale * (self.lora_b[rows].float() @ self.lora_a.float())
+
+
+def read_adapters(folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The scale of a folder's adapters, and their tensors by names such as model.layers.0.mlp.up_proj.lora_A.
+
+    A module that PEFT saved whole, as a scalar head, has its parameter's name. Raises InputError naming file and key
+    for what would be computed in another way.
+    """
+    path = folder / CONFIG_FILE
+    config = read_json_object(path)
+    for key, plain in _PLAIN.items():
+        value = config.get(key, plain[0])
+        refuse(value not in plain, f"{path}: {key} is {value!r}; only {plain[0]!r} is supported")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
+        raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
+    tensors = {}
+    with open_tensors(folder / WEIGHTS_FILE) as file:
+        for name in sorted(file.keys()):
+            plain_name = name.removeprefix(_PREFIX)
+            if is_adapter(plain_name.removesuffix(".weight")):
+                plain_name = plain_name.removesuffix(".weight")
+            tensors[plain_name] = file.get_tensor(name)
+    return alpha / rank, tensors
+
+
+def merged(base: Any, name: str, scale: float, tensors: Mapping[str, Tensor], label: str) -> Any:
+    """The slice of a stored weight with its adapter, or itself if it has none. Raises InputError for a wrong shape."""
+    layer = name.removesuffix(".weight")
+    lora_a, lora_b = tensors.get(f"{layer}.lora_A"), tensors.get(f"{layer}.lora_B")
+    if lora_a is None or lora_b is None:
+        return base
+    num_out, num_in = base.get_shape()
+    is_right = lora_a.shape == (len(lora_a), num_in) and lora_b.shape == (num_out, len(lora_a))
+    refuse(
+        not is_right,
+        f"{label}: {layer} has adapters of shapes {list(lora_a.shape)} and {list(lora_b.shape)}, and a weight of "
+        f"{[num_out, num_in]}",
+    )
+    return MergedSlice(base, lora_a, lora_b, scale)
+
+
+def write_adapters(
+    folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig, *, base: str
+) -> dict[str, Digest]:
+    """Write PEFT's two files; returns their digests by name.
+
+    tensors: the trained parameters in fp32, by name. base: the folder or hub id of the model that they are for.
+    """
+    adapters = config.adapters
+    assert adapters is not None
+    stored = {}
+    for name, tensor in tensors.items():
+        if name.endswith("lora_A"):
+            tensor = tensor[: adapters.rank]
+        elif name.endswith("lora_B"):
+            tensor = tensor[:, : adapters.rank].contiguous()
+        stored[f"{_PREFIX}{name}.weight" if is_adapter(name) else f"{_PREFIX}{name}"] = tensor
+    peft_config = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if config.scalar_head else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [name for name in LINEAR_LAYERS if name in adapters.targets],
+        "modules_to_save": ["score"] if config.scalar_head else None,
+        "inference_mode": True,
+    }
+    content = (json.dumps(peft_config, indent=2) + "\n").encode()
+    digest = durable.write_file(folder / CONFIG_FILE, [content])
+    return {CONFIG_FILE: digest, WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, stored)}

@@ -1,0 +1,286 @@
+"""LoRA: adapters that are never merged in a run, saved in PEFT's form, on a base that stays as it is."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+import train_ppo
+from minirl.errors import InputError
+from minirl.merge import merge
+from minirl.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from minirl.model.attention import PackedLayout
+from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.families import config_from_dict, read_config
+from minirl.model.transformer import Transformer
+from minirl.model.weights import load_replica, load_weights, named_parameters
+from minirl.plan.formulas import num_parameters, num_trained_parameters
+from minirl.run.config import check_shared
+from minirl.training.scoring import score
+from minirl.training.sharded_model import ShardedModel
+from support.marks import slow
+from support.models import QWEN_7B, RAW_CONFIG, make_folder
+from support.resuming import digests, interrupted_copy
+from support.scripts import read_metrics, read_rollouts, run_in_pool
+
+CPU = torch.device("cpu")
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --save-every 1 --max-new-tokens 8"
+TINY += " --lora-rank 2"
+ALL = Adapters(2, 4.0, LINEAR_LAYERS)
+MLP = Adapters(12, 6.0, ("up_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model, in fp64."""
+    return make_folder(tmp_path_factory.mktemp("base") / "model", RAW_CONFIG)
+
+
+def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
+    """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
+    config = dataclasses.replace(read_config(folder), adapters=adapters)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.tie_weights()
+    load_weights(model, folder)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data[:, : adapters.rank].normal_(std=0.3, generator=generator)
+    return model
+
+
+def logprobs_of(model, tokens, lengths):
+    layout = PackedLayout(lengths, CPU)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    select = torch.ones(len(tokens), dtype=torch.bool)
+    select[starts] = False
+    return score(model, tokens, layout, select=select, temperature=1.0)[0]
+
+
+@pytest.mark.parametrize("adapters", [ALL, MLP], ids=["all", "mlp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
+    """Of rank 2 too, whose products with few rows would depend on the batch: packed is as alone."""
+    tokens = torch.arange(90) % 33
+    base = load_replica(folder, dtype=dtype)
+    assert torch.equal(
+        logprobs_of(adapted(folder, adapters, dtype), tokens, (90,)), logprobs_of(base, tokens, (90,))
+    )
+    model = adapted(folder, adapters, dtype, seed=1)
+    packed = logprobs_of(model, tokens, (40, 30, 20)).split((40, 30, 20))
+    for part, own in zip(packed, tokens.split((40, 30, 20)), strict=True):
+        assert torch.equal(part, logprobs_of(model, own, (len(own),)))
+    assert not torch.equal(packed[0], logprobs_of(base, tokens[:40], (40,)))
+
+
+def train_one_update(rank, folder, options):
+    """The gradients' norm, the weights before and after, and which storage is whose."""
+    config = dataclasses.replace(read_config(folder), adapters=ALL)
+    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, **options)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    tokens = torch.arange(20) % 33
+    loss = logprobs_of(model.module, tokens, (20,)).sum()
+    model.backward(loss, is_last=True)
+    model.step(optimizer, lr=0.01, max_grad_norm=0.0)
+    after = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    assert all(".lora_" in name for name in model.masters)
+    reference = model.without_adapters()
+    for name, parameter in named_parameters(reference).items():
+        assert parameter.data_ptr() == model.compute_weights[name].data_ptr()
+    masters = model.full_masters()
+    assert all(torch.equal(masters[name], after[name]) for name in masters)
+    return before, after
+
+
+@pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
+def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
+    """Rows and columns beyond the rank stay 0. The base has no masters; its reference is on the same storage."""
+    (before, expected), *_ = one_rank.run(train_one_update, folder, {})
+    for own_before, after in two_ranks.run(train_one_update, folder, options):
+        for name, weight in after.items():
+            assert torch.equal(own_before[name], before[name])
+            is_changed = not torch.equal(weight, before[name])
+            assert is_changed == name.endswith("lora_B"), name
+            # Twice the gradient: AdamW's epsilon weighs half as much.
+            torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
+        assert not any(w[:, ALL.rank :].any() for name, w in after.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("train_grpo.py", "--kl-coef 0.1 --max-staleness 1"),
+        slow("train_ppo.py", "--kl-reward-coef 0.1 --dtype bfloat16 --lora-targets q_proj down_proj"),
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, runs, script, more):
+    """On two ranks, with a reference. A checkpoint has no copy of the base; a base that changed is refused."""
+    name = f"lora-{Path(script).stem}"
+    run_in_pool(two_ranks, script, TINY, more, f"--run-name {name}", runs=runs)
+    gaps = [
+        line["policy/logp_gap_max"] for line in read_metrics(runs / name) if "policy/logp_gap_max" in line
+    ]
+    assert set(gaps) == {0.0}
+    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
+    run_in_pool(two_ranks, script, TINY, more, f"--run-name {copy.name}", runs=runs)
+    assert digests(copy) == digests(runs / name)
+    checkpoint = runs / name / "checkpoints" / "000002"
+    assert not list(checkpoint.rglob("model.safetensors"))
+    if script == "train_ppo.py":
+        assert "base_model.model.score.weight" in load_file(checkpoint / "value" / WEIGHTS_FILE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(one_rank, runs) -> Path:
+    """Adapters that a run trained, with rewards that change them much."""
+    run_in_pool(one_rank, "train_grpo.py", TINY, "--lr 0.05 --run-name lora-saved", runs=runs)
+    return runs / "lora-saved" / "checkpoints" / "000002"
+
+
+def trained_logprobs(checkpoint, embedded_model, tokens):
+    """Of the model as it trains: base and adapters apart."""
+    model = adapted(embedded_model, Adapters(2, 16.0, LINEAR_LAYERS))
+    stored = load_file(checkpoint / WEIGHTS_FILE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                values = stored[f"base_model.model.{name}.weight"]
+                parameter.zero_()[tuple(map(slice, values.shape))] = values
+    return logprobs_of(model, tokens, (len(tokens),))
+
+
+def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, embedded_model, tmp_path):
+    """And written as one, with the base's config and tokenizer; its logprobs are those of training to rounding."""
+    tokens = torch.arange(40) % 14
+    trained = trained_logprobs(checkpoint, embedded_model, tokens)
+    replica = load_replica(checkpoint, dtype=torch.float32)
+    torch.testing.assert_close(logprobs_of(replica, tokens, (40,)), trained, atol=1e-5, rtol=0)
+    base = load_replica(embedded_model, dtype=torch.float32)
+    assert (logprobs_of(base, tokens, (40,)) - trained).abs().max() > 0.01
+    merge(checkpoint, tmp_path / "merged", torch.float32)
+    merged = load_replica(tmp_path / "merged", dtype=torch.float32)
+    for name, weight in named_parameters(merged).items():
+        assert torch.equal(weight, named_parameters(replica)[name])
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    with pytest.raises(InputError, match=r"merged: exists"):
+        merge(checkpoint, tmp_path / "merged", torch.float32)
+    with pytest.raises(InputError, match=r"has no adapter_config\.json"):
+        merge(embedded_model, tmp_path / "other", torch.float32)
+
+
+def test_peft_reads_the_adapters(checkpoint, embedded_model):
+    """With the logprobs of training."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    tokens = torch.arange(40) % 14
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(base, checkpoint)(tokens[None]).logits[0]
+    theirs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    trained = trained_logprobs(checkpoint, embedded_model, tokens)[1:]
+    torch.testing.assert_close(theirs, trained, atol=5e-6, rtol=0)
+
+
+def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, checkpoint):
+    """A run without adapters begins with the merged model; one with adapters is told to merge first."""
+    flags = "--data {0}/data.jsonl --reward {0}/reward.py:length --num-steps 1 --prompts-per-step 2 --group-size 2"
+    (runs / "data.jsonl").write_text('{"prompt": "12="}\n{"prompt": "21="}\n')
+    (runs / "reward.py").write_text(
+        "def length(completions):\n    return [len(text) for text in completions]\n"
+    )
+    flags = f"--model {checkpoint} {flags.format(runs)} --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
+    run_in_pool(one_rank, "train_grpo.py", flags, "--run-name lora-base", runs=runs)
+    (line,) = read_metrics(runs / "lora-base")
+    assert line["policy/kl_ref_k1"] == 0
+    assert read_rollouts(runs / "lora-base", 1)
+    assert (runs / "lora-base" / "reference" / WEIGHTS_FILE).is_file()
+    with pytest.raises(AssertionError, match=r"has adapters; .* python -m minirl.merge"):
+        run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
+
+
+def test_a_base_that_changed_is_refused_at_a_resume(one_rank, runs, embedded_model, tmp_path):
+    """A checkpoint has the adapters alone."""
+    base = tmp_path / "base"
+    shutil.copytree(embedded_model, base)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "12="}\n')
+    (tmp_path / "reward.py").write_text(
+        "def length(completions):\n    return [len(t) for t in completions]\n"
+    )
+    flags = f"--model {base} --data {tmp_path}/data.jsonl --reward {tmp_path}/reward.py:length --num-steps 1"
+    flags += " --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --lora-rank 2 --run-name lora-moved"
+    run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(AssertionError, match="model under the adapters has changed"):
+        run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 2", runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True; only False is supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only 'LORA' is supported"),
+        ({"r": 0}, "r is 0 and lora_alpha"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None; name the folder"),
+        ({"base_model_name_or_path": "./gone"}, r"base_model_name_or_path \./gone: no config.json there"),
+    ],
+    ids=str,
+)
+def test_adapters_that_would_be_computed_in_another_way_are_refused(checkpoint, tmp_path, change, message):
+    """By file and key."""
+    folder = tmp_path / "adapters"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | change))
+    with pytest.raises(InputError, match=message) as refused:
+        load_replica(folder, dtype=torch.float32)
+    assert CONFIG_FILE in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"lora_rank": 4, "lora_targets": ("lm_head",)},
+            "--lora-targets lm_head: the head and the embeddings have",
+        ),
+        ({"lora_rank": 4, "lora_targets": ()}, "--lora-targets: name at least one"),
+        ({"lora_alpha": 8.0}, "--lora-alpha 8.0: has no effect without --lora-rank"),
+        ({"lora_rank": 5000}, "--lora-rank 5000: must be at most"),
+    ],
+    ids=str,
+)
+def test_flags_of_adapters_without_a_meaning_are_refused(flags, message):
+    """Before anything is loaded."""
+    with pytest.raises(InputError, match=message):
+        check_shared(train_grpo.Config(**flags))
+
+
+def test_adapters_learn_at_ten_times_the_learning_rate():
+    """Unless the flag says otherwise."""
+    assert train_grpo.Config(lora_rank=8).peak_lr == 10 * train_grpo.Config().peak_lr
+    assert train_ppo.Config(lora_rank=8, lr=1e-4).peak_lr == 1e-4
+
+
+def test_the_plan_counts_masters_and_moments_of_the_adapters_alone():
+    """7B by hand: rank 16 on q, k, v, o, gate, up and down of 28 layers; a value model also trains its head."""
+    config = dataclasses.replace(config_from_dict(QWEN_7B), adapters=Adapters(16, 16.0, LINEAR_LAYERS))
+    hidden, inner, keys, layers = 3584, 18944, 512, 28
+    in_and_out = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    trained = 16 * in_and_out * layers
+    assert num_trained_parameters(config) == trained == 40_370_176
+    assert num_parameters(config) == 7_615_616_512 + trained
+    value = dataclasses.replace(config, scalar_head=True)
+    assert num_trained_parameters(value) == trained + hidden
