@@ -19,9 +19,9 @@ from typing import Any
 
 from minirl.data.view import view_of
 from minirl.episodes.episode import one_turn
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.files import durable
-from minirl.files.json_files import read_json_lines, read_json_object
+from minirl.files.json_files import read_json_lines
 from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
 from minirl.ranks import process_group
@@ -31,7 +31,7 @@ from minirl.report.logger import rollout_records, write_args
 from minirl.report.progress_bar import progress_bar
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, run_script
-from minirl.run.run_folder import checkpoints_in, find_run
+from minirl.run.run_folder import newest_checkpoint
 from minirl.run.setup import Setup
 from minirl.show import is_rollout
 
@@ -63,25 +63,6 @@ def checked(config: Config) -> Config:
     check_needed(config, needs={"temperature": "eval_samples"})
     refuse(config.eval_rows == 0, "--eval-rows 0: nothing is evaluated")
     return config
-
-
-def checkpoint_of(model: str | None) -> str | None:
-    """The newest checkpoint of the run with this path or name; any other model as it is.
-
-    Raises InputError if the run has no checkpoint, or if the policy in it is damaged.
-    """
-    if model is None or (Path(model) / "config.json").is_file():
-        return model
-    try:
-        run = find_run(model, "args.json")
-    except InputError:
-        return model
-    checkpoints = checkpoints_in(run)
-    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
-    digests = read_json_object(checkpoints[-1] / "manifest.json")["files"]
-    damage = durable.damage(checkpoints[-1], {name: digests[name] for name in digests if "/" not in name})
-    refuse(damage, f"{checkpoints[-1]}: {damage}; give an earlier checkpoint as --model")
-    return str(checkpoints[-1])
 
 
 def finished_records(folder: Path, num_samples: int) -> list[Record]:
@@ -157,7 +138,10 @@ def evaluate(config: Config) -> dict[str, Any]:
         device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
     )
     # On rank 0 alone: meanwhile the run may save another one.
-    model = broadcast_object(checkpoint_of(config.model) if rank() == 0 else None)
+    model = None
+    if config.model and rank() == 0:
+        model = newest_checkpoint(config.model, flag="--model")
+    model = broadcast_object(model)
     # An evaluation that goes on must have the same.
     resolved: dict[str, Any] = {"model": model, "device": device.type}
     setup = Setup(dataclasses.replace(config, **resolved), name="eval")

@@ -12,7 +12,7 @@ from minirl.files.redaction import escaped
 from minirl.model.adapters import has_adapters
 from minirl.model.families import read_config
 from minirl.model.weights import load_replica, named_parameters, save_folder
-from minirl.run.run_folder import checkpoints_in, find_run
+from minirl.run.run_folder import newest_checkpoint
 
 
 def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
@@ -25,15 +25,6 @@ def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
     model = load_replica(source, dtype=dtype, scalar_head=read_config(source).scalar_head)
     config = read_json_object(source / "config.json")
     save_folder(output, named_parameters(model), config=config, tokenizer_from=source)
-
-
-def adapters_of(run: str) -> Path:
-    """The folder itself if it has adapters, or else the newest checkpoint of the run. Raises InputError."""
-    if has_adapters(Path(run)):
-        return Path(run)
-    checkpoints = checkpoints_in(find_run(run, "checkpoints"))
-    refuse(not checkpoints, f"{run}: the run has no checkpoint")
-    return checkpoints[-1]
 
 
 def arguments() -> argparse.Namespace:
@@ -56,7 +47,7 @@ def main() -> int:
     """The command."""
     given = arguments()
     try:
-        source = adapters_of(given.run)
+        source = Path(newest_checkpoint(given.run, flag="RUN"))
         merge(source, given.output, getattr(torch, given.dtype))
     except InputError as error:
         print(f"error: {escaped(str(error))}", file=sys.stderr)

@@ -318,6 +318,25 @@ def _newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def newest_checkpoint(model: str, *, flag: str) -> str:
+    """The newest checkpoint of the run with this path or name; any other model as it is.
+
+    Raises InputError, which names the flag, if the run has no checkpoint, or if the policy in it is damaged.
+    """
+    if (Path(model) / "config.json").is_file():
+        return model
+    try:
+        run = find_run(model, "args.json")
+    except InputError:
+        return model
+    checkpoints = checkpoints_in(run)
+    refuse(not checkpoints, f"{flag} {model}: the run {run} has no checkpoint")
+    digests = read_json_object(checkpoints[-1] / "manifest.json")["files"]
+    damage = durable.damage(checkpoints[-1], {name: digests[name] for name in digests if "/" not in name})
+    refuse(damage, f"{checkpoints[-1]}: {damage}; give an earlier checkpoint as {flag}")
+    return str(checkpoints[-1])
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first, including damaged ones."""
     return sorted(filter(is_checkpoint, (folder / "checkpoints").glob("*")), key=lambda path: int(path.name))
