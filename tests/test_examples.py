@@ -4,19 +4,20 @@ import json
 import random
 import re
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
 from minirl.files.value_files import read_values
 from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, read_metrics, read_rollouts, run_in_pool, untimed
+from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run_in_pool, untimed
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
@@ -136,6 +137,30 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
     for name, average in averages.items():
         expected = 0.5625 * weights[0][name] + 0.1875 * weights[1][name] + 0.25 * weights[2][name]
         torch.testing.assert_close(average, expected)
+
+
+def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_path):
+    """Its weights are those that the KL is to, also where the folder is gone."""
+    (original,) = runs.glob("toy-*")
+    other = tmp_path / "other"
+    shutil.copytree(original, other)
+    weights = {name: 0.9 * weight for name, weight in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors")
+    fork = changed_fork(
+        tmp_path,
+        "other_reference",
+        {"setup.load_reference()": f"setup.load_reference(Path({str(other)!r}))"},
+        {"import itertools\n": "import itertools\nfrom pathlib import Path\n"},
+    )
+    flags = f"{COMMON} --kl-coef 0.1 --prompts-per-step 4 --group-size 4 --eval-rows 1"
+    run_in_pool(one_rank, fork, flags, "--run-name other", runs=runs)
+    shutil.rmtree(other)
+    copy = interrupted_copy(runs / "other", "other-resumed", 1)
+    run_in_pool(one_rank, fork, flags, f"--run-name {copy.name}", runs=runs)
+    assert results(copy) == results(runs / "other")
+    assert read_metrics(copy)[0]["policy/kl_ref_k3"] > 0
+    kept = load_file(copy / "reference" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.slow

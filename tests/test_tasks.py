@@ -286,6 +286,15 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     assert len(task.rewards["four"].pool.workers) == 2
 
 
+def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(write, mine):
+    config = RunConfig(data=write([GOOD]), reward_model=("a", "b"), reward=(mine("three"),))
+    assert config.reward_models == {"reward_model": "a", "reward_model_2": "b"}
+    assert config.num_rewards == 3
+    load_task(config)
+    with pytest.raises(InputError, match="the name reward_model_2 is taken"):
+        load_task(replace(config, reward=("mine.py:reward_model_2",)))
+
+
 def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
     """One's own function is what is trained on; a reward model is added by the caller, and is enough for --data."""
     path = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
