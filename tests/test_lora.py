@@ -87,15 +87,18 @@ def train_one_update(rank, folder, options):
     model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    reference = model.without_adapters()
     tokens = torch.arange(20) % 33
     loss = logprobs_of(model.module, tokens, (20,)).sum()
     model.backward(loss, is_last=True)
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)
     after = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     assert all(".lora_" in name for name in model.masters)
-    reference = model.without_adapters()
     for name, parameter in named_parameters(reference).items():
-        assert parameter.data_ptr() == model.compute_weights[name].data_ptr()
+        weight = model.compute_weights[name]
+        assert parameter.data_ptr() == weight.data_ptr()
+        assert weight.grad is None
+        assert not weight.requires_grad
     masters = model.full_masters()
     assert all(torch.equal(masters[name], after[name]) for name in masters)
     return before, after

@@ -148,7 +148,10 @@ class ShardedModel:
             model = Transformer(config)
         # Both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        own = {name: parameters[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+        own = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            own[name] = parameters[name]
+            parameter.requires_grad_(own[name].requires_grad)  # the assignment would give it to the storage's
         model.load_state_dict(own, assign=True)
         return model
 
