@@ -73,20 +73,6 @@ def first_values(name: str, shape: torch.Size, rank: int) -> Tensor:
     return values
 
 
-class FullTensor:
-    """A tensor as `weights.fill` reads those of a file."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        """See the class."""
-        return list(self._tensor.shape)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self._tensor[rows]
-
-
 @dataclass(frozen=True)
 class MergedSlice:
     """A stored weight of the base with its adapter added: the sum is made in fp32, of the rows that are read."""

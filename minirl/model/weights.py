@@ -22,7 +22,6 @@ from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors,
 from minirl.model.adapters import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    FullTensor,
     base_model,
     first_values,
     has_adapters,
@@ -114,7 +113,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
     In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. A folder
-    with adapters is read as its base with these merged; the model's own adapters begin anew. Raises InputError without
+    with adapters is read as its base with these merged; the model's own adapters get their first values. Raises InputError without
     safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
     scale, adapters = read_adapters(folder) if has_adapters(folder) else (0.0, {})
@@ -124,11 +123,11 @@ def load_weights(model: Transformer, folder: Path) -> None:
         if is_adapter(name):
             assert model.config.adapters is not None
             values = first_values(name, param.shape, model.config.adapters.rank)
-            fill(param, FullTensor(values), name)
+            fill(param, values, name)
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied_head(files)
     if "score.weight" in params and "score.weight" in adapters:
-        fill(params.pop("score.weight"), FullTensor(adapters["score.weight"]), f"{folder}: score.weight")
+        fill(params.pop("score.weight"), adapters["score.weight"], f"{folder}: score.weight")
     elif "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
     for name, param in params.items():
@@ -176,7 +175,7 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
 
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
     """Raise InputError, with `label`, if a stored tensor has another shape than the parameter."""
-    shape = stored.get_shape()
+    shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
     if tuple(shape) != tuple(param.shape):
         raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
 
@@ -266,7 +265,7 @@ def _is_file_name(name: str) -> bool:
 def fill(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
 
-    stored: a slice of `safetensors.safe_open`, of which only the part that is needed is read.
+    stored: a whole tensor, or a slice of `safetensors.safe_open`, of which only the part that is needed is read.
     Raises InputError, with `label`, if the shapes differ or a value is not finite.
     """
     _check_shape(param, stored, label)

@@ -121,8 +121,8 @@ class Run:
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
         rollouts; a checkpoint holds those in flight, and evaluations use its engine; None in a script that generates
-        nothing and so has no --max-staleness. folders: those with config and
-        tokenizer of further models. resolved: values for args.json where the script's flags left them open.
+        nothing. folders: those with config and tokenizer of further models. resolved: values for args.json where the
+        script's flags left them open.
 
         extra, records: first values of the script's memory between steps; each save takes the later ones from
         `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
