@@ -105,8 +105,7 @@ class RewardFlags:
 class UpdateFlags:
     """Update"""
 
-    lr: float | None = None
-    """peak learning rate; none: 1e-6, and 2e-4 for the embedded model; ten times that for adapters"""
+    lr: float | None = None  # peak learning rate; none: 1e-6, 2e-4 for the embedded model; adapters: x 10
     lr_schedule: Literal["constant", "linear"] = "linear"  # after the warm-up
     warmup_updates: int = 5  # optimizer steps of linear warm-up
     num_epochs: int = 1  # passes over a step's rollouts
