@@ -152,6 +152,12 @@ def ppo(place: Place) -> Figures:
     return learns(place, "train_ppo.py")
 
 
+def adapters(place: Place) -> Figures:
+    """See `learns`: LoRA, with the policy's base as the reference."""
+    flags = ("--lora-rank", "8", "--kl-coef", "0.001", "--run-name", "adapters")
+    return learns(place, "train_grpo.py", *flags)
+
+
 def real_size(place: Place, script: str) -> Figures:
     """Three steps of 1.5B random parameters at the automatic sizes, on a card of 80 GB; on the CPU a tiny model."""
     from cuda_decode import write_random_model
@@ -263,6 +269,7 @@ CHECKS = {
     "first_command": Check(first_command, 120, {"steps": (3, 3)}),
     "grpo": Check(grpo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
     "ppo": Check(ppo, 240, {"last_reward": (0.9, None), "gap_mean": (0, 0.05)}),
+    "adapters": Check(adapters, 240, {"last_reward": (0.6, None), "gap_mean": (0, 0.05)}),
     "grpo_1_5b": Check(grpo_1_5b, 400, {"steps": (3, 3), "gap_mean": (0, 0.05)}),
     "ppo_1_5b": Check(ppo_1_5b, 300, {"steps": (3, 3), "gap_mean": (0, 0.05)}),
     "kill_and_resume": Check(
