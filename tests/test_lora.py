@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.run.config import check_shared
+from minirl.run.input_files import check_inputs
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
@@ -227,6 +229,20 @@ def test_a_base_that_changed_is_refused_at_a_resume(one_rank, runs, embedded_mod
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     with pytest.raises(AssertionError, match="model under the adapters has changed"):
         run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 2", runs=runs)
+
+
+def check_base(rank, checkpoint, base, resume):
+    run = SimpleNamespace(path=checkpoint.parent.parent, checkpoint=checkpoint)
+    return check_inputs(run, {}, train_grpo.Config(lora_rank=2, resume=resume), base=base)
+
+
+def test_adapters_of_another_base_are_refused_at_a_resume(one_rank, runs, checkpoint, embedded_model):
+    """Such as a later snapshot of the hub, which has another path."""
+    base, later = runs / embedded_model.name, runs / "later"
+    assert one_rank.run(check_base, checkpoint, base, "auto") == [[]]
+    assert one_rank.run(check_base, checkpoint, later, "force") == [[]]
+    with pytest.raises(AssertionError, match=r"its adapters are for .*, not for .*later"):
+        one_rank.run(check_base, checkpoint, later, "auto")
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
     In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. A folder
-    with adapters is read as its base with these merged; the model's own adapters get their first values. Raises InputError without
-    safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
+    with adapters is read as its base with these merged; the model's own adapters get their first values. Raises
+    InputError without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
     scale, adapters = read_adapters(folder) if has_adapters(folder) else (0.0, {})
     files = _find_tensors(model, folder)

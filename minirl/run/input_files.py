@@ -11,18 +11,21 @@ from minirl.files.durable import file_sha256
 from minirl.model.adapters import base_model, has_adapters
 from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.config import RunConfig
-from minirl.run.run_folder import read_args
+from minirl.run.run_folder import RunFolder, read_args
 
 
-def input_digests(config: RunConfig) -> dict[str, str]:
-    """SHA-256 by path of the script and of the files of data, rewards and models, as far as they exist."""
+def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, str]:
+    """SHA-256 by path of the script and of the files of data, rewards and models, as far as they exist.
+
+    base: the folder of the model under the run's adapters.
+    """
     functions = [*config.reward, *filter(None, [config.rollout, config.tools, config.environment])]
     sources = [spec.rpartition(":")[0] for spec in functions]
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]
     further = (getattr(config, name, None) for name in ("value_model", "teacher"))
     models = (config.model, *config.reward_model, *further)
-    for folder in (Path(model) for model in models if model):
+    for folder in (Path(model) for model in (*models, base) if model):
         paths += _model_files(folder)
         if has_adapters(folder):
             paths += _model_files(Path(base_model(folder)))
@@ -37,20 +40,29 @@ def _model_files(folder: Path) -> list[Path]:
     return [*folder.glob("*.json"), *folder.glob("*.safetensors")]
 
 
-def check_inputs(folder: Path, digests: Mapping[str, str], config: RunConfig) -> list[str]:
+def check_inputs(
+    run: RunFolder, digests: Mapping[str, str], config: RunConfig, *, base: Path | None = None
+) -> list[str]:
     """Notes on the files that have changed since the run in this folder last started (collective).
 
-    digests: on rank 0, the present ones. Raises InputError, on every rank, if the data has changed, because the run
-    would not continue as it began. --resume force accepts the change. An evaluation refuses every change.
+    digests: on rank 0, the present ones. base: the folder of the model under the run's adapters, which its checkpoints
+    lack. Raises InputError, on every rank, if the data or this model has changed, because the run would not continue
+    as it began. --resume force accepts the change. An evaluation refuses every change.
     """
-    changed = broadcast_object(changed_inputs(folder, digests) if rank() == 0 else None)
+    changed = broadcast_object(changed_inputs(run.path, digests) if rank() == 0 else None)
     refuse(
         changed and not config.trains,
         f"{', '.join(changed)}: changed since this evaluation began; restore it, or take another --run-name",
     )
     kinds = {str(Path(name)): "data" for name in (config.data, *config.eval_data) if name}
-    if config.adapters and config.model:  # a checkpoint has the adapters alone
-        kinds |= {str(path): "model under the adapters" for path in _model_files(Path(config.model))}
+    if base is not None:
+        kinds |= {str(path): "model under the adapters" for path in _model_files(base)}
+        before = base_model(run.checkpoint) if run.checkpoint and has_adapters(run.checkpoint) else None
+        refuse(
+            before not in (None, str(base.resolve())) and config.resume != "force",
+            f"{run.checkpoint}: its adapters are for {before}, not for {base.resolve()}; restore that model, or "
+            "continue with this one by --resume force",
+        )
     for path in changed:
         kind = kinds.get(path)
         refuse(

@@ -92,11 +92,12 @@ class Setup:
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         self.folder = self._open_folder(name)
-        self._inputs = input_digests(config) if rank() == 0 else {}
-        self._notes = check_inputs(self.folder.path, self._inputs, config)
         # A checkpoint of adapters has no model: they go onto the one that the run began with.
         saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = saved or self._original_model()
+        base = self.model_folder if config.adapters else None
+        self._inputs = input_digests(config, base=base) if rank() == 0 else {}
+        self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         refuse(
             config.adapters and has_adapters(self.model_folder),
             f"--model {self.model_folder}: has adapters; for further ones make a model of it first: "
