@@ -34,6 +34,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
+from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
 from support.turns import SaidReader
@@ -351,7 +352,7 @@ def test_row_60_a_request_that_cannot_be_read_is_refused_and_its_connection_clos
     at_route(conversation)
 
 
-@pytest.mark.parametrize("is_body", [True, False])
+@pytest.mark.parametrize("is_body", [slow(True), False])
 def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
     monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
 

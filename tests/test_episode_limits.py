@@ -33,6 +33,7 @@ from support.collecting import (
     resumed,
     rollout_records,
 )
+from support.marks import slow
 
 SOURCE = """
 import asyncio, time
@@ -295,7 +296,7 @@ def test_row_56_each_limit_ends_an_endless_episode_with_its_own_reason(load, lim
         assert rollout.is_truncated
 
 
-@pytest.mark.parametrize("name", ["naps", "naps_async"])
+@pytest.mark.parametrize("name", [slow("naps"), "naps_async"])
 def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
     """Not of its neighbours in the process, nor of decoding; it ends an episode between turns. Fault 56."""
     for rollout in rollouts_of(load(name), 2, limits=EpisodeLimits(max_seconds=0.1)):
@@ -307,6 +308,7 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
     assert name == "naps_async" or time.monotonic() - began > 8 * 3 * 3 * 0.04
 
 
+@pytest.mark.slow
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)

@@ -85,7 +85,7 @@ DIE = "if rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\n"
     ("body", "last_seen"),
     [
         (f"joined()\n{DIE}process_group.barrier()", "step 3, phase reward"),
-        (f"process_group.GONE_S = 3.0\n{DIE}joined()", "before the first step"),
+        slow(f"process_group.GONE_S = 3.0\n{DIE}joined()", "before the first step"),
     ],
     ids=["in a collective", "before it joins"],
 )
@@ -100,7 +100,7 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path, body, last_s
         assert "Traceback" not in job.output(0)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [slow(0), 1])
 def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_ever(tmp_path, killed):
     """Without torchrun, and whether it would have kept the store or not: the other says in a minute what is missing."""
     assert process_group.GONE_S < watchdog.START_S < 60
@@ -164,6 +164,7 @@ def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
     assert [(tmp_path / f"script.py{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.slow
 def test_row_03_ranks_die_with_torchrun(tmp_path):
     """Also those that are stuck in user code."""
     with started(tmp_path, [torchrun(*python(tmp_path, "joined()\ntime.sleep(300)"))]) as job:

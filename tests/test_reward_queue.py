@@ -243,6 +243,7 @@ def test_row_25_a_signal_while_the_rest_is_awaited_kills_what_is_under_way(load,
     assert reward_rollouts(functions, prompts, groups[1]).rewards.tolist() == [[2.0, 2.0]]
 
 
+@pytest.mark.slow
 def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load, make_groups):
     """Four calls that wait for one worker take longer than one may; so does a rank that is late to poll."""
     prompts, groups = make_groups([("a",)] * 4)

@@ -156,6 +156,7 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
     assert 1 in ordinals(steps)[1]
 
 
+@pytest.mark.slow
 def test_a_reply_that_fills_the_pipe_during_an_update_is_not_late(load):
     """Its process waits for the trainer to read it, for longer than the time limit of a reply."""
     rollout = load("large", timeout_s=1.0)

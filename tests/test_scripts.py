@@ -221,10 +221,8 @@ def replies(episode):
 """
 
 
-@pytest.mark.parametrize(
-    ("flag", "function"),
-    [slow("--reward", "rewards"), ("--rollout", "replies")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("flag", "function"), [("--reward", "rewards"), ("--rollout", "replies")])
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
 ):
