@@ -211,7 +211,8 @@ SHARED = """
 import openai
 from minirl.agents.endpoint import serve
 
-CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
+# A client gives up a connection after 5 seconds, which 1,024 of them take on a loaded machine.
+CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0, timeout=60)
 
 @serve
 async def agent(url, episode):
