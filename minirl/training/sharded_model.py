@@ -160,12 +160,13 @@ class ShardedModel:
         return self._on_same_storage(dataclasses.replace(self.module.config, adapters=None))
 
     def full_masters(self) -> dict[str, Tensor]:
-        """All masters in fp32, whole, on the host (collective)."""
-        whole = {}
+        """Copies on the host of all masters in fp32, whole (collective)."""
+        copies = {}
         for name, master in self.masters.items():
-            tensor = master.full_tensor() if hasattr(master, "full_tensor") else master
-            whole[name] = tensor.detach().cpu()
-        return whole
+            whole = master.full_tensor().detach()  # type: ignore[attr-defined]
+            # Of a single rank it is the master itself.
+            copies[name] = torch.empty_like(whole, device="cpu").copy_(whole)
+        return copies
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a microbatch's loss to the gradients.
