@@ -214,13 +214,11 @@ def token_advantages(
         mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
 
-    if (
-        config.teacher and not config.has_kl_loss
-    ):  # each token's own: no baseline and no later token has a part in it
+    if config.teacher and not config.has_kl_loss:
+        # Each token's own: no baseline and no later token has a part in it.
         mask = batch.loss_mask
-        stream[mask] -= (
-            config.teacher_weight * kl_penalty(logprobs, batch.teacher_logprobs, "k1")[mask].double()
-        )
+        teacher_kl = kl_penalty(logprobs, batch.teacher_logprobs, "k1")
+        stream[mask] -= config.teacher_weight * teacher_kl[mask].double()
     return stream
 
 

@@ -181,8 +181,7 @@ def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older
         newest = step
         assert len(list(folder.iterdir())) <= 3
     assert newest > num_kills // 10, "hardly any save came to its end"
-    # About half of them do; of ten, two or fewer in one run of twenty.
-    assert num_inside > num_kills // 10, "hardly any kill met a save"
+    assert num_inside > num_kills // 4, "hardly any kill met a save"
 
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -165,11 +165,7 @@ def _metavar(annotation: Any) -> str | None:
         return next(filter(None, own), None) or _metavar(annotation.__origin__)
     parts = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
-        return (
-            f"{_metavar(parts[0])} ..."
-            if parts[-1] is ...
-            else " ".join(str(_metavar(part)) for part in parts)
-        )
+        return " ".join("..." if part is ... else str(_metavar(part)) for part in parts)
     if type(None) in parts:
         return _metavar(parts[0])
     return {str: "TEXT", int: "N", float: "X"}.get(annotation)
