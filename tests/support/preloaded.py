@@ -19,5 +19,5 @@ from minirl.run import embedded_model
 torch.set_num_threads(1)
 # To make 20,000 rows and to tokenize them takes a third of a short run. The model is still warm-started on all.
 _task = embedded_model.load_sorting()
-_task = dataclasses.replace(_task, train_rows=_task.train_rows[:2000])
+_task = dataclasses.replace(_task, train_rows=_task.train_rows[: support.scripts.NUM_ROWS])
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
