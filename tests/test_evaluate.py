@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import sys
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from minirl.model.families import config_from_dict
 from minirl.plan.choice import can_keep_cache, choose_sizes, too_large
 from minirl.plan.needs import always_bytes, phase_bytes
 from minirl.plan.workload import Sizes, Workload
-from minirl.report.evaluation import bootstrap_interval, majority, means, pass_at_k, values_by_prompt
+from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from minirl.show import read_rollouts, step_file
@@ -96,7 +97,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     ]
     task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
     values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
-    assert means(values) == {
+    assert {name: fmean(of_prompts) for name, of_prompts in values.items()} == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
         "eval/pass@2": 1.0,

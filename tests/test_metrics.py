@@ -21,7 +21,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
-from minirl.report.logger import Logger, console_line, duration, troubles
+from minirl.report.logger import Logger, console_line, duration, rollout_records, troubles
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -666,7 +666,7 @@ def test_row_48_secrets_in_results_of_tools_are_not_written(make_logger, monkeyp
     text = "KeyError: 'very-secret-value!'"
     view = {"messages": [{"role": "tool", "content": text}], "segments": [{"text": text}]}
     rewarded = judged([make_rollout(2, 3)], [Row("a", {}, "f:1")], [text])
-    make_logger().log_rollouts(1, rewarded, ["score"], views=[view])
+    make_logger().log_rollouts(1, rollout_records(rewarded, ["score"], views=[view]))
     written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
     assert written.count("'***'") == 3
     assert "very-secret" not in written
@@ -689,8 +689,8 @@ def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path)
     episode = {"messages": chat, "segments": [{"kind": "sampled", "text": "2"}], "turns": [{"start": 0}]}
     numbers = {"reward": rewarded.rewards.sum(1), "advantage": torch.tensor([0.5, -0.5]).double()}
     for step in (11, 12):
-        logger.log_rollouts(step, rewarded, ["a", "b"], views=[{}, episode], **numbers)
-    logger.log_rollouts(13, judged([]), ["a"], reward=torch.zeros(0))
+        logger.log_rollouts(step, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
+    logger.log_rollouts(13, rollout_records(judged([]), ["a"], reward=torch.zeros(0)))
     files = {path.name: path.read_text() for path in (tmp_path / "rollouts").iterdir()}
     assert files.keys() == {"000012.jsonl", "000013.jsonl"}
     assert files["000013.jsonl"] == ""
@@ -857,15 +857,15 @@ def test_row_40_metrics_that_cannot_be_written_are_written_later(make_logger, ca
 def test_row_40_rollouts_that_cannot_be_written_do_not_end_the_run(make_logger, capsys, tmp_path, file_limit):
     """No half file stays; the warning names it. So too where the folder has gone."""
     logger = make_logger()
-    rewarded = judged([make_rollout(1, 1)], [Row("1+1=", {}, "f:1")], ["2"])
+    records = rollout_records(judged([make_rollout(1, 1)], [Row("1+1=", {}, "f:1")], ["2"]), ["a"])
     file_limit(20)
-    logger.log_rollouts(1, rewarded, ["a"])
+    logger.log_rollouts(1, records)
     file_limit(None)
-    logger.log_rollouts(2, rewarded, ["a"])
+    logger.log_rollouts(2, records)
     folder = tmp_path / "rollouts"
     assert [path.name for path in folder.iterdir()] == ["000002.jsonl"]
     shutil.rmtree(folder)
-    logger.log_rollouts(3, rewarded, ["a"])
+    logger.log_rollouts(3, records)
     first, second = said(capsys).splitlines()
     assert f"{folder}/000001.jsonl: File too large" in first
     assert f"{folder}/000003.jsonl: No such file" in second

@@ -6,7 +6,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from minirl.collect.collector import Collector
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
+from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
@@ -39,10 +40,12 @@ from minirl.ranks.process_group import (
     rank,
     world_size,
 )
-from minirl.report.evaluation import values_by_prompt
+from minirl.report.evaluation import Record, values_by_prompt
+from minirl.report.logger import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
@@ -257,10 +260,22 @@ class Setup:
             temperature=self.config.temperature,
         )
 
-    def eval_values(self, records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records."""
+    def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
+        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
+
+        In training, pass@k and the other numbers of samples come with --eval-samples.
+        """
         weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
-        return values_by_prompt(records, self.task, weights)
+        of_samples = self.config.eval_samples > 0 or not self.config.trains
+        return values_by_prompt(records, self.task, weights, of_samples=of_samples)
+
+    def records(self, rewarded: RewardedRollouts, **numbers: Any) -> list[dict[str, Any]]:
+        """The `rollout_records` of these rollouts, with their texts. numbers: its further arguments."""
+        views = [
+            view_of(rollout, row.prompt, self.tokenizer)
+            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
+        ]
+        return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""
