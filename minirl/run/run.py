@@ -43,7 +43,6 @@ from minirl.run.input_files import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
-from minirl.training.frozen_models import logprobs_as
 from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
@@ -230,8 +229,7 @@ class Run:
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
             shown = show_progress("score", microbatches)
-            outputs = logprobs_as("old_logprobs", self._config.temperature)
-            old_policy = self._setup.frozen(policy.decoder, outputs, ["old_logprobs"])
+            old_policy = self._setup.frozen(policy.decoder, self._setup.sampled_logprobs, ["old_logprobs"])
             return old_policy.add_to(batch, shown)
         return batch
 

@@ -54,8 +54,10 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
+from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
+from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
@@ -166,15 +168,15 @@ class Setup:
         folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
         the policy without them, on the same storage.
         """
-        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        source: Transformer | Path
         if folder is None and self.config.adapters:
             assert self._policy is not None, "load the policy before its reference"
-            return self.frozen(self._policy.without_adapters(), outputs, ["ref_logprobs"])
-        kept = self.folder.path / REFERENCE
-        is_kept = self.folder.checkpoint is not None and kept.is_dir()
-        self._reference_folder = kept if is_kept else folder or self._original_model()
-        model = load_replica(self._reference_folder, dtype=self.dtype)
-        return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+            source = self._policy.without_adapters()
+        else:
+            kept = self.folder.path / REFERENCE
+            is_kept = self.folder.checkpoint is not None and kept.is_dir()
+            source = self._reference_folder = kept if is_kept else folder or self._original_model()
+        return self.frozen(source, self.sampled_logprobs, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -183,30 +185,38 @@ class Setup:
         """
         folder = teacher_folder(self.config)
         assert folder is not None
-        model = load_replica(folder, dtype=self.dtype)
-        resize_vocabulary(model, self.model_config.vocab_size)
-        name, width = "teacher_logprobs", 0
-        outputs = logprobs_as(name, self.config.temperature)
-        if self.config.has_kl_loss:
-            name, width, outputs = "teacher_states", model.config.hidden_size, teacher_states
+        has_states = self.config.has_kl_loss
+        outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
         if self.prompts.teacher_field is not None:
             max_tokens = self.sizes.max_tokens_per_microbatch
             outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
-        return self.frozen(model, outputs, [name], park=self.config.park_frozen, width=width)
+        name = "teacher_states" if has_states else "teacher_logprobs"
+        return self.frozen(folder, outputs, [name], has_states=has_states)
+
+    def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs [T] of the sampled tokens, and entropies, as of `score_batch`: outputs of a frozen model."""
+        return score_batch(model, batch, temperature=self.config.temperature)
 
     def frozen(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        names: Sequence[str],
-        *,
-        park: bool = False,
-        width: int = 0,
+        self, source: Transformer | Path, outputs: Outputs, names: Sequence[str], *, has_states: bool = False
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective."""
-        max_tokens = self.sizes.max_tokens_per_microbatch
+        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective.
+
+        source: a model as it is, or the folder of one to load with the policy's vocabulary and to park.
+        """
+        if isinstance(source, Transformer):
+            model, park = source, False
+        else:
+            model, park = load_replica(source, dtype=self.dtype), self.config.park_frozen
+            resize_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(
-            model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park, width=width
+            model,
+            outputs,
+            names=names,
+            device=self.device,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
+            park=park,
+            has_states=has_states,
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
