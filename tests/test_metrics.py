@@ -37,8 +37,7 @@ from minirl.report.metrics import (
 from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
-from minirl.training.assignment import PromptPrefix
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, RolloutTable
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
 from support.worked import OLD, SAMPLED
@@ -323,10 +322,12 @@ def test_flops_of_an_update_are_counted_by_hand():
     config = dataclasses.replace(config, layer_windows=(None, 2))
     layers = 2 * (2 * 16 + 2 * 8 + 96 + 8)
     forward = 2 * 7 * layers + 2 * 4 * 4 * 10 + 4 * 4 * (25 + 13)
-    prompts = [PromptPrefix(5, 3), PromptPrefix(5, 3)]
-    assert training_flops(config, [6, 4], prompts, num_loss_tokens=4) == 3 * forward
+    ids = [[5, 5], [0, 1], [0, 0]]
+    columns = map(torch.tensor, (*ids, [3, 3], [6, 4], [3, 1], [False, False], [[0.0]] * 2, [[0.0]] * 2))
+    micro = RolloutTable(*columns)
+    assert training_flops(config, micro) == 3 * forward
     values = dataclasses.replace(config, scalar_head=True)
-    assert training_flops(values, [6, 4], prompts, num_loss_tokens=4) == 3 * (forward - 2 * 4 * 4 * 9)
+    assert training_flops(values, micro) == 3 * (forward - 2 * 4 * 4 * 9)
 
 
 def test_peaks_are_of_known_devices_by_their_whole_name():

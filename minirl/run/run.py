@@ -33,7 +33,7 @@ from minirl.report.metrics import (
     add_staleness,
     derived,
 )
-from minirl.report.mfu import least_seconds, peak_flops
+from minirl.report.mfu import peak_flops, training_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
@@ -134,8 +134,8 @@ class Run:
         self._stop_signal = 0
         self._has_finished_step = False
         self._model_configs = [model.module.config for model, _ in models.values()]
-        # The rollouts of the update that the script planned, and this rank's microbatches of them.
-        self._updated: tuple[RolloutTable, list[list[list[int]]]] | None = None
+        # This rank's microbatches of the update that the script planned.
+        self._microbatches: list[RolloutTable] = []
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -218,7 +218,8 @@ class Run:
             episode=table.episode.tolist(),
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
-        self._updated = table, [by_rank[rank()] for by_rank in plan.microbatches]
+        own = itertools.chain.from_iterable(by_rank[rank()] for by_rank in plan.microbatches)
+        self._microbatches = [table.select(indices) for indices in own]
         return plan
 
     def with_old_logprobs(
@@ -355,14 +356,15 @@ class Run:
 
     def _add_mfu(self, metrics: StepMetrics) -> None:
         """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
+        microbatches, self._microbatches = self._microbatches, []
         peak = None
         if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
-        if peak is None or self._updated is None:
+        if peak is None or not microbatches:
             return
-        seconds = self._config.num_epochs * least_seconds(peak, self._model_configs, *self._updated)
-        metrics.add_total("perf/mfu_train", seconds / world_size())
-        self._updated = None
+        pairs = itertools.product(self._model_configs, microbatches)
+        flops = self._config.num_epochs * sum(itertools.starmap(training_flops, pairs))
+        metrics.add_total("perf/mfu_train", flops / peak / world_size())
 
     def _save(self) -> None:
         """Start to save a checkpoint (collective)."""
