@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import sys
 from statistics import fmean
@@ -334,6 +335,13 @@ def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_besi
     assert sum(always_bytes(work).values()) < 16e9
     trained = dataclasses.replace(work, trains=True)
     assert too_large(trained, choose_sizes(trained, 80e9, given), 80e9)
+    # What an evaluation advises, it has flags for.
+    shown = {flag_of(name) for group in EVALUATION_FLAGS for name in group.__dataclass_fields__}
+    for free in (10e9, 17.5e9, 20e9):
+        sizes = choose_sizes(work, free, given)
+        assert {
+            *re.findall(r"--[\w-]+", f"{too_large(work, sizes, free)} {sizes.flags(trains=False)}")
+        } <= shown
 
 
 def test_an_evaluation_has_no_flags_of_training(capsys):

@@ -381,15 +381,14 @@ class Setup:
         # The reason of the first host with too little memory.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
         reason = too_large(work, sizes, free) or on_hosts
-        refuse(
-            reason and "auto" in given.values(),
-            f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
-        )
+        flags = sizes.flags(trains=work.trains)
+        anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
+        refuse(reason and "auto" in given.values(), f"{reason}{anyway}")
         self._keeps_cache = can_keep_cache(work, sizes, free)
         self._scores_beside_cache = can_score_beside_cache(work, sizes, free)
         peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
         kept = ", the cache kept between steps" if self._keeps_cache else ""
-        self._memory_note = f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+        self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
