@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minirl.model.attention import concatenated_ranges
 from minirl.turn_facts import TurnFacts
 
 # The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
@@ -80,13 +79,11 @@ class KeptIds:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def __getitem__(self, index: slice | Tensor) -> "KeptIds":
-        """Return those of some tokens."""
-        counts = self.counts[index]
-        if not len(self.ids):
-            return KeptIds(counts, self.ids)
-        starts = self.counts.cumsum(0) - self.counts
-        return KeptIds(counts, self.ids[concatenated_ranges(starts[index], counts)])
+    def __getitem__(self, part: slice) -> "KeptIds":
+        """Return those of tokens in a row."""
+        counts = self.counts[part]
+        before = int(self.counts[: part.start].sum()) if part.start else 0
+        return KeptIds(counts, self.ids[before : before + int(counts.sum())])
 
     def rows(self) -> Tensor:
         """Return the ids int32 [n, W] with -1 after the last one; W is the greatest count."""

@@ -13,11 +13,11 @@ import torch
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.reward_queue import RewardQueue, reward_rollouts
+from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import load_reward
 from support.collecting import in_workers
 from support.processes import is_alive
-from support.rollouts import make_prompts, make_rollout
+from support.rollouts import make_prompts, make_rollout, reward_rollouts
 
 SOURCE = """
 import os, pathlib, random, time
@@ -93,7 +93,8 @@ def make_groups(tmp_path):
 
 def add_all(functions, prompts, groups):
     """A queue to which all groups are added."""
-    queue = RewardQueue(functions, prompts, num_rollouts=sum(map(len, groups)))
+    queue = RewardQueue(functions, prompts)
+    queue.begin_step(sum(map(len, groups)))
     for group in groups:
         queue.add(group)
     return queue

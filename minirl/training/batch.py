@@ -188,7 +188,7 @@ class Batch:
         for name, tensor in self._tensors().items():
             selected[name] = tensor[sequence_index if name == "table_index" else token_index]
         if self.kept is not None:
-            selected["kept"] = self.kept[token_places]
+            selected["kept"] = _select_kept(self.kept, token_places)
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
@@ -367,6 +367,13 @@ def exchange(
     batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
+
+
+def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
+    """Those of the tokens at these places, in this order."""
+    starts = kept.counts.cumsum(0) - kept.counts
+    counts = kept.counts[places]
+    return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
 
 
 def _check_shared_prompts(batch: Batch) -> None:
