@@ -28,9 +28,11 @@ def make_batch(lengths):
     streams = {
         field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
     }
+    counts = (3 * streams["kept"]).int()
     return Batch(
         **{
             **streams,
+            "kept": KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32)),
             "lengths": tuple(lengths),
             "tokens": (1000 * streams["tokens"]).long(),
             "loss_mask": streams["loss_mask"] < 0.5,
@@ -44,7 +46,7 @@ def tensor_fields(batch):
     return {
         f.name: getattr(batch, f.name)
         for f in dataclasses.fields(batch)
-        if f.name not in ("lengths", "prefixes")
+        if f.name not in ("lengths", "prefixes", "kept")
     }
 
 
@@ -63,6 +65,11 @@ def test_select_equals_a_loop_over_sequences(chosen):
         parts = value.split(1 if name == "table_index" else batch.lengths)
         wanted = torch.cat([value[:0], *(parts[i] for i in chosen)])
         torch.testing.assert_close(getattr(part, name), wanted, rtol=0, atol=0)
+    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
+    kept = [batch.kept[starts[i] : starts[i] + batch.lengths[i]] for i in chosen]
+    wanted = KeptIds.join([KeptIds.none(0), *kept])
+    assert torch.equal(part.kept.counts, wanted.counts)
+    assert torch.equal(part.kept.ids, wanted.ids)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
