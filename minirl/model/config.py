@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minirl.model import batch_invariance, portable_attention
+from minirl.model import batch_invariance, delta_rule, portable_attention
+from minirl.model.delta_rule import DeltaNet
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,36 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    # How many tokens each layer sees, the token itself included. None: all.
+    # How many tokens each layer's attention sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
+    # The share of a head's channels that rope rotates, the first ones.
+    partial_rotary_factor: float = 1.0
+    # Whether the weights of norms are what they add to 1.
+    norm_adds_one: bool = False
+    # Whether attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query.
+    attention_gate: bool = False
+    # Some layers have it instead of attention.
+    delta_net: DeltaNet | None = None
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rope rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_windows(self) -> dict[int, int | None]:
+        """The windows of the layers that have attention."""
+        deltas = self.delta_net.layers if self.delta_net else ()
+        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a token has the same bits in any batch on this machine, measured on all products."""
@@ -76,6 +96,12 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        if self.attention_gate:
+            layers.append((hidden, 2 * queries))
+        delta = self.delta_net
+        if delta is not None:
+            layers += [(hidden, delta.num_channels), (hidden, delta.num_values), (delta.num_values, hidden)]
+            layers.append((hidden, delta.num_value_heads))
         if self.adapters is not None:
             rank = self.adapters.padded_rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
@@ -83,5 +109,7 @@ class ModelConfig:
         if not batch_invariance.is_batch_invariant(layers, dtype, device):
             return False
         if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
+            return False
+        if delta is not None and not delta_rule.is_batch_invariant(delta):
             return False
         return portable_attention.min_queries(self.head_dim, dtype) is not None

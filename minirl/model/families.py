@@ -20,13 +20,14 @@ A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, 
 
 import copy
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.delta_rule import DeltaNet
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,41 @@ class Family:
     # Whether it has a bias on q, k and v and none on o.
     qkv_bias: bool = False
     qk_norm: bool = False
+    # Qwen3.5: an output gate of attention, norms that add 1, rope of a part of each head, gated delta nets.
+    has_delta_net: bool = False
+    # Keys of its own that are supported with one value.
+    neutral: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Fields of `DeltaNet`, and their keys.
+_DELTA_SIZES = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "kernel_size": "linear_conv_kernel_dim",
+}
 _QWEN_KEYS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 FAMILIES = {
     "llama": Family({"attention_bias", "mlp_bias"}),
     "mistral": Family({"sliding_window"}),
     "qwen2": Family(_QWEN_KEYS, qkv_bias=True),
     "qwen3": Family(_QWEN_KEYS | {"attention_bias"}, qk_norm=True),
+    "qwen3_5_text": Family(
+        set(_DELTA_SIZES.values())
+        | {"attention_bias", "full_attention_interval", "layer_types", "partial_rotary_factor"},
+        qk_norm=True,
+        has_delta_net=True,
+        neutral={"attn_output_gate": True, "mlp_only_layers": []},
+    ),
 }
+# The model types of folders that hold a vision model too, and the type of the text model that is read.
+_TEXT_MODELS = {"qwen3_5": "qwen3_5_text"}
+# The keys of such a folder's config.json that change nothing in the text model.
+_VISION_KEYS = frozenset(
+    "model_type architectures text_config vision_config tie_word_embeddings image_token_id video_token_id "
+    "vision_start_token_id vision_end_token_id".split()
+)
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
     "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
@@ -80,6 +107,8 @@ _NEUTRAL_VALUES: dict[str, Any] = {
 }
 # Of any value: none changes the numbers of these families.
 _HARMLESS_KEYS = frozenset(
+    # Heads that predict several tokens are not computed, and states are in fp32 at least.
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype "
     # Who wrote the file, and how a program is to hold and run the model.
     "_name_or_path name_or_path _commit_hash transformers_version transformers.js_config unsloth_fixed "
     "unsloth_version is_llama_config dtype torch_dtype use_cache gradient_checkpointing initializer_range "
@@ -97,6 +126,7 @@ _HARMLESS_KEYS = frozenset(
     "suppress_tokens begin_suppress_tokens".split()
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_DELTA_LAYER_TYPES = {"full_attention", "linear_attention"}
 # What the only name in `architectures` ends with; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
@@ -111,7 +141,9 @@ _REQUIRED_SIZES = (
 # The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
 # that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
-    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim"), 2**20),
+    **dict.fromkeys(
+        (*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20
+    ),
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "sliding_window": 2**24,
@@ -142,17 +174,20 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    raw = _text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+        supported = ", ".join((*FAMILIES, *_TEXT_MODELS))
         raise InputError(f"config.json: model_type {name!r} is not supported (supported: {supported})")
     family = FAMILIES[name]
     known = _KEYS_OF_ALL | family.keys
-    _check_keys(raw, known)
+    _check_keys(raw, known, _NEUTRAL_VALUES | family.neutral)
     raw = {key: value for key, value in raw.items() if key in known}
     _check_ranges(raw)
     config = _as_transformers_reads(raw)
-    theta, scaling = _rope(raw, config.rope_parameters)
+    rope = {**config.rope_parameters}
+    factor = _rotary_factor(rope, _head_dim(config)) if family.has_delta_net else 1.0
+    theta, scaling = _rope(raw, rope)
     has_attention_bias = getattr(config, "attention_bias", False)
     return ModelConfig(
         vocab_size=config.vocab_size,
@@ -166,19 +201,56 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        layer_windows=_windows(raw, config),
+        layer_windows=_windows(raw, config, _DELTA_LAYER_TYPES if family.has_delta_net else _LAYER_TYPES),
         # `attention_bias` puts a bias on q, k, v and o.
         qkv_bias=family.qkv_bias or has_attention_bias,
         o_bias=has_attention_bias,
         mlp_bias=getattr(config, "mlp_bias", False),
         qk_norm=family.qk_norm,
         tie_word_embeddings=config.tie_word_embeddings,
+        norm_adds_one=family.has_delta_net,
+        attention_gate=family.has_delta_net,
+        delta_net=_delta_net(config) if family.has_delta_net else None,
+        partial_rotary_factor=factor,
         scalar_head=_is_classifier(raw, config.num_labels),
     )
 
 
+def has_vision(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a vision model around the text model that is read."""
+    return raw.get("model_type") in _TEXT_MODELS
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text model's part of a vision model's config.json; any other is returned unchanged.
+
+    Raises InputError for keys that may change the text model.
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in _TEXT_MODELS:
+        return raw
+    for key, value in raw.items():
+        is_known = key in _VISION_KEYS | _HARMLESS_KEYS
+        refuse(not is_known, f"config.json: {key}={value!r} is not supported beside text_config")
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != _TEXT_MODELS[name]:
+        raise InputError(f"config.json: text_config has not the model_type {_TEXT_MODELS[name]!r}")
+    classes = raw.get("architectures")
+    refuse(
+        bool(classes) and classes != ["Qwen3_5ForConditionalGeneration"],
+        f"config.json: architectures={classes!r} is not supported; expected Qwen3_5ForConditionalGeneration",
+    )
+    tied = text.get("tie_word_embeddings", False)
+    refuse(
+        raw.get("tie_word_embeddings", tied) != tied,
+        "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
+    )
+    return {key: value for key, value in text.items() if key != "architectures"}
+
+
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a sequence classifier with one label, on the layers of this model."""
+    raw = _text_part(raw)
     if raw.get("architectures"):
         family = raw["architectures"][0].split("For")[0]
     else:
@@ -191,16 +263,16 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
+def _check_keys(raw: Mapping[str, Any], supported: Set[str], neutral_values: Mapping[str, Any]) -> None:
     """Raise InputError for a key that could change the numbers and is not among those that are supported."""
     for key, value in raw.items():
         if key in supported or key in _HARMLESS_KEYS:
             continue
-        if key not in _NEUTRAL_VALUES:
+        if key not in neutral_values:
             raise InputError(
                 f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it"
             )
-        neutral = _NEUTRAL_VALUES[key]
+        neutral = neutral_values[key]
         refuse(
             value != neutral,
             f"config.json: {key}={value!r} is not supported for {raw['model_type']} (only {neutral!r})",
@@ -291,7 +363,7 @@ def _rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[float, RopeS
     old = raw.get("rope_scaling") or {}
     new = raw.get("rope_parameters") or {}
     refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
-    for names in (("rope_theta",), ("rope_type", "type")):
+    for names in (("rope_theta",), ("rope_type", "type"), ("partial_rotary_factor",)):
         stated = [place[name] for place in (raw, old, new) for name in names if name in place]
         for value in stated:
             refuse(
@@ -314,6 +386,38 @@ def _rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[float, RopeS
     return theta, RopeScaling(**scaling)
 
 
+def _rotary_factor(rope: dict[str, Any], head_dim: int) -> float:
+    """Take the share of a head's channels that is rotated out of rope's keys. Raises InputError for an odd number.
+
+    The sections of mrope are taken out too: for text alone they change nothing.
+    """
+    for key in ("mrope_section", "mrope_interleaved"):
+        rope.pop(key, None)
+    factor = rope.pop("partial_rotary_factor", 1.0)
+    is_share = _is_positive(factor) and factor <= 1
+    refuse(
+        not is_share or int(head_dim * factor) % 2 or int(head_dim * factor) == 0,
+        f"config.json: partial_rotary_factor={factor!r} of head_dim={head_dim}; expected an even number of channels",
+    )
+    return float(factor)
+
+
+def _delta_net(config: Any) -> DeltaNet | None:
+    """Return the shape of the layers with a gated delta net. Raises InputError if key heads do not divide value heads."""
+    layers = tuple(i for i, kind in enumerate(config.layer_types) if kind == "linear_attention")
+    refuse(
+        len(layers) == config.num_hidden_layers,
+        "config.json: layer_types has no full_attention; a model without any is not supported",
+    )
+    shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
+    refuse(
+        shape.num_value_heads % shape.num_key_heads,
+        f"config.json: linear_num_value_heads={shape.num_value_heads} is no multiple of "
+        f"linear_num_key_heads={shape.num_key_heads}",
+    )
+    return shape if layers else None
+
+
 def _check_llama3(scaling: Mapping[str, Any]) -> None:
     """Raise InputError for values with which the frequencies are not those that Llama 3 means."""
     for key, value in scaling.items():
@@ -323,14 +427,16 @@ def _check_llama3(scaling: Mapping[str, Any]) -> None:
     refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
 
 
-def _windows(raw: Mapping[str, Any], config: Any) -> tuple[int | None, ...]:
+def _windows(
+    raw: Mapping[str, Any], config: Any, layer_types: Set[str]
+) -> tuple[int | None, ...]:
     """Return each layer's sliding window."""
     window = getattr(config, "sliding_window", None)
     # A family without types of layers has its window in all.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     refuse(
-        set(kinds) - _LAYER_TYPES,
-        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(_LAYER_TYPES))}",
+        set(kinds) - layer_types,
+        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(layer_types))}",
     )
     refuse(
         window is None and "sliding_attention" in (raw.get("layer_types") or ()),

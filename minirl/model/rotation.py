@@ -1,5 +1,6 @@
 """Rotary position embedding of queries and keys."""
 
+import torch
 from torch import Tensor
 
 from minirl.model import device_kernels
@@ -7,7 +8,11 @@ from minirl.model.batch_invariance import at_least_fp32
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, H, C] and k [T, K, C] by the angles of cos and signed sin [T, 1, C]."""
+    """Rotate q [T, H, C] and k [T, K, C] by the angles of cos and signed sin [T, 1, R]: their first R channels."""
+    size = cos.shape[-1]
+    if size < q.shape[-1]:
+        turned = rotate_pair(q[..., :size].contiguous(), k[..., :size].contiguous(), cos, sin)
+        return torch.cat([turned[0], q[..., size:]], -1), torch.cat([turned[1], k[..., size:]], -1)
     if device_kernels.are_used(q.device):
         from minirl.kernels.fused_rotation import FusedRotation
 

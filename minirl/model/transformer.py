@@ -11,6 +11,7 @@ fp64 model).
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, device_kernels, padding
-from minirl.model.attention import Layout, attend
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
+from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.config import Adapters, ModelConfig, RopeScaling, is_adapter
+from minirl.model.delta_rule import DeltaRows
 from minirl.model.rotation import rotate_pair
 
 
@@ -29,15 +32,20 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
     Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
+    adds_one: it multiplies by 1 + weight, with that sum in fp32.
     """
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, config: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.adds_one = config.norm_adds_one
+        self.weight = nn.Parameter(torch.zeros(size) if self.adds_one else torch.ones(size))
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.adds_one:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = at_least_fp32(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -66,13 +74,13 @@ class LoraLinear(Linear):
 
 @functools.cache
 def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotation`.
+    """Return cos and signed sin [max_position_embeddings, R] of each position in fp32, for `rotation`.
 
     A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
     configuration share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
     """
-    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    exponent = channel / config.head_dim
+    channel = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32)
+    exponent = channel / config.rotary_dim
     frequency = 1.0 / config.rope_theta**exponent
     if config.rope_scaling is not None:
         frequency = _scale_frequency(frequency, config.rope_scaling)
@@ -97,7 +105,7 @@ def _scale_frequency(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm and a window."""
+    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -109,13 +117,14 @@ class Attention(nn.Module):
         self.window = config.layer_windows[layer]
         self.head_dim = head_dim
         self.qk_norm = config.qk_norm
-        self.q_proj = Linear(hidden_size, q_size, config.qkv_bias)
+        self.has_gate = config.attention_gate
+        self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
         self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, hidden_size, config.o_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(head_dim, config)
+            self.k_norm = RMSNorm(head_dim, config)
 
     def forward(
         self,
@@ -124,19 +133,101 @@ class Attention(nn.Module):
         sin: Tensor,
         layout: Layout,
     ) -> Tensor:
-        q = self._split_heads(self.q_proj(x))
+        q = self.q_proj(x)
+        if self.has_gate:  # for each head its query, then its gate
+            q, gate = q.view(len(q), -1, 2, self.head_dim).unbind(2)
+        q = self._split_heads(q)
         k = self._split_heads(self.k_proj(x))
         v = self._split_heads(self.v_proj(x))
         if self.qk_norm:
             q = self.q_norm(q)
             k = self.k_norm(k)
         q, k = rotate_pair(q, k, cos, sin)
-        out = attend(q, k, v, layout, layer=self.layer, window=self.window)
-        return self.o_proj(out.flatten(1))
+        out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
+        if self.has_gate:
+            out = out * activate(gate.flatten(1), torch.sigmoid)
+        return self.o_proj(out)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
-        return x.view(len(x), -1, self.head_dim)
+        return x.reshape(len(x), -1, self.head_dim)
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        shape = config.delta_net
+        assert shape is not None
+        hidden_size = config.hidden_size
+        self.layer = layer
+        self.shape = shape
+        self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
+        self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
+        self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
+        self.in_proj_a = Linear(hidden_size, shape.num_value_heads, bias=False)
+        channels = shape.num_channels
+        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
+        self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
+        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
+        self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        wide = at_least_fp32(x.dtype)
+        num_rows = len(layout.positions)
+        mixed = self.in_proj_qkv(x)[:num_rows]
+        beta = activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
+        step = activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[:num_rows]
+        decay = -self.A_log.to(wide).exp() * step
+        if isinstance(layout, PackedLayout):
+            out = self._packed(mixed, decay, beta, layout)
+        else:
+            out = self._decoded(mixed, decay, beta, layout)
+        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
+        gate = activate(self.in_proj_z(x).to(wide), F.silu)
+        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
+        return self.out_proj(gated.to(x.dtype))
+
+    def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
+        """The rule's outputs [T, heads, C] for packed sequences, whose states are stored if the layout has slots."""
+        window = layout.window_index(self.shape.kernel_size)
+        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
+        convolved = delta_rule.convolve([padded[index] for index in window], self.conv1d.weight)
+        states = layout.states.get(self.layer)
+        if states is not None:
+            last = layout.cu_seqlens[1:].long() - 1
+            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
+        rows = self._rows(convolved, decay, beta)
+        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
+
+    def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences, whose states advance."""
+        states = layout.states[self.layer]
+        assert layout.slots is not None
+        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
+        for part in layout.rounds:
+            slots = layout.slots[part]
+            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
+            states.tail[slots] = window[:, 1:]
+            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
+            rows = self._rows(convolved, decay[part], beta[part])
+            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
+        return out
+
+    def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+        """The rule's inputs, from queries, keys and values end to end in [T, channels]."""
+        shape = self.shape
+        keys = shape.num_key_heads * shape.key_head_dim
+        q, k, v = convolved.split([keys, keys, shape.num_values], 1)
+        repeats = shape.num_value_heads // shape.num_key_heads
+        q, k = (
+            delta_rule.normalized(x.unflatten(1, (shape.num_key_heads, -1))).repeat_interleave(repeats, 1)
+            for x in (q, k)
+        )
+        scaled = q * shape.key_head_dim**-0.5
+        return DeltaRows(scaled, k, v.unflatten(1, (shape.num_value_heads, -1)), decay, beta)
 
 
 class MLP(nn.Module):
@@ -155,22 +246,25 @@ class MLP(nn.Module):
             from minirl.kernels.fused_gate import FusedGate
 
             return self.down_proj(FusedGate.apply(self.gate_proj(x), self.up_proj(x)))
-        gate = batch_invariance.silu(self.gate_proj(x))
+        gate = activate(self.gate_proj(x))
         up = self.up_proj(x)
         return self.down_proj(gate * up)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention or gated delta net, and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         size = config.hidden_size
-        eps = config.rms_norm_eps
-        self.self_attn = Attention(config, layer)
+        self.has_attention = layer in config.attention_windows
+        if self.has_attention:
+            self.self_attn = Attention(config, layer)
+        else:
+            self.linear_attn = GatedDeltaNet(config, layer)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.input_layernorm = RMSNorm(size, config)
+        self.post_attention_layernorm = RMSNorm(size, config)
 
     def forward(
         self,
@@ -180,7 +274,10 @@ class DecoderLayer(nn.Module):
         layout: Layout,
     ) -> Tensor:
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, cos, sin, layout)
+        if self.has_attention:
+            x = x + self.self_attn(normed, cos, sin, layout)
+        else:
+            x = x + self.linear_attn(normed, layout)
         normed = self.post_attention_layernorm(x)
         return x + self.mlp(normed)
 
@@ -194,7 +291,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             self.layers.append(DecoderLayer(config, layer))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
 
 
 class Transformer(nn.Module):
