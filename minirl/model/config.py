@@ -73,6 +73,9 @@ class ModelConfig:
     attention_gate: bool = False
     # Some layers have it instead of attention.
     delta_net: DeltaNet | None = None
+    # In a folder: what the decoder's tensors begin with, and those that the model has not and that are saved with it.
+    weight_prefix: str = "model."
+    kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # With them only adapters and a scalar head are trained.

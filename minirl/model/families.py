@@ -174,6 +174,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    prefix = weight_prefix(raw)
     raw = _text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -212,13 +213,16 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         attention_gate=family.has_delta_net,
         delta_net=_delta_net(config) if family.has_delta_net else None,
         partial_rotary_factor=factor,
+        weight_prefix=prefix,
+        # transformers' Qwen3.5 leaves them out too.
+        kept_weights=("model.visual.", "mtp.") if family.has_delta_net else (),
         scalar_head=_is_classifier(raw, config.num_labels),
     )
 
 
-def has_vision(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a vision model around the text model that is read."""
-    return raw.get("model_type") in _TEXT_MODELS
+def weight_prefix(raw: Mapping[str, Any]) -> str:
+    """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
+    return "model.language_model." if raw.get("model_type") in list(_TEXT_MODELS) else "model."
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,7 +231,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises InputError for keys that may change the text model.
     """
     name = raw.get("model_type")
-    if not isinstance(name, str) or name not in _TEXT_MODELS:
+    if name not in list(_TEXT_MODELS):
         return raw
     for key, value in raw.items():
         is_known = key in _VISION_KEYS | _HARMLESS_KEYS
