@@ -25,12 +25,12 @@ from minirl.model.transformer import ACTIVATIONS
 class Family:
     """What its classes in transformers compute, beside what they read from the keys that all families have."""
 
-    # Keys that not all families have.
-    keys: Set[str]
-    # Fields of `ModelConfig` that all its models have, whatever the keys say.
+    # Names of keys that not all families have.
+    keys: str
+    # Fields of `ModelConfig` that all its models have.
     features: Mapping[str, Any] = field(default_factory=dict)
-    # Keys of published models that its classes do not look at, or (dropout) not when a model generates.
-    ignored_keys: Set[str] = frozenset()
+    # Names of keys that change nothing here: its classes do not look at them, or (dropout) not in generation.
+    ignored_keys: str = ""
     # Each kind of layers has a rope, in `rope_parameters` by the kind.
     has_rope_of_kind: bool = False
     has_partial_rope: bool = False
@@ -41,80 +41,70 @@ class Family:
     scales_embeddings: bool = False
 
 
-_QWEN_KEYS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-_WINDOW_KEYS = {"sliding_window", "layer_types"}
 _AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GEMMA = LayerNorms(
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
 )
-_GLM4 = LayerNorms(
-    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-)
+_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _OLMO = {"norms": _AFTER, "qk_norm": True, "qk_norm_over_heads": True}
 _GLM = {"o_bias": False, "fused_gate_up": True}
 FAMILIES = {
-    "llama": Family({"attention_bias", "mlp_bias"}),
-    "mistral": Family({"sliding_window"}),
-    "qwen2": Family(_QWEN_KEYS, {"qkv_bias": True}),
-    "qwen3": Family(_QWEN_KEYS | {"attention_bias"}, {"qk_norm": True}),
-    "arcee": Family({"attention_bias", "mlp_bias"}, {"gated_mlp": False}),
-    "cwm": Family(_WINDOW_KEYS | {"mlp_bias"}),
-    "ernie4_5": Family({"use_bias"}, has_interleaved_rope=True),
+    "llama": Family("attention_bias mlp_bias"),
+    "mistral": Family("sliding_window"),
+    "qwen2": Family(
+        "use_sliding_window sliding_window max_window_layers layer_types", features={"qkv_bias": True}
+    ),
+    "qwen3": Family(
+        "use_sliding_window sliding_window max_window_layers layer_types attention_bias",
+        features={"qk_norm": True},
+    ),
+    "arcee": Family("attention_bias mlp_bias", features={"gated_mlp": False}),
+    "cwm": Family("sliding_window layer_types mlp_bias"),
+    "ernie4_5": Family("use_bias", has_interleaved_rope=True),
     "exaone4": Family(
-        _WINDOW_KEYS | {"sliding_window_pattern"},
-        {"norms": _AFTER, "qk_norm": True},
+        "sliding_window layer_types sliding_window_pattern",
+        features={"norms": _AFTER, "qk_norm": True},
         ropes_only_windows=True,
     ),
     "gemma3_text": Family(
-        _WINDOW_KEYS
-        | {
-            "attention_bias",
-            "hidden_activation",
-            "query_pre_attn_scalar",
-            "rope_local_base_freq",
-            "sliding_window_pattern",
-            "_sliding_window_pattern",
-        },
-        {"norms": _GEMMA, "norm_adds_one": True, "qk_norm": True},
-        ignored_keys={"cache_implementation"},
+        "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
+        "hidden_activation query_pre_attn_scalar rope_local_base_freq",
+        features={"norms": _GEMMA, "norm_adds_one": True, "qk_norm": True},
+        ignored_keys="cache_implementation",
         has_rope_of_kind=True,
         scales_embeddings=True,
     ),
-    "glm": Family({"attention_bias"}, _GLM, has_partial_rope=True, has_interleaved_rope=True),
+    "glm": Family(
+        "attention_bias partial_rotary_factor", _GLM, has_partial_rope=True, has_interleaved_rope=True
+    ),
     "glm4": Family(
-        {"attention_bias"}, _GLM | {"norms": _GLM4}, has_partial_rope=True, has_interleaved_rope=True
+        "attention_bias partial_rotary_factor",
+        _GLM | {"norms": _GLM4},
+        has_partial_rope=True,
+        has_interleaved_rope=True,
     ),
     "granite": Family(
-        {
-            "attention_bias",
-            "mlp_bias",
-            "attention_multiplier",
-            "embedding_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-        }
+        "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
     ),
-    "ministral": Family(_WINDOW_KEYS),
-    "ministral3": Family({"sliding_window"}),
-    "olmo2": Family({"attention_bias"}, _OLMO),
-    "olmo3": Family(_WINDOW_KEYS | {"attention_bias"}, _OLMO, has_rope_of_kind=True),
+    "ministral": Family("sliding_window layer_types"),
+    "ministral3": Family("sliding_window"),
+    "olmo2": Family("attention_bias", _OLMO),
+    "olmo3": Family("sliding_window layer_types attention_bias", _OLMO, has_rope_of_kind=True),
     "phi3": Family(
-        {"sliding_window", "original_max_position_embeddings"},
-        {"fused_qkv": True, "fused_gate_up": True},
-        ignored_keys={"auto_map", "full_attn_mod", "interpolate_factor"},
+        "sliding_window original_max_position_embeddings partial_rotary_factor",
+        features={"fused_qkv": True, "fused_gate_up": True},
+        ignored_keys="auto_map full_attn_mod interpolate_factor",
         has_partial_rope=True,
     ),
     "seed_oss": Family(
-        {"attention_bias", "attention_out_bias", "mlp_bias"},
-        ignored_keys={"attention_dropout", "residual_dropout"},
+        "attention_bias attention_out_bias mlp_bias", ignored_keys="attention_dropout residual_dropout"
     ),
     "smollm3": Family(
-        _WINDOW_KEYS
-        | {"use_sliding_window", "no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"},
-        ignored_keys={"max_window_layers", "pretraining_tp"},
+        "use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval attention_bias "
+        "mlp_bias",
+        ignored_keys="max_window_layers pretraining_tp",
     ),
 }
 # Supported in every family.
@@ -184,6 +174,7 @@ _REQUIRED_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
 # The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
 # that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
@@ -198,26 +189,33 @@ _SIZES = {
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 # The keys of each type of rope beside its type and theta.
 _ROPE_KEYS = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-    "longrope": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_factor",
-        "long_factor",
-    },
+    "default": "",
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
+    "truncate",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+}
+# Those of the families whose queries grow with the position.
+_GROWTH_KEYS = {"ministral3": {"llama_4_scaling_beta", "max_position_embeddings"}}
+# What the keys of other families ask for, by a part of their names.
+_MISSING_FEATURES = {
+    "expert": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "attn_logit_softcapping": "attention scores with a soft cap",
+    "final_logit_softcapping": "logits with a soft cap",
+    "lora_rank": "multi-head latent attention",
+    "mamba": "state-space layers",
+    "ssm": "state-space layers",
+    "conv": "convolutions",
+    "linear_": "linear attention",
+    "layer_norm": "LayerNorm",
+    "norm_eps": "LayerNorm",
+    "n_positions": "learned positions",
+    "per_layer": "embeddings of each layer",
+    "kv_shared": "layers that share keys and values",
+    "global_head_dim": "heads of several sizes",
+    "text_config": "a model of text within one of images",
 }
 _MAX_FP32 = 3.4e38
 
@@ -247,11 +245,13 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     """
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise InputError(f"config.json: model_type {name!r} is not supported (supported: {supported})")
+        raise InputError(
+            f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
+            f"(supported: {', '.join(FAMILIES)}; docs/families.md shows how to add one)"
+        )
     family = FAMILIES[name]
-    known = _KEYS_OF_ALL | family.keys | ({"partial_rotary_factor"} if family.has_partial_rope else set())
-    _check_keys(raw, known | family.ignored_keys)
+    known = _KEYS_OF_ALL.union(family.keys.split())
+    _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
     _check_ranges(raw)
     config = _as_transformers_reads(raw)
@@ -265,15 +265,9 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         f"config.json: hidden_act={activation!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     fields: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        **{key: getattr(config, key) for key in _KEPT_KEYS},
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
-        "rms_norm_eps": config.rms_norm_eps,
         "layer_windows": tuple(
             config.sliding_window if kind == "sliding_attention" else None for kind in kinds
         ),
@@ -282,7 +276,6 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "o_bias": getattr(config, "attention_out_bias", has_attention_bias),
         "mlp_bias": getattr(config, "mlp_bias", getattr(config, "use_bias", False)),
         "activation": activation,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "scalar_head": _is_classifier(raw, config.num_labels),
     }
     fields |= _ropes_of_layers(config, ropes, kinds, family) | _multipliers(config, head_dim, family)
@@ -301,6 +294,21 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
     }
+
+
+def _missing_features(raw: Mapping[str, Any]) -> str:
+    """Say what a model of an unknown family asks for that no family here has, by its keys."""
+    of_families = [f"{family.keys} {family.ignored_keys}".split() for family in FAMILIES.values()]
+    known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
+    features: dict[str, list[str]] = {}
+    for key, value in raw.items():
+        if key not in known and value and value != _NEUTRAL_VALUES.get(key):
+            names = (name for part, name in _MISSING_FEATURES.items() if part in key)
+            features.setdefault(next(names, "what its other keys ask for"), []).append(key)
+    if not features:
+        return ""
+    named = [f"{feature} ({', '.join(keys[:5])})" for feature, keys in features.items()]
+    return f", and minirl lacks {', '.join(named)}"
 
 
 def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
@@ -511,9 +519,7 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
     keys.pop("type", None)
     part = keys.pop("partial_rotary_factor", 1.0) if family.has_partial_rope else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
-    known = _ROPE_KEYS.get(str(type_name), set())
-    if config.model_type == "ministral3":
-        known = known | {"llama_4_scaling_beta", "max_position_embeddings"}
+    known = _GROWTH_KEYS.get(config.model_type, set()).union(_ROPE_KEYS.get(str(type_name), "").split())
     refuse(
         str(type_name) not in _ROPE_KEYS or keys.keys() - known,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
