@@ -28,7 +28,7 @@ from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import QWEN_7B, RAW_CONFIG, make_folder
 from support.resuming import digests, interrupted_copy
-from support.scripts import read_metrics, read_rollouts, run_in_pool
+from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool
 
 CPU = torch.device("cpu")
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --save-every 1 --max-new-tokens 8"
@@ -123,29 +123,59 @@ def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_r
         assert not any(w[:, ALL.rank :].any() for name, w in after.items() if name.endswith("lora_B"))
 
 
+@pytest.fixture(scope="module")
+def data(runs) -> str:
+    """Flags of prompts, and of a reward that hardly ever is equal in a group."""
+    (runs / "data.jsonl").write_text("".join(f'{{"prompt": "{i}2="}}\n' for i in range(1, 9)))
+    (runs / "reward.py").write_text(
+        "def last(completions):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
+    )
+    return f"--data {runs}/data.jsonl --reward {runs}/reward.py:last"
+
+
+TURNS_AND_A_BRANCH = """
+    turn = yield episode.generate(max_tokens=3)
+    yield episode.generate(after="=", max_tokens=4)
+    yield episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "more"),
     [
-        ("train_grpo.py", "--kl-coef 0.1 --max-staleness 1"),
+        ("train_grpo.py", "--num-steps 3 --kl-coef 0.1 --max-staleness 1"),
         slow("train_ppo.py", "--kl-reward-coef 0.1 --dtype bfloat16 --lora-targets q_proj down_proj"),
     ],
     ids=["grpo", "ppo"],
 )
-def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, runs, script, more):
-    """On two ranks, with a reference. A checkpoint has no copy of the base; a base that changed is refused."""
+def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(
+    two_ranks, runs, tmp_path, data, script, more
+):
+    """On two ranks, with a reference; GRPO with turns, branches and partial rollouts.
+
+    A checkpoint has no copy of the base.
+    """
     name = f"lora-{Path(script).stem}"
-    run_in_pool(two_ranks, script, TINY, more, f"--run-name {name}", runs=runs)
+    if script == "train_grpo.py":
+        script = changed_fork(
+            tmp_path, "lora_turns", {"\n    yield episode.generate()\n": TURNS_AND_A_BRANCH}
+        )
+    flags = f"{TINY} {data} {more} --run-name"
+    run_in_pool(two_ranks, script, f"{flags} {name}", runs=runs)
     gaps = [
         line["policy/logp_gap_max"] for line in read_metrics(runs / name) if "policy/logp_gap_max" in line
     ]
-    assert set(gaps) == {0.0}
+    assert gaps == [0.0, 0.0], "of GRPO's second step all was sampled before its weights"
     copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(two_ranks, script, TINY, more, f"--run-name {copy.name}", runs=runs)
+    run_in_pool(two_ranks, script, f"{flags} {copy.name}", runs=runs)
     assert digests(copy) == digests(runs / name)
     checkpoint = runs / name / "checkpoints" / "000002"
     assert not list(checkpoint.rglob("model.safetensors"))
-    if script == "train_ppo.py":
+    if name == "lora-train_ppo":
         assert "base_model.model.score.weight" in load_file(checkpoint / "value" / WEIGHTS_FILE)
+    else:
+        assert 0 < read_metrics(runs / name)[-1]["stale/frac"] < 1
+        assert all(len(rollout["branches"]) == 2 for rollout in read_rollouts(runs / name, 2))
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +216,7 @@ def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, embedded_m
         merge(embedded_model, tmp_path / "other", torch.float32)
 
 
+@pytest.mark.slow
 def test_peft_reads_the_adapters(checkpoint, embedded_model):
     """With the logprobs of training."""
     peft = pytest.importorskip("peft")
@@ -200,14 +231,10 @@ def test_peft_reads_the_adapters(checkpoint, embedded_model):
     torch.testing.assert_close(theirs, trained, atol=5e-6, rtol=0)
 
 
-def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, checkpoint):
+def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, checkpoint, data):
     """A run without adapters begins with the merged model; one with adapters is told to merge first."""
-    flags = "--data {0}/data.jsonl --reward {0}/reward.py:length --num-steps 1 --prompts-per-step 2 --group-size 2"
-    (runs / "data.jsonl").write_text('{"prompt": "12="}\n{"prompt": "21="}\n')
-    (runs / "reward.py").write_text(
-        "def length(completions):\n    return [len(text) for text in completions]\n"
-    )
-    flags = f"--model {checkpoint} {flags.format(runs)} --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
+    flags = f"--model {checkpoint} {data} --num-steps 1 --prompts-per-step 2 --group-size 2"
+    flags += " --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
     run_in_pool(one_rank, "train_grpo.py", flags, "--run-name lora-base", runs=runs)
     (line,) = read_metrics(runs / "lora-base")
     assert line["policy/kl_ref_k1"] == 0
@@ -217,16 +244,12 @@ def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, 
         run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
 
 
-def test_a_base_that_changed_is_refused_at_a_resume(one_rank, runs, embedded_model, tmp_path):
+def test_a_base_that_changed_is_refused_at_a_resume(one_rank, runs, embedded_model, tmp_path, data):
     """A checkpoint has the adapters alone."""
     base = tmp_path / "base"
     shutil.copytree(embedded_model, base)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "12="}\n')
-    (tmp_path / "reward.py").write_text(
-        "def length(completions):\n    return [len(t) for t in completions]\n"
-    )
-    flags = f"--model {base} --data {tmp_path}/data.jsonl --reward {tmp_path}/reward.py:length --num-steps 1"
-    flags += " --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --lora-rank 2 --run-name lora-moved"
+    flags = f"--model {base} {data} --num-steps 1 --prompts-per-step 1 --group-size 2"
+    flags += " --max-new-tokens 4 --lora-rank 2 --run-name lora-moved"
     run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
