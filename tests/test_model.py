@@ -9,7 +9,7 @@ from minirl.generation.engine import Engine, Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
-from minirl.model.rotation import rotate
+from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
@@ -25,7 +25,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0, "score": 3.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 80,
+    "beta_fast": 8.0,
+}
+ROPE_OF_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
 CASES = {
@@ -60,6 +71,101 @@ CASES = {
         (130, None, 130),
     ),
     "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}, (None, None)),
+    "qwen3_yarn": (
+        "Qwen3",
+        {"head_dim": 32, "rope_parameters": YARN_ROPE, "max_position_embeddings": 80},
+        (None, None),
+    ),
+    "arcee": (
+        "Arcee",
+        {"rope_parameters": YARN_ROPE, "mlp_bias": True, "intermediate_size": 131},
+        (None, None),
+    ),
+    "cwm": ("Cwm", {"sliding_window": 37, "head_dim": 24}, (None, 37)),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}, (None, None)),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": 37, "sliding_window_pattern": 3, "num_hidden_layers": 3},
+        (37, 37, None),
+    ),
+    "exaone4_full": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        (None, None),
+    ),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "head_dim": 24,
+            "sliding_window": 37,
+            "layer_types": MIXED,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 50,
+            "rope_parameters": ROPE_OF_KIND,
+        },
+        (37, None, 37),
+    ),
+    "glm": ("Glm", {"head_dim": 24, "attention_bias": True}, (None, None)),
+    "glm4": ("Glm4", {"head_dim": 16, "intermediate_size": 131}, (None, None)),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.11,
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.9,
+            "attention_bias": True,
+        },
+        (None, None),
+    ),
+    "ministral": ("Ministral", {"sliding_window": 37, "head_dim": 24}, (37, 37)),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 24, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.4}},
+        (None, None),
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}, (None, None)),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 37,
+            "layer_types": MIXED,
+            "num_hidden_layers": 3,
+            "rope_parameters": ROPE_OF_KIND | {"full_attention": YARN_ROPE},
+        },
+        (37, None, 37),
+    ),
+    "phi3": ("Phi3", {"sliding_window": 37, "intermediate_size": 131}, (37, 37)),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [2.0] * 6,
+                "partial_rotary_factor": 0.75,
+            },
+            "original_max_position_embeddings": 300,
+            "tie_word_embeddings": True,
+        },
+        (None, None),
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {"head_dim": 24, "attention_out_bias": True, "attention_bias": False},
+        (None, None),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "tie_word_embeddings": True},
+        (None, None, None),
+    ),
+    "smollm3_window": (
+        "SmolLM3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 37, "mlp_bias": True},
+        (None, 37),
+    ),
 }
 # One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
@@ -77,6 +183,7 @@ def make_checkpoint(name, scalar_head):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 320,
+        "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         "rms_norm_eps": 1e-5,
     }
@@ -90,7 +197,8 @@ def make_checkpoint(name, scalar_head):
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
         if param.ndim == 1:
-            param.data = 1 + 0.3 * noise if "norm" in name else 0.5 * noise
+            is_around_one = "norm" in name and family != "Gemma3Text"
+            param.data = is_around_one + (0.3 if "norm" in name else 0.5) * noise
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
             param.data = gain * noise / (1 if "embed" in name else param.shape[1] ** 0.5)
@@ -232,9 +340,10 @@ def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
     a, b = x.double().chunk(2, -1)
     turned = torch.complex(a, b) * torch.polar(torch.ones(50, 1, 8, dtype=torch.float64), angle.double())
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    got = rotate(x.float(), cos, sin)
+    rotation = Rotation(cos, sin)
+    got = rotate(x.float(), rotation)
     torch.testing.assert_close(got.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-6)
-    assert torch.equal(rotate(x, cos, sin), got.bfloat16())
+    assert torch.equal(rotate(x, rotation), got.bfloat16())
 
 
 @pytest.mark.parametrize("name", FEATURES)

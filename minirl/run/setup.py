@@ -109,9 +109,8 @@ class Setup:
             f"python -m minirl.merge {self.model_folder} FOLDER",
         )
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        self.model_config = dataclasses.replace(
-            model_config, scalar_head=scalar_head, adapters=config.adapters
-        )
+        model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
+        self.model_config = model_config.with_adapters(config.adapters)
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
