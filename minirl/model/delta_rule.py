@@ -14,7 +14,7 @@ In shapes: T rows, H value heads, N chunks (or sequences) x H, C rows of a chunk
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,13 +162,13 @@ def make_states(
     return DeltaStates(tail, *(torch.zeros(size, dtype=wide, device=device) for size in sizes))
 
 
-def convolve(window: Sequence[Tensor], weight: Tensor) -> Tensor:
+def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
     """A causal convolution of each channel, then silu: [T, channels] in at least fp32.
 
     window: inputs [T, channels] before each row, the oldest first, the row's own last. weight [channels, 1, kernel].
     """
     wide = at_least_fp32(weight.dtype)
-    parts = [x.to(wide) * weight[:, 0, i].to(wide) for i, x in enumerate(window)]
+    parts = (x.to(wide) * weight[:, 0, i].to(wide) for i, x in enumerate(window))
     return activate(functools.reduce(torch.add, parts), F.silu)
 
 

@@ -157,7 +157,8 @@ class GatedDeltaNet(nn.Module):
         step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[:num_rows]
         decay = -self.A_log.to(wide).exp() * step
         if isinstance(layout, PackedLayout):
-            out = self._packed(mixed, decay, beta, layout)
+            # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.
+            out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
         else:
             out = self._decoded(mixed, decay, beta, layout)
         normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
@@ -169,7 +170,7 @@ class GatedDeltaNet(nn.Module):
         """The rule's outputs [T, heads, C] for packed sequences, whose states are stored if the layout has slots."""
         window = layout.window_index(self.shape.kernel_size)
         padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
-        convolved = delta_rule.convolve([padded[index] for index in window], self.conv1d.weight)
+        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
         states = layout.states.get(self.layer)
         if states is not None:
             last = layout.cu_seqlens[1:].long() - 1
