@@ -21,12 +21,12 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
-from minirl.model.adapters import has_adapters
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
+from minirl.model.folders import has_adapters, resolve_folder
 from minirl.model.transformer import Transformer
-from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary, resolve_folder
+from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
 from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
