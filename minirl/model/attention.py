@@ -212,9 +212,9 @@ class PackedLayout:
         return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
 
     def window_index(self, size: int) -> Tensor:
-        """The `size` tokens up to each computed token among the model's hidden states, the oldest first: int64 [size, T'].
+        """Where the last `size` tokens up to each computed one are among the hidden states, int64 [size, T'].
 
-        T' stands for those before the sequence begins.
+        The oldest come first. T' stands for a token before the sequence begins.
         """
         ages = torch.arange(size - 1, -1, -1, device=self.device)[:, None]
         seen = self.hidden_index[(self.computed_tokens - ages).clamp(min=0)]

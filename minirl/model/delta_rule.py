@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) in chunks, with rows that decoding computes again bit for bit.
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): rows of chunks, which decoding computes bit for bit.
 
 A head's state S [Dk, Dv] maps keys to values. With queries Q, keys K, values V, decays g <= 0 and strengths beta of a
 chunk's rows, and c the running sum of g in it:
@@ -6,9 +6,10 @@ chunk's rows, and c the running sum of g in it:
     A = beta (K K^T) e^(c_i - c_j), strictly lower    R = beta V - (beta e^c K) S    U = (1 + A)^-1 R
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
-`run_chunks` computes packed sequences, chunk by chunk of all sequences at a time. `run_row` computes the next row of
-each cached sequence from `DeltaStates`. On the CPU both have the same bits: a row of U is one product of one row in both, the other products have inner lengths that
-do not depend on the rows at hand, and at least MIN_ROWS rows. Everything is fp32 (fp64 in an fp64 model).
+`run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
+cached sequence from `DeltaStates`. On the CPU both have the same bits: a row of U is one product of one row in both.
+The other products have inner lengths that do not depend on the rows at hand, and at least MIN_ROWS rows. Everything is
+fp32 (fp64 in an fp64 model).
 
 In shapes: T rows, H value heads, N chunks (or sequences) x H, C rows of a chunk.
 """
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.batch_invariance import at_least_fp32, activate
+from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.padding import MIN_ROWS
 
 CHUNK = 64  # rows
@@ -138,9 +139,9 @@ def index_chunks(
 class DeltaStates:
     """What one layer keeps of cached sequences, each in a slot: [slots, ...].
 
-    tail [.., kernel - 1, channels]: the newest inputs of the convolution. state [.., H, Dk, Dv]: S at the last border of
-    a chunk. keys [.., H, C, Dk], updates [.., H, C, Dv] and decays [.., H, C]: K, U and g of the rows since. What lies
-    after these is finite.
+    tail [.., kernel - 1, channels]: the newest inputs of the convolution. state [.., H, Dk, Dv]: S at the last border
+    of a chunk. keys [.., H, C, Dk], updates [.., H, C, Dv] and decays [.., H, C]: K, U and g of the rows since. What
+    lies after these is finite.
     """
 
     tail: Tensor
@@ -150,9 +151,7 @@ class DeltaStates:
     decays: Tensor
 
 
-def make_states(
-    shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: torch.device
-) -> DeltaStates:
+def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> DeltaStates:
     """States of zeros, in which each new sequence could begin."""
     wide = at_least_fp32(dtype)
     heads = (num_slots, shape.num_value_heads)

@@ -214,9 +214,7 @@ _KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word
 # The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
 # that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
-    **dict.fromkeys(
-        (*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20
-    ),
+    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,

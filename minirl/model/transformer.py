@@ -154,7 +154,9 @@ class GatedDeltaNet(nn.Module):
         num_rows = len(layout.positions)
         mixed = self.in_proj_qkv(x)[:num_rows]
         beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
-        step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[:num_rows]
+        step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[
+            :num_rows
+        ]
         decay = -self.A_log.to(wide).exp() * step
         if isinstance(layout, PackedLayout):
             # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.
@@ -242,7 +244,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention (or a gated delta net) and feed-forward, each added to the residual stream, with norms before or after them or both."""
+    """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
+
+    Norms stand before them, after them or both.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

@@ -30,8 +30,18 @@ DELTA_NET = {
 
 def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
-    raw = {**RAW_CONFIG, "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 131}
-    raw |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5, **(DELTA_NET if attention == "states" else {})}
+    raw = {
+        **RAW_CONFIG,
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 131,
+    }
+    raw |= {
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        **(DELTA_NET if attention == "states" else {}),
+    }
     config = config_from_dict(raw)
     config = replace(config, layer_windows=WINDOWS[attention])
     model = Transformer(config)
