@@ -39,7 +39,8 @@ NORMS_BEFORE = LayerNorms()
 # The linear layers of a decoder layer, which can have adapters.
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj")
+_DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj", *_DELTA_LAYERS)
 # A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
 MIN_ADAPTER_RANK = 8
 
@@ -125,7 +126,9 @@ class ModelConfig:
     @property
     def linear_layers(self) -> tuple[str, ...]:
         """Those of `LINEAR_LAYERS` that its layers have."""
-        attention = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        attention: tuple[str, ...] = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        if self.delta_net is not None:
+            attention += _DELTA_LAYERS
         if self.fused_gate_up:
             return (*attention, "gate_up_proj", "down_proj")
         return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
