@@ -224,7 +224,8 @@ class PackedLayout:
     def chunk_index(self) -> ChunkIndex:
         """The chunks of the gated delta rule."""
         parents = [parent for parent, _ in self.shared] or range(len(self.lengths))
-        return index_chunks(self.lengths, parents, self.num_shared, self.hidden_index)
+        index = index_chunks(self.lengths, parents, self.num_shared, self.hidden_index.cpu())
+        return index.map(lambda tensor: upload(tensor, self.device))
 
     def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
         """Return the portable kernel's index for layers with this window and number of key heads.

@@ -15,7 +15,7 @@ In shapes: T rows, H value heads, N chunks (or sequences) x H, C rows of a chunk
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,14 @@ class ChunkIndex:
     places: Tensor
     steps: tuple[ChunkStep, ...]
     last: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ChunkIndex":
+        """The same index with another place for each tensor."""
+        steps = [
+            ChunkStep(step.chunks, None if step.previous is None else function(step.previous))
+            for step in self.steps
+        ]
+        return ChunkIndex(function(self.rows), function(self.places), tuple(steps), function(self.last))
 
 
 def index_chunks(

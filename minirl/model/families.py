@@ -503,7 +503,9 @@ def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
         return None
     refuse(len(layers) == len(kinds), "config.json: layer_types has no full_attention; that is not supported")
     act = config.hidden_act  # of the convolution too
-    refuse(act != "silu", f"config.json: hidden_act={act!r} is not supported beside linear_attention (only silu)")
+    refuse(
+        act != "silu", f"config.json: hidden_act={act!r} is not supported beside linear_attention (only silu)"
+    )
     shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
     refuse(
         shape.num_value_heads % shape.num_key_heads,
