@@ -33,7 +33,7 @@ from minirl.episodes.episode import Episode, Turns
 from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.weights import resolve_folder
+from minirl.model.folders import resolve_folder
 from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
 from minirl.objective.kl import adapted_kl_coef, kl_penalty
 from minirl.objective.loss_weights import loss_weights

@@ -32,7 +32,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.ranks import process_group
-from minirl.report.logger import Logger
+from minirl.report.logger import Logger, rollout_records
 from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import plan_updates
@@ -138,7 +138,7 @@ def measure_step(count: int, folder: Path) -> None:
             assert len(layout.cu_queries) == len(layout.cu_seqlens)
     logger = Logger(folder, {}, wandb_mode="off")
     with measured("log_rollouts"):
-        logger.log_rollouts(1, judged, ["length"], advantage=torch.zeros(count))
+        logger.log_rollouts(1, rollout_records(judged, ["length"], advantage=torch.zeros(count)))
 
 
 def num_characters(completions: list[str]) -> list[float]:

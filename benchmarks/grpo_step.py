@@ -11,6 +11,7 @@ belong to a prompt that the same microbatch already has.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table
-from minirl.training.frozen_models import FrozenModel, logprobs_as
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -57,7 +58,7 @@ class GrpoLoop:
         if args.kl_coef:
             self.reference = FrozenModel(
                 load_replica(args.model, dtype=self.dtype),
-                logprobs_as("ref_logprobs", 1.0),
+                partial(score_batch, temperature=1.0),
                 names=["ref_logprobs"],
                 device=self.device,
                 max_tokens=args.max_tokens_per_microbatch,

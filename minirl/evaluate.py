@@ -12,22 +12,22 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from minirl.data.view import view_of
 from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.files import durable
-from minirl.files.json_files import read_json_lines
+from minirl.files.json_files import json_lines, read_json_lines
 from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
 from minirl.ranks import process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
-from minirl.report.evaluation import NUM_RESAMPLES, bootstrap_interval, means
-from minirl.report.logger import rollout_records, write_args
+from minirl.report.evaluation import NUM_RESAMPLES, Record, bootstrap_interval
+from minirl.report.logger import write_args
 from minirl.report.progress_bar import progress_bar
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, run_script
@@ -36,7 +36,6 @@ from minirl.run.setup import Setup
 from minirl.show import is_rollout
 
 JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
-Record = Mapping[str, Any]  # of a rollout, see `logger.rollout_records`
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,12 @@ def checked(config: Config) -> Config:
 
 
 def finished_records(folder: Path, num_samples: int) -> list[Record]:
-    """The records of the prompts that have all their samples, in order of their ids. Rank 0 calls it.
+    """On rank 0 the records of the prompts that have all their samples, in order of their ids; else none.
 
-    It puts them into one file, in place of those that the ranks wrote, and drops lines that a kill cut off.
+    Rank 0 puts them into one file, in place of those that the ranks wrote, and drops lines that a kill cut off.
     """
+    if rank() != 0:
+        return []
     records: dict[tuple[int, int], Record] = {}
     paths = sorted(folder.glob("*.jsonl"))
     for path in paths:
@@ -78,7 +79,7 @@ def finished_records(folder: Path, num_samples: int) -> list[Record]:
     counts = Counter(prompt_ordinal for prompt_ordinal, _ in records)
     finished = [records[key] for key in sorted(records) if counts[key[0]] == num_samples]
     merged = folder / "000000.jsonl"
-    durable.replace_file(merged, "".join(json.dumps(record) + "\n" for record in finished))
+    durable.replace_file(merged, json_lines(finished))
     for path in {*paths} - {merged}:
         path.unlink()
     return finished
@@ -96,26 +97,19 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
     )
     with progress_bar("evaluate", total=len(own), unit="prompts") as bar:
         for rewarded in found:
-            pairs = zip(rewarded.rollouts, rewarded.rows, strict=True)
-            records = rollout_records(
-                rewarded,
-                setup.reward_functions,
-                views=[view_of(rollout, row.prompt, setup.tokenizer) for rollout, row in pairs],
-                reward=weighted_scores(rewarded.rewards, setup.score_weights),
-                failed=rewarded.failed,
-            )
-            durable.append_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+            scores = weighted_scores(rewarded.rewards, setup.score_weights)
+            records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
+            durable.append_whole(path, json_lines(records).encode())
             bar.update(len({record["id"][0] for record in records}))
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
     """The JSON of an evaluation. records: of all prompts, in order of their ids."""
     config = setup.config
-    values = setup.eval_values(records)
     scores: dict[str, Any] = {}
-    for name, mean in means(values).items():
-        low, high = bootstrap_interval(values[name], seed=config.seed)
-        scores[name] = {"mean": mean, "low": low, "high": high, "prompts": len(values[name])}
+    for name, of_prompts in setup.eval_values(records).items():
+        low, high = bootstrap_interval(of_prompts, seed=config.seed)
+        scores[name] = {"mean": fmean(of_prompts), "low": low, "high": high, "prompts": len(of_prompts)}
     return {
         "model": str(setup.model_folder),
         "task": setup.task.name,
@@ -138,32 +132,27 @@ def evaluate(config: Config) -> dict[str, Any]:
         device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
     )
     # On rank 0 alone: meanwhile the run may save another one.
-    model = None
-    if config.model and rank() == 0:
-        model = newest_checkpoint(config.model, flag="--model")
-    model = broadcast_object(model)
+    model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
     # An evaluation that goes on must have the same.
-    resolved: dict[str, Any] = {"model": model, "device": device.type}
+    resolved: dict[str, Any] = {"model": broadcast_object(model), "device": device.type}
     setup = Setup(dataclasses.replace(config, **resolved), name="eval")
     folder = setup.folder.create().path
     rollouts = folder / "rollouts"
-    num_prompts, num_samples = setup.held_out.num_prompts, config.eval_samples or 1
-    records: Sequence[Record] = []
     if rank() == 0:
         rollouts.mkdir(exist_ok=True)
         write_args(folder, setup.args())
-        records = finished_records(rollouts, num_samples)
-    finished = broadcast_object({record["id"][0] for record in records})
     setup.print_start()
-    left = [ordinal for ordinal in range(num_prompts) if ordinal not in finished]
+    num_samples = config.eval_samples or 1
+    finished = broadcast_object({record["id"][0] for record in finished_records(rollouts, num_samples)})
+    left = [ordinal for ordinal in range(setup.held_out.num_prompts) if ordinal not in finished]
     print0(f"{len(finished)} prompts are finished, {len(left)} are left; rollouts are in {rollouts}")
     if left:
         evaluate_prompts(setup, left, rollouts / f"{rank() + 1:06d}.jsonl")
     barrier()
+    records = finished_records(rollouts, num_samples)
     if rank() != 0:
         return {}
-    records = finished_records(rollouts, num_samples)
-    assert len(records) == num_prompts * num_samples, f"{rollouts} lacks rollouts"
+    assert len(records) == setup.held_out.num_prompts * num_samples, f"{rollouts} lacks rollouts"
     result = result_of(setup, records)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result

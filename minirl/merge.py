@@ -9,8 +9,8 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.files.redaction import escaped
-from minirl.model.adapters import has_adapters
 from minirl.model.families import read_config
+from minirl.model.folders import file_of, has_adapters
 from minirl.model.weights import load_replica, named_parameters, save_folder
 from minirl.run.run_folder import newest_checkpoint
 
@@ -23,7 +23,7 @@ def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
     refuse(output.exists(), f"{output}: exists; name a new folder")
     refuse(not has_adapters(source), f"{source}: has no adapter_config.json; its model needs no merging")
     model = load_replica(source, dtype=dtype, scalar_head=read_config(source).scalar_head)
-    config = read_json_object(source / "config.json")
+    config = read_json_object(file_of(source, "config.json"))
     save_folder(output, named_parameters(model), config=config, tokenizer_from=source)
 
 

@@ -24,8 +24,8 @@ from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import pack
-from minirl.training.frozen_models import FrozenModel, logprobs_as
-from minirl.training.scoring import score
+from minirl.training.frozen_models import FrozenModel
+from minirl.training.scoring import score, score_batch
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
@@ -652,7 +652,7 @@ def test_a_parked_model_is_not_copied_to_the_device_for_a_short_wait():
     """Here there is none, so a copy would fail."""
     rollouts = make_collector().collect(1).rewarded.rollouts
     model = make_frozen().model
-    outputs = logprobs_as("ref_logprobs", 1.0)
+    outputs = functools.partial(score_batch, temperature=1.0)
     device = torch.device("cuda")
     frozen = FrozenModel(model, outputs, names=["ref_logprobs"], device=device, max_tokens=99, park=True)
     frozen.add(rollouts)

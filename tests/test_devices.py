@@ -1,6 +1,7 @@
 """No tensor of the host meets one of the device, in sampling, scoring and training; on a device that is pretended."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from minirl.training import sharded_model
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
-from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as, values_of
+from minirl.training.frozen_models import FrozenModel, after_prompts, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import make_engine, make_model, mixed_requests
@@ -155,7 +156,7 @@ def test_frozen_models_score_on_a_device_what_they_do_on_the_host(device):
     results = []
     for place in (CPU, device):
         model, batch = make_model("mixed", torch.float32).requires_grad_(False), make_batch().to(place)
-        outputs, names = logprobs_as("ref_logprobs", 0.7), ["ref_logprobs"]
+        outputs, names = partial(score_batch, temperature=0.7), ["ref_logprobs"]
         frozen = FrozenModel(model, outputs, names=names, device=place, max_tokens=999, park=True)
         scored = frozen.add_to(batch, [[2], [], [0, 1]]).ref_logprobs
         assert scored.device == place
@@ -175,7 +176,7 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
         prefixes = tuple(PromptPrefix(i, 1) for i in range(len(batch.lengths)))
         batch = dataclasses.replace(batch, prefixes=prefixes).to(place)
         outputs = after_prompts(teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999)
-        options = {"park": True, "width": teacher.config.hidden_size}
+        options = {"park": True, "has_states": True}
         names = ["teacher_states"]
         frozen = FrozenModel(teacher, outputs, names=names, device=place, max_tokens=999, **options)
         micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)

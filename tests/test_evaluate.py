@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import sys
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from minirl.model.families import config_from_dict
 from minirl.plan.choice import can_keep_cache, choose_sizes, too_large
 from minirl.plan.needs import always_bytes, phase_bytes
 from minirl.plan.workload import Sizes, Workload
-from minirl.report.evaluation import bootstrap_interval, majority, means, pass_at_k, values_by_prompt
+from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from minirl.show import read_rollouts, step_file
@@ -96,7 +98,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     ]
     task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
     values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
-    assert means(values) == {
+    assert {name: fmean(of_prompts) for name, of_prompts in values.items()} == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
         "eval/pass@2": 1.0,
@@ -333,6 +335,13 @@ def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_besi
     assert sum(always_bytes(work).values()) < 16e9
     trained = dataclasses.replace(work, trains=True)
     assert too_large(trained, choose_sizes(trained, 80e9, given), 80e9)
+    # What an evaluation advises, it has flags for.
+    shown = {flag_of(name) for group in EVALUATION_FLAGS for name in group.__dataclass_fields__}
+    for free in (10e9, 17.5e9, 20e9):
+        sizes = choose_sizes(work, free, given)
+        assert {
+            *re.findall(r"--[\w-]+", f"{too_large(work, sizes, free)} {sizes.flags(trains=False)}")
+        } <= shown
 
 
 def test_an_evaluation_has_no_flags_of_training(capsys):

@@ -135,7 +135,7 @@ def test_row_33_an_index_that_cannot_be_used_is_named_with_its_fault(folder, con
 
 def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path):
     """No network (a closed loopback port), nothing in the cache: the id, the flag and the hub's reason."""
-    script = "from minirl.model.weights import resolve_folder; resolve_folder('owner/missing')"
+    script = "from minirl.model.folders import resolve_folder; resolve_folder('owner/missing')"
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-c", script]
     began = time.monotonic()

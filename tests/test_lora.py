@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
 from minirl.merge import merge
-from minirl.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from minirl.model.adapters import WEIGHTS_FILE
 from minirl.model.attention import PackedLayout
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import config_from_dict, read_config
+from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
@@ -185,6 +186,15 @@ def checkpoint(one_rank, runs) -> Path:
     return runs / "lora-saved" / "checkpoints" / "000002"
 
 
+@pytest.fixture(scope="module")
+def peft_folder(checkpoint, tmp_path_factory) -> Path:
+    """The adapters as PEFT saves them: config and tokenizer are in the folder of their base."""
+    folder = tmp_path_factory.mktemp("peft")
+    for name in (ADAPTERS_FILE, WEIGHTS_FILE):
+        shutil.copy(checkpoint / name, folder)
+    return folder
+
+
 def trained_logprobs(checkpoint, embedded_model, tokens):
     """Of the model as it trains: base and adapters apart."""
     model = adapted(embedded_model, Adapters(2, 16.0, LINEAR_LAYERS))
@@ -197,7 +207,7 @@ def trained_logprobs(checkpoint, embedded_model, tokens):
     return logprobs_of(model, tokens, (len(tokens),))
 
 
-def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, embedded_model, tmp_path):
+def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, peft_folder, embedded_model, tmp_path):
     """And written as one, with the base's config and tokenizer; its logprobs are those of training to rounding."""
     tokens = torch.arange(40) % 14
     trained = trained_logprobs(checkpoint, embedded_model, tokens)
@@ -205,13 +215,14 @@ def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, embedded_m
     torch.testing.assert_close(logprobs_of(replica, tokens, (40,)), trained, atol=1e-5, rtol=0)
     base = load_replica(embedded_model, dtype=torch.float32)
     assert (logprobs_of(base, tokens, (40,)) - trained).abs().max() > 0.01
-    merge(checkpoint, tmp_path / "merged", torch.float32)
+    merge(peft_folder, tmp_path / "merged", torch.float32)
     merged = load_replica(tmp_path / "merged", dtype=torch.float32)
     for name, weight in named_parameters(merged).items():
         assert torch.equal(weight, named_parameters(replica)[name])
-    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (embedded_model / name).read_bytes()
     with pytest.raises(InputError, match=r"merged: exists"):
-        merge(checkpoint, tmp_path / "merged", torch.float32)
+        merge(peft_folder, tmp_path / "merged", torch.float32)
     with pytest.raises(InputError, match=r"has no adapter_config\.json"):
         merge(embedded_model, tmp_path / "other", torch.float32)
 
@@ -231,9 +242,9 @@ def test_peft_reads_the_adapters(checkpoint, embedded_model):
     torch.testing.assert_close(theirs, trained, atol=5e-6, rtol=0)
 
 
-def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, checkpoint, data):
+def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, peft_folder, data):
     """A run without adapters begins with the merged model; one with adapters is told to merge first."""
-    flags = f"--model {checkpoint} {data} --num-steps 1 --prompts-per-step 2 --group-size 2"
+    flags = f"--model {peft_folder} {data} --num-steps 1 --prompts-per-step 2 --group-size 2"
     flags += " --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
     run_in_pool(one_rank, "train_grpo.py", flags, "--run-name lora-base", runs=runs)
     (line,) = read_metrics(runs / "lora-base")
@@ -274,9 +285,15 @@ def test_adapters_of_another_base_are_refused_at_a_resume(one_rank, runs, checkp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "use_dora is True; only False is supported"),
+        ({"use_dora": True}, "use_dora is True, which minirl does not compute"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only 'LORA' is supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"option_of_2027": [1]}, r"option_of_2027 is \[1\]"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"r": 0}, "r is 0 and lora_alpha"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is None; name the folder"),
         ({"base_model_name_or_path": "./gone"}, r"base_model_name_or_path \./gone: no config.json there"),
@@ -287,11 +304,34 @@ def test_adapters_that_would_be_computed_in_another_way_are_refused(checkpoint, 
     """By file and key."""
     folder = tmp_path / "adapters"
     shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(config | change))
+    config = json.loads((folder / ADAPTERS_FILE).read_text())
+    (folder / ADAPTERS_FILE).write_text(json.dumps(config | change))
     with pytest.raises(InputError, match=message) as refused:
         load_replica(folder, dtype=torch.float32)
-    assert CONFIG_FILE in str(refused.value)
+    assert ADAPTERS_FILE in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("layers.0.mlp.up_proj.lora_A", None, r"no weights for \['model.layers.0.mlp.up_proj.lora_B'\]"),
+        ("layers.0.mlp.up_proj.lora_B", [384, 4], r"lora_A \[2, 128\] and lora_B \[384, 4\], with r 2"),
+        ("layers.0.mlp.up_proj.lora_B", None, r"lora_A \[2, 128\] and lora_B \[0\], with r 2"),
+        ("layers.9.mlp.up_proj.lora_A", [2, 128], r"no weights for \['model.layers.9.mlp.up_proj.lora_A'\]"),
+        ("embed_tokens.lora_embedding_A", [2, 16], "no weights for .*embed_tokens.lora_embedding_A"),
+    ],
+    ids=str,
+)
+def test_adapters_that_do_not_fit_their_base_are_refused(peft_folder, tmp_path, name, shape, message):
+    """None is left out silently."""
+    shutil.copytree(peft_folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    tensors.pop(f"base_model.model.model.{name}.weight", None)
+    if shape is not None:
+        tensors[f"base_model.model.model.{name}.weight"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(InputError, match=message):
+        load_replica(tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

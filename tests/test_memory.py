@@ -5,6 +5,7 @@ import gc
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from minirl.model.transformer import Transformer
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, logprobs_as
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
@@ -232,7 +233,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
         )
         for i in range(2)
     ]
-    outputs = logprobs_as("ref_logprobs", 1.0)
+    outputs = partial(score_batch, temperature=1.0)
     reference = FrozenModel(model.decoder, outputs, names=["ref_logprobs"], device=CPU, max_tokens=9999)
     return {
         "always": held,

@@ -21,7 +21,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
-from minirl.report.logger import Logger, console_line, duration, troubles
+from minirl.report.logger import Logger, console_line, duration, rollout_records, troubles
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -37,8 +37,7 @@ from minirl.report.metrics import (
 from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
-from minirl.training.assignment import PromptPrefix
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, RolloutTable
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
 from support.worked import OLD, SAMPLED
@@ -106,7 +105,7 @@ def set_wandb(monkeypatch):
 def own_mean(rank):
     metrics = StepMetrics()
     metrics.add_values("numbers", torch.arange(1.0 + rank))
-    return metrics.mean("numbers")
+    return metrics.reduce()["numbers"]
 
 
 def test_a_mean_during_a_step_is_over_the_numbers_of_all_ranks(two_ranks):
@@ -323,10 +322,12 @@ def test_flops_of_an_update_are_counted_by_hand():
     config = dataclasses.replace(config, layer_windows=(None, 2))
     layers = 2 * (2 * 16 + 2 * 8 + 96 + 8)
     forward = 2 * 7 * layers + 2 * 4 * 4 * 10 + 4 * 4 * (25 + 13)
-    prompts = [PromptPrefix(5, 3), PromptPrefix(5, 3)]
-    assert training_flops(config, [6, 4], prompts, num_loss_tokens=4) == 3 * forward
+    ids = [[5, 5], [0, 1], [0, 0]]
+    columns = map(torch.tensor, (*ids, [3, 3], [6, 4], [3, 1], [False, False], [[0.0]] * 2, [[0.0]] * 2))
+    micro = RolloutTable(*columns)
+    assert training_flops(config, micro) == 3 * forward
     values = dataclasses.replace(config, scalar_head=True)
-    assert training_flops(values, [6, 4], prompts, num_loss_tokens=4) == 3 * (forward - 2 * 4 * 4 * 9)
+    assert training_flops(values, micro) == 3 * (forward - 2 * 4 * 4 * 9)
 
 
 def test_peaks_are_of_known_devices_by_their_whole_name():
@@ -666,7 +667,7 @@ def test_row_48_secrets_in_results_of_tools_are_not_written(make_logger, monkeyp
     text = "KeyError: 'very-secret-value!'"
     view = {"messages": [{"role": "tool", "content": text}], "segments": [{"text": text}]}
     rewarded = judged([make_rollout(2, 3)], [Row("a", {}, "f:1")], [text])
-    make_logger().log_rollouts(1, rewarded, ["score"], views=[view])
+    make_logger().log_rollouts(1, rollout_records(rewarded, ["score"], views=[view]))
     written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
     assert written.count("'***'") == 3
     assert "very-secret" not in written
@@ -689,8 +690,8 @@ def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path)
     episode = {"messages": chat, "segments": [{"kind": "sampled", "text": "2"}], "turns": [{"start": 0}]}
     numbers = {"reward": rewarded.rewards.sum(1), "advantage": torch.tensor([0.5, -0.5]).double()}
     for step in (11, 12):
-        logger.log_rollouts(step, rewarded, ["a", "b"], views=[{}, episode], **numbers)
-    logger.log_rollouts(13, judged([]), ["a"], reward=torch.zeros(0))
+        logger.log_rollouts(step, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
+    logger.log_rollouts(13, rollout_records(judged([]), ["a"], reward=torch.zeros(0)))
     files = {path.name: path.read_text() for path in (tmp_path / "rollouts").iterdir()}
     assert files.keys() == {"000012.jsonl", "000013.jsonl"}
     assert files["000013.jsonl"] == ""
@@ -857,15 +858,15 @@ def test_row_40_metrics_that_cannot_be_written_are_written_later(make_logger, ca
 def test_row_40_rollouts_that_cannot_be_written_do_not_end_the_run(make_logger, capsys, tmp_path, file_limit):
     """No half file stays; the warning names it. So too where the folder has gone."""
     logger = make_logger()
-    rewarded = judged([make_rollout(1, 1)], [Row("1+1=", {}, "f:1")], ["2"])
+    records = rollout_records(judged([make_rollout(1, 1)], [Row("1+1=", {}, "f:1")], ["2"]), ["a"])
     file_limit(20)
-    logger.log_rollouts(1, rewarded, ["a"])
+    logger.log_rollouts(1, records)
     file_limit(None)
-    logger.log_rollouts(2, rewarded, ["a"])
+    logger.log_rollouts(2, records)
     folder = tmp_path / "rollouts"
     assert [path.name for path in folder.iterdir()] == ["000002.jsonl"]
     shutil.rmtree(folder)
-    logger.log_rollouts(3, rewarded, ["a"])
+    logger.log_rollouts(3, records)
     first, second = said(capsys).splitlines()
     assert f"{folder}/000001.jsonl: File too large" in first
     assert f"{folder}/000003.jsonl: No such file" in second

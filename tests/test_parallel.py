@@ -760,7 +760,7 @@ def exchanged(rank):
     table = gather_table(mine, torch.zeros(len(mine), 1))
 
     def teach(model, batch):
-        return {"teacher_logprobs": 3.0 * batch.sample_logprobs}
+        return (3.0 * batch.sample_logprobs,)
 
     teacher = FrozenModel(
         torch.nn.Linear(1, 1), teach, names=["teacher_logprobs"], device=CPU, max_tokens=1000

@@ -17,7 +17,7 @@ from minirl.model.config import ModelConfig, Rope
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, logprobs_as, unparked, values_of
+from minirl.training.frozen_models import FrozenModel, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
 from support.marks import slow
@@ -323,9 +323,8 @@ def without_prompts(batch):
 
 def frozen_results(language, scalar, batch, cut):
     """Logprobs and values [T], and of each sequence the value after its last token [N], as `FrozenModel`s add them."""
-    outputs = logprobs_as("old_logprobs", TEMPERATURE)
     for model, of_model, names in (
-        (language, outputs, ["old_logprobs"]),
+        (language, score_batch, ["old_logprobs"]),
         (scalar, values_of, ["values", "end_values"]),
     ):
         batch = FrozenModel(model, of_model, names=names, device=CPU, max_tokens=999).add_to(batch, cut)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import clipped_policy_loss
 from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
-from minirl.training.frozen_models import FrozenModel, after_prompts, logprobs_as
-from minirl.training.scoring import score
+from minirl.training.frozen_models import FrozenModel, after_prompts
+from minirl.training.scoring import score, score_batch
 from support.collecting import make_collector, make_frozen
 from support.memory import allocated_bytes
 from support.resuming import digests, interrupted_copy
@@ -210,7 +211,7 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
     model = make_frozen().model
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = after_prompts(logprobs_as("teacher_logprobs", 0.7), prompts.__getitem__, max_tokens=90)
+    outputs = after_prompts(partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90)
     frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, max_tokens=90)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
     branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)

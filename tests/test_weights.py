@@ -18,13 +18,13 @@ from transformers import (
 
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
     check_weights,
     load_replica,
     load_weights,
     named_parameters,
-    resolve_folder,
     save_folder,
 )
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from minirl.errors import InputError
 from minirl.files.json_files import read_json_object
+from minirl.model.folders import file_of
 
 
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
@@ -13,7 +14,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     """
     stop_ids = {eos_id}
     for name in ("config.json", "generation_config.json"):
-        path = folder / name
+        path = file_of(folder, name)
         if path.is_file():
             # One id, a list of ids, or null.
             listed = read_json_object(path).get("eos_token_id")

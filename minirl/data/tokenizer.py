@@ -17,6 +17,7 @@ from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
+from minirl.model.folders import tokenizer_folder
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -51,11 +52,12 @@ class Tokenizer:
         """
         from transformers import AutoTokenizer
 
+        source = tokenizer_folder(folder)
         # Without any of these files transformers makes an empty tokenizer.
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not any((source / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
-            self.backend: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             # Called directly where `backend` only wraps it: the wrapper takes longer than the work.
             self._rust = _plain_backend(self.backend)
         except Exception as error:

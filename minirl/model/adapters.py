@@ -22,43 +22,25 @@ from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.model.config import LINEAR_LAYERS, ModelConfig, is_adapter
+from minirl.model.folders import ADAPTERS_FILE
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Values of PEFT's keys that change what is computed, and with which it is what `LoraLinear` computes.
-_PLAIN = {
+# PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
+_HARMLESS_KEYS = frozenset(
+    "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
+    "target_modules exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
+    "qalora_group_size ensure_weight_tying".split()
+)
+# Values of others, beside those of an option that is off, with which `LoraLinear` computes what PEFT does. PEFT
+# changes the base as it begins, but for these `init_lora_weights`.
+_PLAIN_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, [], ["score"]),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "arrow_config": (None,),
-    "alora_invocation_tokens": (None,),
+    "revision": ("main",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": (["score"],),
 }
-
-
-def has_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters for a model of another folder."""
-    return (folder / CONFIG_FILE).is_file()
-
-
-def base_model(folder: Path) -> str:
-    """The folder or hub id of the model that a folder's adapters are for. Raises InputError."""
-    path = folder / CONFIG_FILE
-    base = read_json_object(path).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise InputError(
-            f"{path}: base_model_name_or_path is {base!r}; name the folder or hub id of the base"
-        )
-    return base
 
 
 def first_values(name: str, shape: torch.Size, rank: int) -> Tensor:
@@ -91,17 +73,18 @@ class MergedSlice:
         return base.float() + self.scale * (self.lora_b[rows].float() @ self.lora_a.float())
 
 
-def read_adapters(folder: Path) -> tuple[float, dict[str, Tensor]]:
-    """The scale of a folder's adapters, and their tensors by names such as model.layers.0.mlp.up_proj.lora_A.
+def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
+    """Rank and alpha of a folder's adapters, and their tensors by names such as model.layers.0.mlp.up_proj.lora_A.
 
     A module that PEFT saved whole, as a scalar head, has its parameter's name. Raises InputError naming file and key
     for what would be computed in another way.
     """
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTERS_FILE
     config = read_json_object(path)
-    for key, plain in _PLAIN.items():
-        value = config.get(key, plain[0])
-        refuse(value not in plain, f"{path}: {key} is {value!r}; only {plain[0]!r} is supported")
+    for key, value in config.items():
+        is_off = value in (None, False, [], {}) and key != "peft_type"
+        is_plain = is_off or key in _HARMLESS_KEYS or value in _PLAIN_VALUES.get(key, ())
+        refuse(not is_plain, f"{path}: {key} is {value!r}, which minirl does not compute; merge it by PEFT")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
@@ -112,23 +95,26 @@ def read_adapters(folder: Path) -> tuple[float, dict[str, Tensor]]:
             if is_adapter(plain_name.removesuffix(".weight")):
                 plain_name = plain_name.removesuffix(".weight")
             tensors[plain_name] = file.get_tensor(name)
-    return alpha / rank, tensors
+    return rank, alpha, tensors
 
 
-def merged(base: Any, name: str, scale: float, tensors: Mapping[str, Tensor], label: str) -> Any:
-    """The slice of a stored weight with its adapter, or itself if it has none. Raises InputError for a wrong shape."""
+def merged(base: Any, name: str, rank: int, alpha: float, tensors: dict[str, Tensor], label: str) -> Any:
+    """The slice of a stored weight with its adapter, which it takes out of `tensors`, or itself if it has none.
+
+    Raises InputError, with `label`, for a wrong shape.
+    """
     layer = name.removesuffix(".weight")
-    lora_a, lora_b = tensors.get(f"{layer}.lora_A"), tensors.get(f"{layer}.lora_B")
-    if lora_a is None or lora_b is None:
+    if f"{layer}.lora_A" not in tensors:
         return base
+    lora_a = tensors.pop(f"{layer}.lora_A")
+    lora_b = tensors.pop(f"{layer}.lora_B", torch.empty(0))
     num_out, num_in = base.get_shape()
-    is_right = lora_a.shape == (len(lora_a), num_in) and lora_b.shape == (num_out, len(lora_a))
     refuse(
-        not is_right,
-        f"{label}: {layer} has adapters of shapes {list(lora_a.shape)} and {list(lora_b.shape)}, and a weight of "
-        f"{[num_out, num_in]}",
+        lora_a.shape != (rank, num_in) or lora_b.shape != (num_out, rank),
+        f"{label} is of shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)}, "
+        f"with r {rank}",
     )
-    return MergedSlice(base, lora_a, lora_b, scale)
+    return MergedSlice(base, lora_a, lora_b, alpha / rank)
 
 
 def write_adapters(
@@ -160,5 +146,5 @@ def write_adapters(
         "inference_mode": True,
     }
     content = (json.dumps(peft_config, indent=2) + "\n").encode()
-    digest = durable.write_file(folder / CONFIG_FILE, [content])
-    return {CONFIG_FILE: digest, WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, stored)}
+    digest = durable.write_file(folder / ADAPTERS_FILE, [content])
+    return {ADAPTERS_FILE: digest, WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, stored)}

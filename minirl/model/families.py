@@ -19,6 +19,7 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import LayerNorms, ModelConfig, Rope
 from minirl.model.transformer import ACTIVATIONS
+from minirl.model.folders import file_of
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     Raises InputError, which names the folder and the key that is not supported.
     """
     try:
-        config = config_from_dict(read_json_object(folder / "config.json"))
+        config = config_from_dict(read_json_object(file_of(folder, "config.json")))
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from None
     if scalar_head not in (None, config.scalar_head):

@@ -14,26 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
-from minirl.model.adapters import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    base_model,
-    first_values,
-    has_adapters,
-    merged,
-    read_adapters,
-)
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import read_config
+from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters, tokenizer_folder
 from minirl.model.transformer import Transformer
 
 _TOKENIZER_FILES = (
-    "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "vocab.json",
@@ -44,53 +36,11 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*.jinja",
 )
-_DOWNLOADED_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-]
 _INDEX = "model.safetensors.index.json"
 # The sizes and SHA-256 of a saved folder's files by their names.
 DIGESTS_FILE = "digests.json"
 # What other programs read from generation_config.json to know where a completion ends.
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
-
-
-def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
-    """Return the local folder of a model: `model` itself, or a snapshot of that id from the hub.
-
-    Downloads the snapshot if it is not cached, without the weights if they are not asked for. Raises InputError,
-    which names the flag and the model.
-    """
-    folder = Path(model)
-    if (folder / "config.json").is_file():
-        return folder
-    looks_like_path = model.startswith((".", "/"))
-    if folder.exists() or looks_like_path:
-        raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
-    from huggingface_hub import snapshot_download
-
-    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
-    try:
-        snapshot = snapshot_download(model, allow_patterns=patterns)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{flag} {model}: neither a local folder nor available from the hub ({error})"
-        ) from None
-    return Path(snapshot)
-
-
-def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
-    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
-    return resolve_folder(
-        base_model(folder),
-        flag=f"{folder / CONFIG_FILE}: base_model_name_or_path",
-        with_weights=with_weights,
-    )
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -101,8 +51,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError, as `load_weights` does, if the folder's tensors are not those of such a model.
 
-    Reads only names, shapes and dtypes, and makes no weights: a wrong config.json may ask for more memory than
-    there is. Not collective.
+    Reads only names, shapes and dtypes, and makes no weights: a wrong config.json may ask for more
+    memory than there is. Not collective.
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -116,9 +66,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
     with adapters is read as its base with these merged; the model's own adapters get their first values. Raises
     InputError without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
-    scale, adapters = read_adapters(folder) if has_adapters(folder) else (0.0, {})
     files = _find_tensors(model, folder)
     params = _base_parameters(model)
+    rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
     for name, param in named_parameters(model).items():
         if is_adapter(name):
             assert model.config.adapters is not None
@@ -127,14 +77,17 @@ def load_weights(model: Transformer, folder: Path) -> None:
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied_head(files)
     if "score.weight" in params and "score.weight" in adapters:
-        fill(params.pop("score.weight"), adapters["score.weight"], f"{folder}: score.weight")
+        fill(params.pop("score.weight"), adapters.pop("score.weight"), f"{folder}: score.weight")
     elif "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
     for name, param in params.items():
         label = f"{files[name]}: {name}"
         # Open the file for each tensor: while a file is open, its pages that were read stay in memory.
         with open_tensors(files[name]) as file:
-            fill(param, merged(file.get_slice(name), name, scale, adapters, label), label)
+            fill(param, merged(file.get_slice(name), name, rank, alpha, adapters, label), label)
+    refuse(
+        adapters, f"{folder / WEIGHTS_FILE}: the base has no weights for {sorted(adapters)[:5]} (first five)"
+    )
 
 
 def _base_parameters(model: Transformer) -> dict[str, nn.Parameter]:
@@ -314,7 +267,8 @@ def save_folder(
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
-    paths = [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
+    paths = [file_of(folder, "generation_config.json")]
+    paths += [path for pattern in _TOKENIZER_FILES for path in tokenizer_folder(folder).glob(pattern)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -326,9 +280,9 @@ def copy_model(source: Path, folder: Path) -> None:
     half_made = folder.with_name(f".half-{folder.name}")
     shutil.rmtree(half_made, ignore_errors=True)  # of a copy that was killed
     half_made.mkdir()
-    paths = {source / "config.json"}
+    paths = {file_of(source, "config.json")}
     if has_adapters(source):  # the base stays where it is
-        paths |= {source / CONFIG_FILE, source / WEIGHTS_FILE}
+        paths |= {source / ADAPTERS_FILE, source / WEIGHTS_FILE}
     else:
         paths |= set(_file_of_each_tensor(source).values())
     if (source / _INDEX).is_file():

@@ -131,18 +131,20 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     """Why a run with these sizes does not fit into a rank's free memory, with the flags to change; None if it does."""
     usable = USABLE * free
     always = sum(always_bytes(work).values())
-    can_offload = work.is_cuda and not work.offloads_optimizer
+    can_offload = work.trains and work.is_cuda and not work.offloads_optimizer
     if always > usable:
         over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
         on_host = "--offload-optimizer, " if can_offload else ""
+        further = f"more ranks (--nproc-per-node), {over_all}{on_host}" if work.trains else ""
         return (
-            f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take more ranks "
-            f"(--nproc-per-node), {over_all}{on_host}a smaller --model or --dtype bfloat16"
+            f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take {further}a smaller --model "
+            "or --dtype bfloat16"
         )
     for phase, parts in phase_bytes(work, sizes).items():
         needed = always + sum(parts.values())
         if needed > usable:
-            advice = _ADVICE[phase.split()[0]] + (", or set --offload-optimizer" if can_offload else "")
+            kind = phase.split()[0] if work.trains or phase == "generate" else "judge"
+            advice = _ADVICE[kind] + (", or set --offload-optimizer" if can_offload else "")
             return f"phase {phase} needs {gb(needed)} of the {gb(usable)} that a rank can use: {advice}"
     return None
 
@@ -150,6 +152,7 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
 _ADVICE = {
     "generate": "lower --cache-tokens or --max-running-requests; both are at least what one request of "
     "the longest prompt and --max-new-tokens needs",
+    "judge": "lower --max-new-tokens or take a smaller --reward-model",
     "score": "lower --max-tokens-per-microbatch or --max-new-tokens, or take more ranks (--nproc-per-node)",
     "update": "lower --max-tokens-per-microbatch (at least the longest prompt and --max-new-tokens), set "
     "--recompute-layers on and --shard-gradients on, or take more ranks (--nproc-per-node)",

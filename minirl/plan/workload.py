@@ -18,14 +18,17 @@ class Sizes:
     recompute_layers: bool
     shard_gradients: bool
 
-    def flags(self) -> str:
-        """The sizes as flags of a command line."""
-        return (
-            f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens} "
-            f"--max-tokens-per-microbatch {self.max_tokens_per_microbatch} "
+    def flags(self, *, trains: bool = True) -> str:
+        """The sizes as flags of a command line; trains: also those of an update."""
+        of_generation = (
+            f"--max-running-requests {self.max_running_requests} --cache-tokens {self.cache_tokens}"
+        )
+        of_update = (
+            f" --max-tokens-per-microbatch {self.max_tokens_per_microbatch} "
             f"--recompute-layers {'on' if self.recompute_layers else 'off'} "
             f"--shard-gradients {'on' if self.shard_gradients else 'off'}"
         )
+        return of_generation + (of_update if trains else "")
 
 
 @dataclass(frozen=True)

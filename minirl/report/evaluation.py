@@ -4,8 +4,9 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from minirl.data.task import Task
 from minirl.rollouts import CUT_OFF
 
 NUM_RESAMPLES = 1000
+Record = Mapping[str, Any]  # of a completion, with `reward`, see `logger.rollout_records`
 ROUNDING = 1e-9  # by which a sum of weighted rewards may miss the score of a correct completion
 
 
@@ -27,70 +29,82 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
     """The share of correct samples among those with the most frequent answer, or answers; None is no answer."""
-    counts = Counter(answer for answer in answers if answer is not None)
-    most = max(counts.values(), default=0)
-    voted = [right for answer, right in zip(answers, is_correct, strict=True) if counts[answer] == most > 0]
-    return _mean(voted) if voted else 0.0
+    votes = Counter(answers)
+    del votes[None]
+    most = max(votes.values(), default=None)
+    voted = [right for answer, right in zip(answers, is_correct, strict=True) if votes[answer] == most]
+    return fmean(voted) if voted else 0.0
 
 
 def values_by_prompt(
-    records: Sequence[Mapping[str, Any]], task: Task, weights: Mapping[str, float]
+    records: Iterable[Record], task: Task, weights: Mapping[str, float], *, of_samples: bool = True
 ) -> dict[str, list[float]]:
     """For each metric its values, one for each prompt that has one. Not collective.
 
-    records: of all ranks' completions, in order of their ids (`logger.rollout_records`, with `reward`). weights: of the
-    rewards in `reward`. A completion is correct if its reward is at least that of 1 from each that applies and has a
-    positive weight.
+    records: of all ranks' completions. weights: of the rewards in `reward`. of_samples: also
+    those of `sample_numbers`.
     """
     values: dict[str, list[float]] = defaultdict(list)
-    for _, group in itertools.groupby(records, key=lambda record: record["id"][0]):
+    in_order = sorted(records, key=lambda record: record["id"])
+    for _, group in itertools.groupby(in_order, key=lambda record: record["id"][0]):
         samples = list(group)
-        of_prompt: dict[str, float] = {}
-        scored = [sample for sample in samples if sample["reward"] is not None]
-        if scored:
-            of_prompt["reward"] = _mean([sample["reward"] for sample in scored])
-            is_correct = [_is_correct(sample, weights) for sample in scored]
-            for k in range(1, len(scored) + 1):
-                of_prompt[f"pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
-            if task.answer_of is not None and len(scored) > 1:
-                answers = [task.answer_of(sample["completion"]) for sample in scored]
-                of_prompt["majority"] = majority(answers, is_correct)
-            if len(task.eval_sets) > 1:
-                file = Path(samples[0]["row"].rpartition(":")[0])
-                of_prompt[f"{file.stem}/reward"] = of_prompt["reward"]
-        for name in samples[0]["rewards"] if len(samples[0]["rewards"]) > 1 else ():
-            applying = [sample["rewards"][name] for sample in samples if sample["rewards"][name] is not None]
-            if applying:
-                of_prompt[name] = _mean(applying)
-        of_prompt["len_mean"] = _mean([sample["num_tokens"] for sample in samples])
-        of_prompt["truncated"] = _mean([sample["finish_reason"] in CUT_OFF for sample in samples])
-        for name, value in of_prompt.items():
+        numbers = reward_numbers(samples, task)
+        if of_samples:
+            numbers |= sample_numbers(samples, task, weights)
+        for name, value in numbers.items():
             values[f"eval/{name}"].append(value)
     return dict(values)
 
 
-def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The mean of each metric over the prompts that have a value."""
-    return {name: _mean(of_prompts) for name, of_prompts in values.items()}
+def reward_numbers(samples: Sequence[Record], task: Task) -> dict[str, float]:
+    """The mean reward of a prompt's samples, also under its file's name, and that of each of several functions."""
+    rewards = {"reward": [sample["reward"] for sample in samples]}
+    names = samples[0]["rewards"]
+    if len(names) > 1:
+        rewards |= {name: [sample["rewards"][name] for sample in samples] for name in names}
+    if len(task.eval_sets) > 1:
+        file = Path(samples[0]["row"].rpartition(":")[0])
+        rewards[f"{file.stem}/reward"] = rewards["reward"]
+    numbers = {}
+    for name, column in rewards.items():
+        applying = [reward for reward in column if reward is not None]
+        if applying:
+            numbers[name] = fmean(applying)
+    return numbers
+
+
+def sample_numbers(samples: Sequence[Record], task: Task, weights: Mapping[str, float]) -> dict[str, float]:
+    """The mean length, share cut off, pass@k and majority vote of a prompt's samples.
+
+    A completion is correct if its reward is at least that of 1 from each reward that applies and has a positive weight.
+    """
+    numbers = {
+        "len_mean": fmean([sample["num_tokens"] for sample in samples]),
+        "truncated": fmean([sample["finish_reason"] in CUT_OFF for sample in samples]),
+    }
+    scored = [sample for sample in samples if sample["reward"] is not None]
+    is_correct = [_is_correct(sample, weights) for sample in scored]
+    for k in range(1, len(scored) + 1):
+        numbers[f"pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
+    if task.answer_of is not None and len(scored) > 1:
+        answers = [task.answer_of(sample["completion"]) for sample in scored]
+        numbers["majority"] = majority(answers, is_correct)
+    return numbers
+
+
+def _is_correct(sample: Record, weights: Mapping[str, float]) -> bool:
+    needed = [max(0.0, weights[name]) for name, reward in sample["rewards"].items() if reward is not None]
+    return bool(sample["reward"] >= sum(needed) - ROUNDING)
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     """The 95 % interval of the mean of these values: percentiles of the means of resampled values."""
     generator = torch.Generator().manual_seed(seed)
     drawn_from = torch.tensor(values, dtype=torch.float64)
-    resampled = [
-        drawn_from[torch.randint(len(values), (len(values),), generator=generator)].mean()
-        for _ in range(NUM_RESAMPLES)
-    ]
-    low, high = torch.stack(resampled).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    resampled = []
+    for _ in range(NUM_RESAMPLES):
+        index = torch.randint(len(values), drawn_from.shape, generator=generator)
+        resampled.append(drawn_from[index].mean())
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.stack(resampled).quantile(limits).tolist()
     return low, high
-
-
-def _is_correct(sample: Mapping[str, Any], weights: Mapping[str, float]) -> bool:
-    needed = [max(0.0, weights[name]) for name, reward in sample["rewards"].items() if reward is not None]
-    return bool(sample["reward"] >= sum(needed) - ROUNDING)
-
-
-def _mean(values: Sequence[float]) -> float:
-    # fsum rounds once: the mean does not depend on the order.
-    return math.fsum(values) / len(values)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minirl.errors import SaveError
 from minirl.files import durable
-from minirl.files.json_files import read_json_lines
+from minirl.files.json_files import json_lines, read_json_lines
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -145,21 +145,8 @@ class Logger:
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, elapsed_s=elapsed_s, left_s=left_s))
 
-    def log_rollouts(
-        self,
-        step: int,
-        rewarded: RewardedRollouts,
-        functions: Iterable[str],
-        *,
-        views: Sequence[Mapping[str, Any]] = (),
-        of_branches: Mapping[str, Tensor] | None = None,
-        **columns: Tensor,
-    ) -> None:
-        """Write all ranks' rollouts of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
-
-        The arguments are those of `rollout_records`.
-        """
-        records = rollout_records(rewarded, functions, views=views, of_branches=of_branches, **columns)
+    def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
         # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = [(tuple(record["id"]), json.dumps(record) + "\n") for record in records]
         gathered: list[Any] = [None] * world_size()
@@ -378,7 +365,7 @@ def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
             print0(f"warning: {places}: no whole line, left out; the file as it was is {aside.name}")
     steps = [step for step in steps if step["step"] <= last_step]
-    durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))
+    durable.replace_file(path, json_lines(steps))
     return steps
 
 

@@ -14,7 +14,7 @@ from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
 from minirl.ranks import time_account, watchdog
-from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
+from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
 
@@ -98,15 +98,8 @@ class StepMetrics:
             self._merge("total", f"time/{name}", spent / world_size())
             self._merge("maximum", f"time_max/{name}", spent)
 
-    def mean(self, name: str) -> float:
-        """The mean over all ranks of what has been added so far (collective); NaN without values."""
-        self._read()
-        own = [self._numbers[kind].get(name, 0.0) for kind in ("sum", "weight")]
-        total, weight = all_reduce_sum(torch.tensor(own, dtype=torch.float64))
-        return float(total / weight)
-
     def reduce(self) -> dict[str, float]:
-        """Means, maxima and totals over all ranks; the same on every rank (collective).
+        """Means, maxima and totals so far over all ranks; the same on every rank (collective).
 
         A mean without values is left out.
         """

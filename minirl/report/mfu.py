@@ -5,14 +5,11 @@ that each token sees, a shared prompt counts once in a microbatch, and the head 
 recomputed layers, and heads of prompt tokens, do not raise the MFU.
 """
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
 
 from minirl.model.config import ModelConfig
 from minirl.plan.formulas import layer_parameters
-from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import RolloutTable
 
 BACKWARD_AND_FORWARD = 3  # backward takes twice the products of forward
@@ -37,41 +34,20 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS if re.fullmatch(name, device_name)), None)
 
 
-def least_seconds(
-    peak: float,
-    models: Iterable[ModelConfig],
-    table: RolloutTable,
-    minibatches: Iterable[Sequence[Sequence[int]]],
-) -> float:
-    """The seconds that forward and backward of a rank's microbatches take at least, for each of the models.
-
-    peak: FLOPs per second. minibatches: table indices, [minibatch][microbatch][...].
-    """
-    prefixes = table.prefixes
-    flops = 0.0
-    for config, indices in itertools.product(models, itertools.chain(*minibatches)):
-        flops += training_flops(
-            config,
-            table.num_tokens[indices].tolist(),
-            [prefixes[i] for i in indices],
-            num_loss_tokens=int(table.num_loss_tokens[indices].sum()),
-        )
-    return flops / peak
-
-
-def training_flops(
-    config: ModelConfig, lengths: Sequence[int], prefixes: Sequence[PromptPrefix], *, num_loss_tokens: int
-) -> float:
-    """FLOPs of forward and backward of one microbatch: sequences of these lengths, which begin with these prompts."""
-    repeats = [prefix.num_tokens for prefix, count in Counter(prefixes).items() for _ in range(count - 1)]
-    num_tokens = sum(lengths) - sum(repeats)
+def training_flops(config: ModelConfig, micro: RolloutTable) -> float:
+    """FLOPs of forward and backward of a microbatch."""
+    lengths = micro.num_tokens.tolist()
+    prompts = Counter(micro.prefixes)
+    # A prompt is computed once.
+    repeated = [prefix.num_tokens for prefix in (prompts - Counter({*prompts})).elements()]
+    num_tokens = sum(lengths) - sum(repeated)
     channels = config.num_attention_heads * config.head_dim
     num_outputs = 1 if config.scalar_head else config.vocab_size
     forward = 2 * num_tokens * config.num_hidden_layers * layer_parameters(config)
-    forward += 2 * num_loss_tokens * config.hidden_size * num_outputs
+    forward += 2 * int(micro.num_loss_tokens.sum()) * config.hidden_size * num_outputs
     for window in config.layer_windows:
         num_pairs = sum(_num_pairs(length, window) for length in lengths)
-        num_pairs -= sum(_num_pairs(length, window) for length in repeats)
+        num_pairs -= sum(_num_pairs(length, window) for length in repeated)
         forward += 4 * channels * num_pairs  # queries by keys, and weights by values
     return BACKWARD_AND_FORWARD * forward
 

@@ -11,6 +11,7 @@ from minirl.data.task import Messages, RewardFunction
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.model.attention import PackedLayout
+from minirl.model.folders import file_of
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
 from minirl.training.assignment import plan_microbatches
@@ -40,7 +41,7 @@ def load_reward_model(
     if chat and tokenizer.backend.chat_template is None:
         raise InputError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
     max_length = min(model.config.max_position_embeddings, max_tokens)
-    ignored_id = json.loads((folder / "config.json").read_text()).get("pad_token_id")
+    ignored_id = json.loads(file_of(folder, "config.json").read_text()).get("pad_token_id")
 
     @torch.no_grad()
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:

@@ -53,6 +53,7 @@ from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.adapters import write_adapters
 from minirl.model.families import scalar_config
+from minirl.model.folders import file_of
 from minirl.model.weights import read_tokenizer_files, write_configs, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
@@ -112,7 +113,7 @@ class Checkpoints:
         if rank() == 0:
             (run.path / "checkpoints").mkdir(exist_ok=True)
             for name, (model, _) in models.items():
-                config = read_json_object(sources[name] / "config.json")
+                config = read_json_object(file_of(sources[name], "config.json"))
                 if model.module.config.scalar_head:
                     config = scalar_config(config)
                 self._origins[name] = _Origin(sources[name], config, read_tokenizer_files(sources[name]))

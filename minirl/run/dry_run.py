@@ -13,7 +13,8 @@ from minirl.data.task import Messages, RewardFunction, Row, Task, as_messages, c
 from minirl.data.tools import Tool
 from minirl.errors import InputError
 from minirl.model.families import read_config
-from minirl.model.weights import check_weights, resolve_folder
+from minirl.model.folders import resolve_folder
+from minirl.model.weights import check_weights
 from minirl.plan.choice import (
     USABLE,
     can_keep_cache,

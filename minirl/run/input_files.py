@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minirl.errors import refuse
 from minirl.files.durable import file_sha256
-from minirl.model.adapters import base_model, has_adapters
+from minirl.model.folders import base_model, has_adapters
 from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.config import RunConfig
 from minirl.run.run_folder import RunFolder, read_args

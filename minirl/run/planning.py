@@ -11,7 +11,7 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.weights import resolve_folder
+from minirl.model.folders import resolve_folder
 from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.run.config import RunConfig
 

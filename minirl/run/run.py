@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
-from minirl.data.view import view_of
 from minirl.episodes.runner import Counted
 from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
@@ -25,7 +25,6 @@ from minirl.objective.losses import sequence_sums
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.evaluation import means
 from minirl.report.logger import Logger, rollout_records
 from minirl.report.metrics import (
     StepMetrics,
@@ -33,9 +32,8 @@ from minirl.report.metrics import (
     add_rollouts,
     add_staleness,
     derived,
-    without_nan,
 )
-from minirl.report.mfu import least_seconds, peak_flops
+from minirl.report.mfu import peak_flops, training_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
@@ -45,7 +43,6 @@ from minirl.run.input_files import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
-from minirl.training.frozen_models import logprobs_as
 from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
@@ -137,8 +134,8 @@ class Run:
         self._stop_signal = 0
         self._has_finished_step = False
         self._model_configs = [model.module.config for model, _ in models.values()]
-        # The rollouts of the update that the script planned, and this rank's microbatches of them.
-        self._updated: tuple[RolloutTable, list[list[list[int]]]] | None = None
+        # This rank's microbatches of the update that the script planned.
+        self._microbatches: list[RolloutTable] = []
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -221,7 +218,8 @@ class Run:
             episode=table.episode.tolist(),
             is_trained=None if is_trained is None else is_trained.tolist(),
         )
-        self._updated = table, [by_rank[rank()] for by_rank in plan.microbatches]
+        own = itertools.chain.from_iterable(by_rank[rank()] for by_rank in plan.microbatches)
+        self._microbatches = [table.select(indices) for indices in own]
         return plan
 
     def with_old_logprobs(
@@ -232,8 +230,7 @@ class Run:
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
             shown = show_progress("score", microbatches)
-            outputs = logprobs_as("old_logprobs", self._config.temperature)
-            old_policy = self._setup.frozen(policy.decoder, outputs, ["old_logprobs"])
+            old_policy = self._setup.frozen(policy.decoder, self._setup.sampled_logprobs, ["old_logprobs"])
             return old_policy.add_to(batch, shown)
         return batch
 
@@ -249,31 +246,16 @@ class Run:
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
-        """Mean scores of completions of the held-out rows, without the overlong penalty (collective).
-
-        With --eval-samples also pass@k and the other numbers of `values_by_prompt`.
-        """
+        """The means of `Setup.eval_values` over the held-out prompts (collective)."""
         if self._evaluator is None:
             return {}
         requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # dropped: the next step's metrics must not include them
         scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
-        if self._config.eval_samples:
-            own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
-            records = itertools.chain.from_iterable(gather_objects(own))
-            in_order = sorted(records, key=lambda record: record["id"])
-            return means(self._setup.eval_values(in_order))
-        metrics = StepMetrics()
-        metrics.add_values("eval/reward", without_nan(scores))
-        add_rewards(metrics, "eval", self._setup.reward_functions, rewarded.rewards)
-        eval_files = self._setup.task.eval_sets
-        if len(eval_files) > 1:
-            files = [row.place.rpartition(":")[0] for row in rewarded.rows]
-            for path in eval_files:
-                of_file = scores[[i for i, file in enumerate(files) if file == path]]
-                metrics.add_values(f"eval/{Path(path).stem}/reward", without_nan(of_file))
-        return metrics.reduce()
+        own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
+        records = itertools.chain.from_iterable(gather_objects(own))
+        return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
 
     def log_rollouts(self, step: int, rewarded: RewardedRollouts, table: RolloutTable, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
@@ -285,15 +267,8 @@ class Run:
         own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
         own_branches = table.indices_of(all_branches(rewarded.rollouts))
         branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
-        views = [
-            view_of(rollout, row.prompt, self._setup.tokenizer)
-            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
-        ]
-        self._logger.log_rollouts(
-            step,
+        records = self._setup.records(
             rewarded,
-            self._setup.reward_functions,
-            views=views,
             reward=weighted_scores(rewarded.rewards, self.reward_weights),
             advantage=mean_advantages[own_episodes],
             of_branches={
@@ -301,6 +276,7 @@ class Run:
                 "advantage": (sums / table.num_loss_tokens)[own_branches],
             },
         )
+        self._logger.log_rollouts(step, records)
 
     def finish_step(
         self,
@@ -380,14 +356,15 @@ class Run:
 
     def _add_mfu(self, metrics: StepMetrics) -> None:
         """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
+        microbatches, self._microbatches = self._microbatches, []
         peak = None
         if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
-        if peak is None or self._updated is None:
+        if peak is None or not microbatches:
             return
-        seconds = self._config.num_epochs * least_seconds(peak, self._model_configs, *self._updated)
-        metrics.add_total("perf/mfu_train", seconds / world_size())
-        self._updated = None
+        pairs = itertools.product(self._model_configs, microbatches)
+        flops = self._config.num_epochs * sum(itertools.starmap(training_flops, pairs))
+        metrics.add_total("perf/mfu_train", flops / peak / world_size())
 
     def _save(self) -> None:
         """Start to save a checkpoint (collective)."""

@@ -6,7 +6,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ from torch import Tensor
 from minirl.collect.collector import Collector
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
+from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
-from minirl.model.adapters import has_adapters
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
+from minirl.model.folders import has_adapters, resolve_folder
 from minirl.model.transformer import Transformer
-from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary, resolve_folder
+from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
 from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
@@ -39,10 +40,12 @@ from minirl.ranks.process_group import (
     rank,
     world_size,
 )
-from minirl.report.evaluation import values_by_prompt
+from minirl.report.evaluation import Record, values_by_prompt
+from minirl.report.logger import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import embedded_model_folder
@@ -51,8 +54,10 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, teacher_folder, workload
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
+from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, logprobs_as
+from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
@@ -162,15 +167,15 @@ class Setup:
         folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
         the policy without them, on the same storage.
         """
-        outputs = logprobs_as("ref_logprobs", self.config.temperature)
+        source: Transformer | Path
         if folder is None and self.config.adapters:
             assert self._policy is not None, "load the policy before its reference"
-            return self.frozen(self._policy.without_adapters(), outputs, ["ref_logprobs"])
-        kept = self.folder.path / REFERENCE
-        is_kept = self.folder.checkpoint is not None and kept.is_dir()
-        self._reference_folder = kept if is_kept else folder or self._original_model()
-        model = load_replica(self._reference_folder, dtype=self.dtype)
-        return self.frozen(model, outputs, ["ref_logprobs"], park=self.config.park_frozen)
+            source = self._policy.without_adapters()
+        else:
+            kept = self.folder.path / REFERENCE
+            is_kept = self.folder.checkpoint is not None and kept.is_dir()
+            source = self._reference_folder = kept if is_kept else folder or self._original_model()
+        return self.frozen(source, self.sampled_logprobs, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -179,30 +184,38 @@ class Setup:
         """
         folder = teacher_folder(self.config)
         assert folder is not None
-        model = load_replica(folder, dtype=self.dtype)
-        resize_vocabulary(model, self.model_config.vocab_size)
-        name, width = "teacher_logprobs", 0
-        outputs = logprobs_as(name, self.config.temperature)
-        if self.config.has_kl_loss:
-            name, width, outputs = "teacher_states", model.config.hidden_size, teacher_states
+        has_states = self.config.has_kl_loss
+        outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
         if self.prompts.teacher_field is not None:
             max_tokens = self.sizes.max_tokens_per_microbatch
             outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
-        return self.frozen(model, outputs, [name], park=self.config.park_frozen, width=width)
+        name = "teacher_states" if has_states else "teacher_logprobs"
+        return self.frozen(folder, outputs, [name], has_states=has_states)
+
+    def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs [T] of the sampled tokens, and entropies, as of `score_batch`: outputs of a frozen model."""
+        return score_batch(model, batch, temperature=self.config.temperature)
 
     def frozen(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        names: Sequence[str],
-        *,
-        park: bool = False,
-        width: int = 0,
+        self, source: Transformer | Path, outputs: Outputs, names: Sequence[str], *, has_states: bool = False
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective."""
-        max_tokens = self.sizes.max_tokens_per_microbatch
+        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective.
+
+        source: a model as it is, or the folder of one to load with the policy's vocabulary and to park.
+        """
+        if isinstance(source, Transformer):
+            model, park = source, False
+        else:
+            model, park = load_replica(source, dtype=self.dtype), self.config.park_frozen
+            resize_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(
-            model, outputs, names=names, device=self.device, max_tokens=max_tokens, park=park, width=width
+            model,
+            outputs,
+            names=names,
+            device=self.device,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
+            park=park,
+            has_states=has_states,
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
@@ -256,10 +269,22 @@ class Setup:
             temperature=self.config.temperature,
         )
 
-    def eval_values(self, records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records."""
+    def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
+        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
+
+        In training, pass@k and the other numbers of samples come with --eval-samples.
+        """
         weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
-        return values_by_prompt(records, self.task, weights)
+        of_samples = self.config.eval_samples > 0 or not self.config.trains
+        return values_by_prompt(records, self.task, weights, of_samples=of_samples)
+
+    def records(self, rewarded: RewardedRollouts, **numbers: Any) -> list[dict[str, Any]]:
+        """The `rollout_records` of these rollouts, with their texts. numbers: its further arguments."""
+        views = [
+            view_of(rollout, row.prompt, self.tokenizer)
+            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
+        ]
+        return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""
@@ -355,15 +380,14 @@ class Setup:
         # The reason of the first host with too little memory.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
         reason = too_large(work, sizes, free) or on_hosts
-        refuse(
-            reason and "auto" in given.values(),
-            f"{reason}. With all sizes given it starts anyway: {sizes.flags()}",
-        )
+        flags = sizes.flags(trains=work.trains)
+        anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
+        refuse(reason and "auto" in given.values(), f"{reason}{anyway}")
         self._keeps_cache = can_keep_cache(work, sizes, free)
         self._scores_beside_cache = can_score_beside_cache(work, sizes, free)
         peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
         kept = ", the cache kept between steps" if self._keeps_cache else ""
-        self._memory_note = f"{sizes.flags()}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+        self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""

@@ -18,10 +18,10 @@ from minirl.training.scoring import outputs_of_head, states_before
 TILE_LOGITS = MAX_LOGITS // 4
 
 
-def teacher_states(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """The stream of this name [T, D]: hidden states that the batch's sampled tokens are predicted from; 0 elsewhere."""
+def teacher_states(model: Transformer, batch: Batch) -> tuple[Tensor]:
+    """The hidden states [T, D] that the batch's sampled tokens are predicted from; 0 elsewhere."""
     states = states_before(model, batch.tokens, batch.layout(), batch.loss_index)
-    return {"teacher_states": batch.scatter(states)}
+    return (batch.scatter(states),)
 
 
 def score_with_teacher(
@@ -67,36 +67,48 @@ class Divergence(torch.autograd.Function):
         """See the class."""
         divisor = states.new_full((1, 1), temperature, dtype=at_least_fp32(states.dtype))
         num_tokens = max(1, tile_logits // len(head))
-        totals = divisor.new_empty(2, len(states))
-        divergence = divisor.new_empty(len(states))
-        for start in range(0, len(states), num_tokens):
-            tile = slice(start, start + num_tokens)
-            own = chunk_logits(states[tile], head, divisor)
-            other = chunk_logits(teacher_states[tile], teacher_head, divisor)
-            for logits, total in zip((own, other), totals, strict=True):
-                total[tile] = logits.logsumexp(-1)
-                logits.sub_(total[tile, None])
-            p, q = (other, own) if is_forward else (own, other)
-            divergence[tile] = (p.exp() * (p - q)).sum(-1)
-        ctx.is_forward, ctx.tile_logits = is_forward, tile_logits
-        ctx.save_for_backward(states, head, teacher_states, teacher_head, divisor, totals, divergence)
+        results = []
+        for own, other in zip(states.split(num_tokens), teacher_states.split(num_tokens), strict=True):
+            p, p_total = _logprobs(own, head, divisor)
+            q, q_total = _logprobs(other, teacher_head, divisor)
+            if is_forward:
+                p, q = q, p
+            results.append(((p.exp() * (p - q)).sum(-1), p_total, q_total))
+        divergence, totals, teacher_totals = map(torch.cat, zip(*results, strict=True))
+        ctx.is_forward = is_forward
+        ctx.tile_logits = tile_logits
+        ctx.save_for_backward(
+            states, head, totals, teacher_states, teacher_head, teacher_totals, divisor, divergence
+        )
         return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """See the class."""
-        states, head, teacher_states, teacher_head, divisor, totals, divergence = ctx.saved_tensors
+        states, head, totals, *of_teacher, divisor, divergence = ctx.saved_tensors
+        teacher_states, teacher_head, teacher_totals = of_teacher
+        scale = grad[:, None] / divisor
         grad_states = torch.zeros_like(states, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         width = max(1, ctx.tile_logits // max(1, len(states)))
         for first in range(0, len(head), width):
             tile = slice(first, first + width)
-            p = chunk_logits(states, head[tile], divisor).sub_(totals[0, :, None])
-            q = chunk_logits(teacher_states, teacher_head[tile], divisor).sub_(totals[1, :, None])
-            probs = p.exp()
-            by_logits = probs - q.exp() if ctx.is_forward else probs * (p - q - divergence[:, None])
-            by_logits.mul_(grad[:, None] / divisor)
-            grad_states.add_(wide_mm(by_logits, head[tile], head.dtype))
+            p = chunk_logits(states, head[tile], divisor).sub_(totals[:, None])
+            q = chunk_logits(teacher_states, teacher_head[tile], divisor).sub_(teacher_totals[:, None])
+            grad_logits = p.exp()
+            if ctx.is_forward:
+                grad_logits.sub_(q.exp_())
+            else:
+                grad_logits.mul_(p.sub_(q).sub_(divergence[:, None]))
+            grad_logits.mul_(scale)
+            grad_states.add_(wide_mm(grad_logits, head[tile], head.dtype))
             if grad_head is not None:
-                grad_head[tile] = wide_mm(by_logits.t(), states, head.dtype)
+                grad_head[tile] = wide_mm(grad_logits.t(), states, head.dtype)
         return grad_states.to(states.dtype), grad_head, *[None] * 5
+
+
+def _logprobs(states: Tensor, head: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [M, V], and the logsumexp [M] of their logits. divisor [1, 1]: the temperature."""
+    logits = chunk_logits(states, head, divisor)
+    totals = logits.logsumexp(-1)
+    return logits.sub_(totals[:, None]), totals

@@ -1,5 +1,6 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,13 @@ from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, pack
-from minirl.training.scoring import scalar_outputs, score_batch
+from minirl.training.scoring import scalar_outputs
 
 # A parked model is not copied to the device for a shorter wait than the copy takes.
 UPLOAD_S = 0.1
 POLL_S = 0.002
-# Streams [T] of a batch by their names in `Batch`, computed without gradient.
-Outputs = Callable[[Transformer, Batch], dict[str, Tensor]]
+# Streams of a batch, computed without gradient: [T], or [T, D] for hidden states.
+Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
 @contextmanager
@@ -70,11 +71,12 @@ class FrozenModel:
         device: torch.device,
         max_tokens: int,
         park: bool = False,
-        width: int = 0,
+        has_states: bool = False,
     ):
-        """names: the streams that `outputs` returns. max_tokens: limit of a microbatch. park: see `unparked`.
+        """names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
 
-        width: of streams [T, width] in the model's dtype; 0 for streams [T] in fp32.
+        max_tokens: limit of a microbatch. park: see `unparked`. has_states: the streams are hidden states [T, D] in
+        the model's dtype, not numbers [T] in fp32.
         """
         self.names = tuple(names)
         self.model = model
@@ -82,8 +84,8 @@ class FrozenModel:
         self._device = device
         self._max_tokens = max_tokens
         self._park = park
-        self._shape = (width,) if width else ()
-        self._dtype = next(model.parameters()).dtype if width else torch.float32
+        self._shape = (model.config.hidden_size,) if has_states else ()
+        self._dtype = next(model.parameters()).dtype if has_states else torch.float32
         self._pending: list[Rollout] = []
         # For each branch its streams [L], on the host.
         self._early: dict[RolloutId, dict[str, Tensor]] = {}
@@ -114,8 +116,8 @@ class FrozenModel:
                 if not is_waiting():
                     break
                 micro = batch.select(indices)
-                streams = self._outputs(self.model, micro.to(self._device))
-                split = {name: stream.cpu().split(micro.lengths) for name, stream in streams.items()}
+                streams = self._streams(micro.to(self._device))
+                split = {name: stream.cpu().split(micro.lengths) for name, stream in streams}
                 for place, i in enumerate(indices):
                     of_branch = {name: parts[place] for name, parts in split.items()}
                     self._early[self._pending[i].rollout_id] = of_branch
@@ -151,23 +153,17 @@ class FrozenModel:
                 left = [i for i in indices if is_left[i]]
                 if left:
                     token_index = batch.token_index(left)
-                    for name, stream in self._outputs(self.model, batch.select(left)).items():
+                    for name, stream in self._streams(batch.select(left)):
                         streams[name][token_index] = stream.to(streams[name].dtype)
         return batch.replace(**streams)
+
+    def _streams(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+        """The named streams of a microbatch."""
+        return zip(self.names, self._outputs(self.model, batch), strict=False)
 
     def _missing(self, num_tokens: int) -> Tensor:
         """A stream that was not computed."""
         return torch.full((num_tokens, *self._shape), torch.nan, dtype=self._dtype)
-
-
-def logprobs_as(name: str, temperature: float) -> Outputs:
-    """Logprobs of the sampled tokens, as the stream of this name; 0 elsewhere."""
-
-    def outputs(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-        logprobs, _ = score_batch(model, batch, temperature=temperature)
-        return {name: logprobs}
-
-    return outputs
 
 
 def after_prompts(
@@ -178,24 +174,24 @@ def after_prompts(
     prompt_ids: see `Batch.with_prompts`. max_tokens: limit of a microbatch with these prompts.
     """
 
-    def outputs_of(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         other = batch.with_prompts(prompt_ids)
         (microbatches,) = plan_microbatches(other.lengths, other.prefixes, num_ranks=1, max_tokens=max_tokens)
-        streams: dict[str, Tensor] = {}
+        parts = []
         for indices in microbatches:
             seen = other.select(indices)
-            index = batch.token_index(indices)[batch.select(indices).loss_index]
-            for name, stream in outputs(model, seen).items():
-                made = streams.setdefault(name, stream.new_zeros(len(batch.tokens), *stream.shape[1:]))
-                made[index] = stream[seen.loss_index]
-        return streams
+            parts.append([stream[seen.loss_index] for stream in outputs(model, seen)])
+        # The microbatches have the sequences in another order than the batch.
+        index = batch.token_index(list(itertools.chain(*microbatches)))
+        order = index[batch.loss_mask[index]].argsort()
+        return [batch.scatter(torch.cat(values)[order]) for values in zip(*parts, strict=True)]
 
     return outputs_of
 
 
-def values_of(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """`values` before the sampled tokens, and `end_values` of the states after the last tokens; 0 elsewhere."""
+def values_of(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The values [T] before the sampled tokens, and those of the states after the last tokens; 0 elsewhere."""
     values, scores = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)
     end_values = torch.zeros_like(values)
     end_values[batch.last_index] = scores
-    return {"values": values, "end_values": end_values}
+    return values, end_values

@@ -1,0 +1,82 @@
+"""The folder of a model, and of the base that its adapters are for.
+
+PEFT leaves config.json, and often the tokenizer, to the base.
+"""
+
+from pathlib import Path
+
+from minirl.errors import InputError
+from minirl.files.json_files import read_json_object
+
+ADAPTERS_FILE = "adapter_config.json"
+_DOWNLOADED_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]
+
+
+def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
+    """Return the local folder of a model: `model` itself, or a snapshot of that id from the hub.
+
+    Downloads the snapshot if it is not cached, without the weights if they are not asked for. Raises InputError,
+    which names the flag and the model.
+    """
+    folder = Path(model)
+    if (folder / "config.json").is_file() or has_adapters(folder):
+        return folder
+    looks_like_path = model.startswith((".", "/"))
+    if folder.exists() or looks_like_path:
+        raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
+    from huggingface_hub import snapshot_download
+
+    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
+    try:
+        snapshot = snapshot_download(model, allow_patterns=patterns)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{flag} {model}: neither a local folder nor available from the hub ({error})"
+        ) from None
+    return Path(snapshot)
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters for a model of another folder."""
+    return (folder / ADAPTERS_FILE).is_file()
+
+
+def base_model(folder: Path) -> str:
+    """The folder or hub id of the model that a folder's adapters are for. Raises InputError."""
+    path = folder / ADAPTERS_FILE
+    base = read_json_object(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(
+            f"{path}: base_model_name_or_path is {base!r}; name the folder or hub id of the base"
+        )
+    return base
+
+
+def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
+    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
+    return resolve_folder(
+        base_model(folder),
+        flag=f"{folder / ADAPTERS_FILE}: base_model_name_or_path",
+        with_weights=with_weights,
+    )
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return the path of a model's file; if adapters lack it, that of their base. Raises InputError."""
+    path = folder / name
+    if path.is_file() or not has_adapters(folder):
+        return path
+    return base_folder(folder, with_weights=False) / name
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder of a model's tokenizer. Raises InputError."""
+    return file_of(folder, "tokenizer_config.json").parent
