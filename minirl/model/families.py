@@ -18,8 +18,8 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import LayerNorms, ModelConfig, Rope
-from minirl.model.transformer import ACTIVATIONS
 from minirl.model.folders import file_of
+from minirl.model.transformer import ACTIVATIONS
 
 
 @dataclass(frozen=True)
