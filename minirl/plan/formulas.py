@@ -68,12 +68,16 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A)."""
-    queries, _ = _channels(config)
+    queries, keys = _channels(config)
     adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
-    # Only the kernel of silu does not keep the activation of the gate.
-    inner = (3 if config.activation == "silu" else 4) * config.intermediate_size
-    norms_after = sum(name is not None for name in (config.norms.after_attention, config.norms.after_mlp))
-    return dtype.itemsize * ((4 + norms_after) * config.hidden_size + inner + 4 * queries + adapters)
+    # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
+    num_inner = 3 if config.activation == "silu" else 4
+    inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
+    normed = sum(name is not None for name in config.norms) * config.hidden_size
+    normed += (queries + keys) * config.qk_norm
+    if config.norm_adds_one:  # its input in fp32
+        normed *= max(1, 4 // dtype.itemsize)
+    return dtype.itemsize * (2 * config.hidden_size + normed + inner + 4 * queries + adapters)
 
 
 def activation_bytes(
