@@ -11,12 +11,19 @@ from safetensors.torch import load_file
 
 from minirl.errors import InputError
 from minirl.generation.engine import Engine, Request
+from minirl.kernels.fused_gate import FusedGate
+from minirl.kernels.fused_rotation import FusedRotation
+from minirl.model import device_kernels
 from minirl.model.attention import PackedLayout
+from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import FAMILIES, config_from_dict
+from minirl.model.rotation import Rotation, rotate
+from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, save_folder
+from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import score
-from support.families import CASES, family_table, make_checkpoint, twin
+from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
 from support.scripts import read_metrics, run_in_pool
@@ -72,7 +79,7 @@ def folder_of(embedded_model, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
 
     def make(name):
-        oracle = make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=None)
+        oracle = make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=1)
         save_folder(
             tmp_path / name,
             named_parameters(twin(oracle)),
@@ -95,20 +102,20 @@ def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(
     two_ranks, runs, folder_of, name, script
 ):
     """Of every family with either script."""
-    folder = folder_of(name)
+    folder, run = folder_of(name), f"{name}-{script[6:-3]}"
     data = f"--data {folder.parent}/data.jsonl --reward {folder.parent}/reward.py:distinct"
     flags = f"--model {folder} {data} {TINY} --max-new-tokens 8 --lr 1e-3 --temperature 9 --run-name"
-    run_in_pool(two_ranks, script, f"{flags} {name}", runs=runs)
-    for line in read_metrics(runs / name):
+    run_in_pool(two_ranks, script, f"{flags} {run}", runs=runs)
+    for line in read_metrics(runs / run):
         assert line["policy/logp_equal_frac"] == 1
     before, after = (
-        load_file(path / "model.safetensors") for path in (folder, runs / name / "checkpoints/000002")
+        load_file(path / "model.safetensors") for path in (folder, runs / run / "checkpoints/000002")
     )
     assert before.keys() == after.keys()
     assert [key for key in before if torch.equal(before[key], after[key])] == []
-    interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(two_ranks, script, f"{flags} {name}-resumed", runs=runs)
-    assert digests(runs / f"{name}-resumed") == digests(runs / name)
+    interrupted_copy(runs / run, f"{run}-resumed", 1)
+    run_in_pool(two_ranks, script, f"{flags} {run}-resumed", runs=runs)
+    assert digests(runs / f"{run}-resumed") == digests(runs / run)
 
 
 def test_the_table_of_docs_has_every_family_with_its_features_and_cases():
@@ -139,3 +146,32 @@ def test_an_unknown_family_is_refused_with_the_features_that_it_needs(config, na
     with pytest.raises(InputError, match=re.escape(named).replace(r"\.\*", ".*")) as caught:
         config_from_dict(getattr(transformers, f"{config}Config")().to_dict())
     assert "docs/families.md" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OF_FAMILY.values())
+def test_kernels_are_not_chosen_for_what_they_do_not_compute(name, monkeypatch):
+    """The model with the choices of CUDA, and in place of its kernels what they compute."""
+
+    def rotate_halves(q, k, cos, sin):
+        assert cos.shape[-1] == q.shape[-1]
+        return rotate(q, Rotation(cos, sin)), rotate(k, Rotation(cos, sin))
+
+    oracle = make_checkpoint(name)
+    monkeypatch.setattr(device_kernels, "are_used", lambda device: True)
+    monkeypatch.setattr(FusedRotation, "apply", rotate_halves)
+    monkeypatch.setattr(FusedGate, "apply", lambda gate, up: torch.nn.functional.silu(gate) * up)
+    assert logit_error(oracle, twin(oracle)) <= 2e-6
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_parameters_as_their_names_say(name):
+    """On the meta device; the plan counts them, and what their adapters and layers keep."""
+    raw, billions = PUBLISHED[name]
+    config = config_from_dict(raw)
+    assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
+    adapted = config.with_adapters(Adapters(16, 16.0, LINEAR_LAYERS))
+    with torch.device("meta"):
+        layers = Transformer(config).model.layers
+    linear = [layer for layer in layers.modules() if isinstance(layer, torch.nn.Linear)]
+    expected = sum(16 * (layer.in_features + layer.out_features) for layer in linear)
+    assert num_trained_parameters(adapted) == expected

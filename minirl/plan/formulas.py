@@ -78,16 +78,20 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A), on average."""
-    queries, _ = _channels(config)
-    mixing: float = dtype.itemsize * (7 if config.attention_gate else 4) * queries
-    if (delta := config.delta_net) is not None:
-        of_delta = dtype.itemsize * (delta.num_channels + 2 * delta.num_values) + 20 * delta.num_values
-        mixing += len(delta.layers) / config.num_hidden_layers * (of_delta - mixing)
+    queries, keys = _channels(config)
     adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
-    # Only the kernel of silu does not keep the activation of the gate.
-    inner = (3 if config.activation == "silu" else 4) * config.intermediate_size
-    norms_after = sum(name is not None for name in (config.norms.after_attention, config.norms.after_mlp))
-    return mixing + dtype.itemsize * ((4 + norms_after) * config.hidden_size + inner + adapters)
+    # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
+    num_inner = 3 if config.activation == "silu" else 4
+    inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
+    normed = sum(name is not None for name in config.norms) * config.hidden_size
+    normed += (queries + keys) * config.qk_norm
+    if config.norm_adds_one:  # its input in fp32
+        normed *= max(1, 4 // dtype.itemsize)
+    mixing: float = (7 if config.attention_gate else 4) * queries
+    if (delta := config.delta_net) is not None:
+        of_delta = delta.num_channels + (2 + 20 / dtype.itemsize) * delta.num_values
+        mixing += len(delta.layers) / config.num_hidden_layers * (of_delta - mixing)
+    return dtype.itemsize * (2 * config.hidden_size + normed + inner + mixing + adapters)
 
 
 def activation_bytes(
