@@ -477,7 +477,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     for target in config.lora_targets:
         refuse(
             target not in LINEAR_LAYERS,
-            f"--lora-targets {target}: the head and the embeddings have no adapters, only {' '.join(LINEAR_LAYERS)}",
+            f"--lora-targets {target}: one of {' '.join(LINEAR_LAYERS)}; head and embeddings have no adapters",
         )
     refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))
