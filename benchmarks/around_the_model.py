@@ -6,7 +6,7 @@ No model: the rollouts have random tokens, a prompt of 200 and completions of 90
 tokenizer is a byte-level BPE of 8,192 tokens, trained here on random words. Each row is the CPU time of this process,
 of all its threads; the step itself waits only for `of this thread`.
 
-judge: `reward_rollouts` with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and
+judge: a reward queue with a function that only counts, so mainly the texts. exchange: the table of all rollouts, and
 the exchange at one rank. streams: the microbatches of a batch, and a number for each sequence spread over its tokens.
 layouts: of all microbatches, without the portable kernel's index. log_rollouts: writing the texts. data: reading and
 checking a JSONL file of rows of about 190 bytes, and the requests of one step; memory is the growth of the process.
@@ -33,7 +33,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.ranks import process_group
 from minirl.report.logger import Logger, rollout_records
-from minirl.rewards.reward_queue import reward_rollouts
+from minirl.rewards.reward_queue import RewardQueue
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import exchange, gather_table
@@ -115,7 +115,10 @@ def measure_step(count: int, folder: Path) -> None:
     rollouts = make_rollouts(count, prompts)
 
     with measured("judge"):
-        judged = reward_rollouts({"length": num_characters}, prompts, rollouts)
+        queue = RewardQueue({"length": num_characters}, prompts)
+        for first in range(0, count, GROUP_SIZE):
+            queue.add(rollouts[first : first + GROUP_SIZE])
+        judged = queue.finish(rollouts)
     with measured("exchange"):
         table = gather_table(rollouts, judged.rewards)
         batch = exchange(rollouts, table, [0] * count)

@@ -63,7 +63,7 @@ Peer = Callable[[Config, Example], Tensor]  # its loss
 class Case:
     """A fork beside a peer. config: its flags; trl: what TRL's trainer takes in place of the fork."""
 
-    section: str
+    name: str
     config: dict[str, Any]
     peer: Peer | None = None
     trl: dict[str, Any] | None = None
@@ -201,7 +201,7 @@ def differences(x: Example, loss: Tensor, expected_loss: Tensor) -> Tensor:
 
 def compare(case: Case, folder: str) -> tuple[int, list[float]]:
     """In how many batches the fork acts, and the greatest differences of loss and gradient over all."""
-    fork = load_script(objective_fork(Path(folder), case.section))
+    fork = load_script(objective_fork(Path(folder), case.name))
     config = Config(**case.config, advantage_eps=STD_EPS)
     peer = case.peer
     if case.trl:
@@ -237,7 +237,7 @@ def main() -> None:
             num_changed, (loss, gradient) = compare(case, folder)
             is_close = loss <= TOLERANCE and gradient <= TOLERANCE  # false for NaN
             is_equal = is_equal and is_close
-            print(f"{case.section:26} {peer:8} {num_changed:5} {loss:9.1e} {gradient:9.1e}", flush=True)
+            print(f"{case.name:26} {peer:8} {num_changed:5} {loss:9.1e} {gradient:9.1e}", flush=True)
     sys.exit(0 if is_equal else 1)
 
 

@@ -124,12 +124,13 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_gone():
-    """Of those that stand in the package itself; files are named anywhere in the README."""
+    """Of those that stand in the package itself; files are named anywhere in README and AGENTS."""
     text = (ROOT / "README.md").read_text()
     (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", text, re.DOTALL)
     folders = {f"minirl/{path.parent.name}/" for path in (ROOT / "minirl").glob("*/__init__.py")}
     modules = {f"minirl/{path.name}" for path in (ROOT / "minirl").glob("[a-z]*.py")}
     assert set(re.findall(r"minirl/\w+(?:/|\.py)", shown)) == folders | modules
+    text += (ROOT / "AGENTS.md").read_text()
     files = re.findall(r"\b(?:(?:minirl|benchmarks|tests)/[\w/]+|train_\w+)\.py\b", text)
     assert files
     assert [name for name in files if not (ROOT / name).exists()] == []

@@ -1,4 +1,4 @@
-"""The forks of docs/objectives.md train, resume bit for bit, and give the worked numbers of their sections."""
+"""The forks of docs/objectives.md train, resume bit for bit, and give the worked numbers of their rows."""
 
 import itertools
 import math
@@ -10,14 +10,23 @@ import torch
 from minirl.training.batch import Batch, RolloutTable
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
-from support.scripts import load_script, objective_fork, objectives, read_metrics, run_in_pool
+from support.scripts import (
+    ROOT,
+    load_script,
+    objective_diff,
+    objective_fork,
+    objectives,
+    read_metrics,
+    run_in_pool,
+)
 from support.worked import double
 
-SECTIONS = objectives()
+ROWS = objectives()
+OBJECTIVES = ROOT / "docs" / "objectives"
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
 FLAGS += " --lr 1e-3"
 FAST = ("KL-cov", "80/20")
-ALL = [name if name in FAST else slow(name) for name in SECTIONS]
+ALL = [name if name in FAST else slow(name) for name in ROWS]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -26,14 +35,14 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
     fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)
     # Samples whose rewards differ in groups; an entropy that the adaptive coefficient acts on.
     samples = "--seed 3 --temperature 0.5" if name == "Adaptive entropy" else "--seed 1"
-    flags = (FLAGS, samples, *re.findall("`(--[^`]*)`", SECTIONS[name])[:1])
+    flags = (FLAGS, samples, *re.findall("`(--[^`]*)`", ROWS[name])[:1])
     run_in_pool(one_rank, fork, *flags, f"--run-name {run_name}", runs=runs)
     resumed = interrupted_copy(runs / run_name, f"{run_name}-resumed", 1)
     run_in_pool(one_rank, fork, *flags, f"--run-name {resumed.name}", runs=runs)
     assert digests(resumed) == digests(runs / run_name)
     metrics = read_metrics(runs / run_name)
     assert metrics[0]["optim/grad_norm"] > 0
-    if "@@ is_trained" in SECTIONS[name]:
+    if "@@ is_trained" in objective_diff(name):
         split = f"--max-tokens-per-microbatch 64 --run-name {run_name}-split"
         run_in_pool(two_ranks, fork, *flags, split, runs=runs)
         lines = zip(metrics, read_metrics(runs / f"{run_name}-split"), strict=True)
@@ -145,8 +154,13 @@ def worked_numbers(rank, name, script):
     return [[f"{number:.6f}".rstrip("0").rstrip(".") for number in (row + 0.0).tolist()] for row in examples]
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_an_objective_gives_the_worked_numbers_of_its_section(one_rank, tmp_path, name):
+@pytest.mark.parametrize("name", WORKED)
+def test_an_objective_gives_the_worked_numbers_of_its_row(one_rank, tmp_path, name):
     (examples,) = one_rank.run(worked_numbers, name, objective_fork(tmp_path, name))
-    prose = " ".join(SECTIONS[name].partition("```")[0].split())
-    assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", prose)
+    assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", ROWS[name])
+
+
+def test_the_page_lists_every_objective():
+    listed = re.findall(r"\((objectives/\w+\.diff)\)", "".join(ROWS.values()))
+    assert sorted(listed) == sorted(f"objectives/{path.name}" for path in OBJECTIVES.glob("*"))
+    assert ROWS.keys() == WORKED.keys()

@@ -14,9 +14,8 @@ from minirl.errors import RewardError
 from minirl.rewards import reward_model
 from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.reward_queue import reward_rollouts
 from minirl.rewards.reward_workers import load_reward
-from support.rollouts import make_prompts, make_rollout
+from support.rollouts import make_prompts, make_rollout, reward_rollouts
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROWS = [

@@ -52,16 +52,13 @@ class RewardQueue:
     model, the overlong penalty) run in this process, in `finish`.
     """
 
-    def __init__(
-        self, functions: Mapping[str, RewardFunction], prompts: PromptStream, *, num_rollouts: int = 0
-    ):
-        """num_rollouts: as of `begin_step`."""
+    def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream):
         self._functions = functions
         self._prompts = prompts
         self._calls: dict[str, FunctionCalls] = {}
         for name, function in functions.items():
             if isinstance(function, RewardWorkers):
-                self._calls[name] = FunctionCalls(function, num_completions=num_rollouts)
+                self._calls[name] = FunctionCalls(function, num_completions=0)
         self._asked = asked_of_episodes(functions.values())
         self._added: dict[RolloutId, _Added] = {}
 
@@ -184,20 +181,3 @@ class RewardQueue:
             for i, reward in zip(part, computed, strict=True):
                 rewards[i] = reward
         return rewards
-
-
-def reward_rollouts(
-    functions: Mapping[str, RewardFunction], prompts: PromptStream, rollouts: Sequence[Rollout]
-) -> RewardedRollouts:
-    """Compute the rewards [N, K] of this rank's N rollouts of these prompts with K functions. Not collective.
-
-    As `RewardQueue`, whose errors it raises.
-    """
-    queue = RewardQueue(functions, prompts, num_rollouts=len(rollouts))
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)
-    for group in groups.values():
-        queue.add(group)
-        queue.poll()
-    return queue.finish(rollouts)

@@ -6,6 +6,7 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.tokenizer import Tokenizer
+from minirl.rewards.reward_queue import RewardQueue
 from minirl.rollouts import Rollout, RolloutId
 from support.texts import ids, save_tokenizer
 
@@ -23,6 +24,19 @@ def make_rollout(prompts, ordinal, sample, completion):
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
     return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
+
+
+def reward_rollouts(functions, prompts, rollouts):
+    """The rewards of these rollouts by a queue that gets them prompt by prompt."""
+    queue = RewardQueue(functions, prompts)
+    queue.begin_step(len(rollouts))
+    groups = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)
+    for group in groups.values():
+        queue.add(group)
+        queue.poll()
+    return queue.finish(rollouts)
 
 
 def in_two_branches(rollout):

@@ -24,6 +24,7 @@ from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
 
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
+NUM_ROWS = 2000  # of the embedded task, in forked processes
 FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
@@ -77,20 +78,26 @@ def changed_fork(folder: Path, name: str, *changes: dict[str, str], most: int = 
 
 
 def objectives() -> dict[str, str]:
-    """The sections of docs/objectives.md that have a diff, by their headings."""
-    _, *sections = (ROOT / "docs" / "objectives.md").read_text().split("\n## ")
-    return {section.partition("\n")[0]: section for section in sections}
+    """The rows of docs/objectives.md, by the names of their diffs."""
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    return {name: row for row, name in re.findall(r"^(\| \[(.*?)\].*)$", page, re.MULTILINE)}
 
 
-def objective_fork(folder: Path, heading: str) -> str:
-    """A copy of train_grpo.py with the diff of this section of docs/objectives.md; at most 15 lines are new."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", objectives()[heading], re.DOTALL)
+def objective_diff(name: str) -> str:
+    """The diff that a row of docs/objectives.md links."""
+    (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
+    return (ROOT / "docs" / path).read_text()
+
+
+def objective_fork(folder: Path, name: str) -> str:
+    """A copy of train_grpo.py with this diff of docs/objectives.md; at most 15 lines are new."""
+    diff = objective_diff(name)
     changes = {}
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
         old, new = (re.sub(rf"^\{left}.*\n", "", hunk, flags=re.MULTILINE) for left in "+-")
         changes[re.sub("^.", "", old, flags=re.MULTILINE)] = re.sub("^.", "", new, flags=re.MULTILINE)
-    name = re.sub(r"\W+", "_", heading.lower())
-    return changed_fork(folder, f"objective_{name}", changes, most=15)
+    stem = re.sub(r"\W+", "_", name.lower())
+    return changed_fork(folder, f"objective_{stem}", changes, most=15)
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
