@@ -104,9 +104,8 @@ class Setup:
         self._inputs = input_digests(config, base=base) if rank() == 0 else {}
         self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        self.model_config = dataclasses.replace(
-            model_config, scalar_head=scalar_head, adapters=config.adapters
-        )
+        model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
+        self.model_config = model_config.with_adapters(config.adapters)
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
