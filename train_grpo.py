@@ -469,6 +469,11 @@ def check(config: Config) -> None:
         config.teacher and not config.has_kl_loss and config.ratio_level != "token",
         f"--teacher-kl sampled: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
+    refuse(
+        config.top_k and config.has_kl_loss,
+        f"--teacher-kl {config.teacher_kl}: compares whole vocabularies, and --top-k {config.top_k} truncates them; "
+        "use --teacher-kl sampled",
+    )
     for name in ("dynamic_sampling", "kl_reward_coef"):
         refuse(
             getattr(config, name) and not config.is_rewarded,

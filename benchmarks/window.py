@@ -71,7 +71,7 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
     positions = torch.full((args.sequences,), PROMPT_LENGTH)
     for _ in range(args.tokens):
         start = time.process_time()
-        tokens, _ = sample(
+        tokens, _, _ = sample(
             hidden, model.lm_head.weight, keys=noise_keys, positions=positions, temperature=temperature
         )
         assert all(cache.extend(sequence) for sequence in sequences), "the cache is large enough"

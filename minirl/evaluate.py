@@ -59,7 +59,7 @@ def checked(config: Config) -> Config:
     # No other rows are read, as nothing is trained on them.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
     check_shared(config, one_turn)
-    check_needed(config, needs={"temperature": "eval_samples"})
+    check_needed(config, needs=dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "eval_samples"))
     refuse(config.eval_rows == 0, "--eval-rows 0: nothing is evaluated")
     return config
 
@@ -117,6 +117,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
+        **config.truncation.active,
         "seed": config.seed,
         "correct": "reward >= that of 1 from each reward that applies and has a positive weight",
         "interval": f"95 %, bootstrap over prompts, {NUM_RESAMPLES} resamples",

@@ -27,29 +27,97 @@ class RolloutId(NamedTuple):
     branch: int = 0
 
 
+class Truncation(NamedTuple):
+    """Which tokens may be sampled: the `top_k` likeliest; of these the smallest set with at least the share `top_p`
+    of their probability; of these the ones at least `min_p` times as likely as the likeliest.
+
+    The kept tokens' probabilities are then divided by their sum. top_k 0: all tokens may be sampled.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> dict[str, float]:
+        """The fields that leave tokens out, by name."""
+        return {
+            name: getattr(self, name)
+            for name, off in self._field_defaults.items()
+            if getattr(self, name) != off
+        }
+
+
+NO_TRUNCATION = Truncation()
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The tokens that a truncated distribution kept at each of n tokens, which was sampled among them. On the host.
+
+    A token without any was sampled from the whole vocabulary, or not at all.
+    """
+
+    counts: Tensor  # int32 [n]
+    ids: Tensor  # int32 [sum of counts], end to end; in the sampler's order, the likeliest first
+
+    @staticmethod
+    def none(n: int) -> "KeptIds":
+        """Return none for each of n tokens."""
+        return KeptIds(torch.zeros(n, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
+
+    @staticmethod
+    def of_rows(rows: Tensor, counts: Tensor) -> "KeptIds":
+        """Return the first `counts` int32 [n] ids of `rows` int32 [n, W]."""
+        return KeptIds(counts, rows[torch.arange(rows.shape[1]) < counts[:, None]])
+
+    @staticmethod
+    def join(parts: Sequence["KeptIds"]) -> "KeptIds":
+        """Return those of all parts, end to end; one part or more."""
+        return KeptIds(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, part: slice) -> "KeptIds":
+        """Return those of tokens in a row."""
+        counts = self.counts[part]
+        before = int(self.counts[: part.start].sum()) if part.start else 0
+        return KeptIds(counts, self.ids[before : before + int(counts.sum())])
+
+    def rows(self) -> Tensor:
+        """Return the ids int32 [n, W] with -1 after the last one; W is the greatest count."""
+        width = int(self.counts.max()) if len(self.ids) else 0
+        rows = torch.full((len(self), width), -1, dtype=torch.int32)
+        rows[torch.arange(width) < self.counts[:, None]] = self.ids
+        return rows
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The n tokens after a prompt so far: sampled, or appended between two turns (`Engine.resume`). On the host.
-
-    A slice of one shares its memory.
-    """
+    """The n tokens after a prompt so far: sampled, or appended between two turns (`Engine.resume`). On the host."""
 
     tokens: Tensor  # int64 [n]
     is_sampled: Tensor  # bool [n]
     logprobs: Tensor  # fp32 [n], at the sampling temperature; 0 where not sampled
     weight_versions: Tensor  # int32 [n], of the weights that sampled it; 0 where not sampled
+    kept: KeptIds = field(kw_only=True)  # of n tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, part: slice) -> "Completion":
-        return Completion(*(stream[part] for stream in vars(self).values()))
+        return Completion(*(stream[part] for stream in self._streams), kept=self.kept[part])
 
     def __add__(self, other: "Completion") -> "Completion":
         if not len(other):
             return self
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Completion(*map(torch.cat, pairs))
+        pairs = zip(self._streams, other._streams, strict=True)
+        return Completion(*map(torch.cat, pairs), kept=KeptIds.join([self.kept, other.kept]))
+
+    @property
+    def _streams(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.is_sampled, self.logprobs, self.weight_versions
 
 
 def appended(tokens: Sequence[int]) -> Completion:
@@ -60,6 +128,7 @@ def appended(tokens: Sequence[int]) -> Completion:
         torch.zeros(n, dtype=torch.bool),
         torch.zeros(n),
         torch.zeros(n, dtype=torch.int32),
+        kept=KeptIds.none(n),
     )
 
 
@@ -106,6 +175,7 @@ class Request:
     stop_ids: frozenset[int]
     sampled: Completion = NO_TOKENS
     holds: bool = False
+    truncation: Truncation = NO_TRUNCATION
     stop_test: StopTest | None = None
     turn_start: int = 0
 
@@ -146,6 +216,7 @@ class Rollout:
     loss_mask: Tensor  # bool [L], true where the policy sampled the token
     sample_logprobs: Tensor  # fp32 [L], recorded by the engine when it sampled; 0 where loss_mask is false
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
+    kept: KeptIds = field(kw_only=True)  # of L tokens
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str
@@ -181,9 +252,10 @@ class Rollout:
 
     @property
     def after_prompt(self) -> Completion:
-        """The tokens after the prompt of this branch; they share its memory."""
+        """The tokens after the prompt of this branch."""
+        after = slice(self.num_prompt_tokens, None)
         streams = (self.tokens, self.loss_mask, self.sample_logprobs, self.weight_version)
-        return Completion(*(stream[self.num_prompt_tokens :] for stream in streams))
+        return Completion(*(stream[after] for stream in streams), kept=self.kept[after])
 
     def up_to(self, num_tokens: int) -> "Rollout":
         """Return this branch with its first `num_tokens` tokens after the prompt alone."""
@@ -196,6 +268,7 @@ class Rollout:
             loss_mask=self.loss_mask[:length],
             sample_logprobs=self.sample_logprobs[:length],
             weight_version=self.weight_version[:length],
+            kept=self.kept[:length],
         )
 
 
@@ -212,6 +285,7 @@ def rollout_of(rollout_id: RolloutId, prompt: Tensor, completion: Completion, fi
         loss_mask=torch.constant_pad_nd(completion.is_sampled, before),
         sample_logprobs=torch.constant_pad_nd(completion.logprobs, before),
         weight_version=torch.constant_pad_nd(completion.weight_versions, before),
+        kept=KeptIds.join([KeptIds.none(len(prompt)), completion.kept]),
         num_prompt_tokens=len(prompt),
         rollout_id=rollout_id,
         finish_reason=finish_reason,

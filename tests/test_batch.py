@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from minirl.rollouts import Rollout, RolloutId, all_branches
+from minirl.rollouts import KeptIds, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import (
     NOT_MADE,
@@ -28,9 +28,11 @@ def make_batch(lengths):
     streams = {
         field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
     }
+    counts = (3 * streams["kept"]).int()
     return Batch(
         **{
             **streams,
+            "kept": KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32)),
             "lengths": tuple(lengths),
             "tokens": (1000 * streams["tokens"]).long(),
             "loss_mask": streams["loss_mask"] < 0.5,
@@ -44,7 +46,7 @@ def tensor_fields(batch):
     return {
         f.name: getattr(batch, f.name)
         for f in dataclasses.fields(batch)
-        if f.name not in ("lengths", "prefixes")
+        if f.name not in ("lengths", "prefixes", "kept")
     }
 
 
@@ -63,6 +65,11 @@ def test_select_equals_a_loop_over_sequences(chosen):
         parts = value.split(1 if name == "table_index" else batch.lengths)
         wanted = torch.cat([value[:0], *(parts[i] for i in chosen)])
         torch.testing.assert_close(getattr(part, name), wanted, rtol=0, atol=0)
+    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
+    kept = [batch.kept[starts[i] : starts[i] + batch.lengths[i]] for i in chosen]
+    wanted = KeptIds.join([KeptIds.none(0), *kept])
+    assert torch.equal(part.kept.counts, wanted.counts)
+    assert torch.equal(part.kept.ids, wanted.ids)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
@@ -117,7 +124,10 @@ def make_rollout(prompt, sample):
     mask = torch.arange(num_prompt + num_sampled) >= num_prompt
     tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample * mask
     end = "length" if sample == 2 else "stop"
-    return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, RolloutId(prompt, sample), end)
+    num_kept = mask * (tokens.int() % 3)
+    kept = KeptIds(num_kept, 1000 * prompt + tokens.int().repeat_interleave(num_kept))
+    rollout_id = RolloutId(prompt, sample)
+    return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, rollout_id, end, kept=kept)
 
 
 def own_rollouts(rank, first_share):
@@ -183,6 +193,7 @@ def exchange_branches(rank, rank_of):
         batch.prefixes,
         gather_to_table(batch, batch.tokens[batch.last_index], 12),
         batch.tokens[batch.loss_mask],
+        batch.kept,
         *gather_tokens(batch, batch.tokens[batch.loss_mask], table),
     )
 
@@ -196,7 +207,7 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of
     rollouts = sorted([*own_branches(0), *own_branches(1)], key=lambda r: r.rollout_id)
     sampled = torch.cat([branch.tokens[branch.loss_mask] for branch in all_branches(rollouts)])
     for rank, answer in enumerate(two_ranks.run(exchange_branches, rank_of)):
-        table, table_index, prefixes, lasts, own_tokens, all_tokens, places = answer
+        table, table_index, prefixes, lasts, own_tokens, kept, all_tokens, places = answer
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
@@ -212,6 +223,9 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of
         assert lasts.dtype == all_tokens.dtype == torch.float64
         assert torch.equal(all_tokens.long(), sampled)
         assert torch.equal(sampled[places], own_tokens)
+        assert kept.counts[kept.counts > 0].tolist() == (own_tokens % 3)[own_tokens % 3 > 0].tolist()
+        ids = 1000 * (own_tokens // 100) + own_tokens
+        assert kept.ids.tolist() == ids.repeat_interleave(own_tokens % 3).tolist()
         whole = [100 * p + 10 * s + p + s for p, s in IDS]
         firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
         assert table.sum_branches(lasts).tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]

@@ -18,7 +18,7 @@ SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-
 
 
 def take_stop_token(hidden, head, **options):
-    tokens, logprobs = sample(hidden, head, **options)
+    tokens, logprobs, _ = sample(hidden, head, **options)
     return torch.zeros_like(tokens), logprobs
 
 

@@ -36,7 +36,7 @@ from minirl.report.metrics import (
 )
 from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.training.batch import Batch, RolloutTable
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
@@ -131,7 +131,9 @@ def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1)
     length = num_prompt_tokens + num_sampled
     tokens = torch.arange(length)
     streams = (tokens >= num_prompt_tokens, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(tokens, *streams, num_prompt_tokens, RolloutId(4, sample), finish_reason)
+    return Rollout(
+        tokens, *streams, num_prompt_tokens, RolloutId(4, sample), finish_reason, kept=KeptIds.none(length)
+    )
 
 
 def judged(rollouts, rows=(), texts=(), rewards=None):
@@ -493,7 +495,9 @@ def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
         for versions in all_versions:
             version = torch.tensor(versions, dtype=torch.int32)
             tokens = torch.arange(len(versions))
-            rollouts.append(Rollout(tokens, version > 0, -tokens, version, 1, RolloutId(0, 0), "stop"))
+            kept = KeptIds.none(len(tokens))
+            streams = (version > 0, -tokens, version)
+            rollouts.append(Rollout(tokens, *streams, 1, RolloutId(0, 0), "stop", kept=kept))
         metrics = StepMetrics()
         add_staleness(metrics, rollouts, 12, updates_per_step=4)
         return metrics

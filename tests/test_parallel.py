@@ -21,7 +21,7 @@ from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
 from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run_folder import RunFolder
 from minirl.run.setup import num_shards
@@ -72,7 +72,9 @@ def make_rollouts(num_prompts, group_size):
             rollout_id = RolloutId(prompt, sample)
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
             tokens = torch.cat([opening, completion])
-            rollouts.append(Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end))
+            streams = (mask, logprobs, versions)
+            kept = KeptIds.none(length)
+            rollouts.append(Rollout(tokens, *streams, num_prompt, rollout_id, end, kept=kept))
     return rollouts
 
 

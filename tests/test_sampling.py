@@ -107,9 +107,9 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
     """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
     rows, head = mixed_rows(torch.float32), torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4))
-    tokens, logprobs = sample(head=head, **rows, vocab_chunk=tile)
+    tokens, logprobs, _ = sample(head=head, **rows, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan
-    got_tokens, got_logprobs = sample(head=head, **rows, vocab_chunk=tile)
+    got_tokens, got_logprobs, _ = sample(head=head, **rows, vocab_chunk=tile)
     assert got_logprobs[:2].isnan().all()
     assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
     assert torch.equal(got_tokens[2:], tokens[2:])
@@ -148,7 +148,7 @@ def test_sampled_frequencies_match_the_probabilities():
     draws, vocab = 40_000, 12
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
-    tokens, _ = sample(
+    tokens, _, _ = sample(
         hidden.expand(draws, -1),
         head,
         keys=torch.arange(draws),
@@ -177,7 +177,7 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
     """z = [1, 2, 0, -1] gives the reference's numbers for every token, in one tile of the vocabulary and in two. At
     temperature 0 it is the likeliest token whatever the key, with its logprob at temperature 1."""
     expected, rows = torch.tensor(logprobs), 200
-    tokens, got = sample(
+    tokens, got, _ = sample(
         torch.ones(rows, 1),
         torch.tensor([[1.0], [2.0], [0.0], [-1.0]]),
         keys=keys_of(rows),
@@ -208,7 +208,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
     """
     rows = mixed_rows(dtype)
     head = torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
-    tokens, logprobs = sample(head=head, **rows)
+    tokens, logprobs, _ = sample(head=head, **rows)
     exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
     if not exact:
         print("1e-5 instead of equal bits: a row's bits depend on the batch in this machine's matrix library")

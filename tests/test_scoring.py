@@ -221,7 +221,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat = torch.full((rows,), temperature)
-        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
+        tokens, sampled, _ = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
         for chunk in (1000, 37):
             scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile)

@@ -40,6 +40,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "logprobs": (False, True, 0, 1),
 }
+_TRUNCATION = ("top_k", "top_p", "min_p")
 # Ignored: keys of randomness and tokens that end a turn are the run's own.
 _WITHOUT_EFFECT = {
     *("model", "user", "seed", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"),
@@ -213,17 +214,21 @@ def _read_sampling(
     """Return the stop strings and the limit of a turn. others: fields that are read elsewhere."""
     unknown = fields.keys() - {*others, *_READ, *_ONLY, *_WITHOUT_EFFECT}
     _refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
-    for key, values in _ONLY.items():
+    # Evaluations may be greedy, which programs do not know.
+    is_greedy = episode.temperature == 0
+    only = _ONLY | {key: (value,) for key, value in episode.truncation.items()}
+    for key, values in only.items():
+        if is_greedy and key in _TRUNCATION and type(fields.get(key)) in (int, float):
+            continue
         is_same = any(
             type(fields.get(key)) in (type(value), float) and fields[key] == value for value in values
         )
         _refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
     temperature = fields.get("temperature", episode.temperature)
-    # Evaluations may be greedy, which programs do not know.
-    is_greedy = episode.temperature == 0 and type(temperature) in (int, float) and temperature >= 0
-    is_same = type(temperature) in (int, float) and temperature == episode.temperature
+    is_number = type(temperature) in (int, float)
+    is_same = is_number and (temperature == episode.temperature or (is_greedy and temperature >= 0))
     _refuse(
-        not is_same and not is_greedy,
+        not is_same,
         f"temperature: this run samples with {episode.temperature:g}; leave it out",
     )
     stop = fields.get("stop", [])

@@ -26,7 +26,7 @@ from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
-from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
 
 # Rows that are tokenized together when they are checked.
 ROWS_PER_CHECK = 64
@@ -52,6 +52,7 @@ class PromptStream:
         vocab_size: int | None = None,
         long_prompts: str = "skip",
         teacher_field: str | None = None,
+        truncation: Truncation = NO_TRUNCATION,
     ):
         """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
 
@@ -60,6 +61,7 @@ class PromptStream:
         fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or truncate them
         on the "left". If no prompt leaves as many, all that leave at least one token are kept, and their
         completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
+        truncation: of the distributions that requests sample from, if they are not greedy.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
         """
@@ -71,6 +73,7 @@ class PromptStream:
         self.vocab_size = vocab_size
         self._rows = rows
         self.teacher_field = teacher_field
+        self.truncation = truncation
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens
         # Which of the rows are served.
@@ -147,6 +150,7 @@ class PromptStream:
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
             stop_ids=self.tokenizer.stop_ids,
+            truncation=self.truncation if temperature else NO_TRUNCATION,
         )
 
     def key(self, rollout_id: RolloutId) -> int:

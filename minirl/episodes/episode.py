@@ -129,8 +129,9 @@ class Episode(Branch):
 
     row: the prompt's row of the data. seed: this episode's, for all that is random in it; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. all_turns: those of all branches, in order. given: rewards by name, which belong to
-    all branches. rewarded: to which of `rewards` the function gave something since `take_given`.
+    temperature: that of all turns. truncation: of these top_k, top_p and min_p that leave tokens out, the same in all
+    turns. all_turns: those of all branches, in order. given: rewards by name, which belong to all branches.
+    rewarded: to which of `rewards` the function gave something since `take_given`.
     is_closed: whether the function ended, or is being ended.
     environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
     function asks for them.
@@ -146,6 +147,7 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
+        truncation: dict[str, float] | None = None,
         environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
@@ -154,6 +156,7 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
+        self.truncation = truncation or {}
         self.environment = environment
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
@@ -183,7 +186,16 @@ class Episode(Branch):
     def header(self) -> dict[str, Any]:
         """The arguments of `Episode`, as JSON values if its row is."""
         row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "place": self.row.place}
-        names = ("seed", "max_tokens", "tools", "prompt_ids", "is_chat", "temperature", "environment")
+        names = (
+            "seed",
+            "max_tokens",
+            "tools",
+            "prompt_ids",
+            "is_chat",
+            "temperature",
+            "truncation",
+            "environment",
+        )
         return {"row": row} | {name: getattr(self, name) for name in names}
 
     def know(self, branches: Iterable[Mapping[str, Any]]) -> None:

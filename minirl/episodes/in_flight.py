@@ -12,7 +12,16 @@ from minirl.data.task import is_messages
 from minirl.data.view import as_plain
 from minirl.episodes.running import PausedEpisode, RunningEpisode
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Completion, EpisodeRecord, Request, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.rollouts import (
+    Completion,
+    EpisodeRecord,
+    KeptIds,
+    Request,
+    Rollout,
+    RolloutId,
+    rollout_of,
+    token_tensor,
+)
 from minirl.turn_facts import TurnFacts
 
 
@@ -103,7 +112,7 @@ def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
 
 def _tokens_record(rollout: Rollout) -> dict[str, Any]:
     start = rollout.num_prompt_tokens
-    return {
+    record = {
         "id": list(rollout.rollout_id),
         "prompt": rollout.tokens[:start].clone(),
         "tokens": rollout.tokens[start:].clone(),
@@ -113,6 +122,9 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "branch_end": rollout.branch_end,
     }
+    if len(rollout.kept.ids):
+        record |= {"num_kept": rollout.kept.counts[start:].clone(), "kept_ids": rollout.kept.ids}
+    return record
 
 
 def id_of(record: Mapping[str, Any]) -> RolloutId:
@@ -130,6 +142,10 @@ def finished_rollout(record: Mapping[str, Any]) -> Rollout:
 
 def _branch_of(record: Mapping[str, Any]) -> Rollout:
     """Return the branch of `_tokens_record`."""
-    streams = Completion(*(record[name] for name in ("tokens", "is_sampled", "logprobs", "versions")))
+    kept = KeptIds.none(len(record["tokens"]))
+    if "kept_ids" in record:
+        kept = KeptIds(record["num_kept"], record["kept_ids"])
+    names = ("tokens", "is_sampled", "logprobs", "versions")
+    streams = Completion(*(record[name] for name in names), kept=kept)
     branch = rollout_of(id_of(record), record["prompt"], streams, record["finish_reason"])
     return replace(branch, branch_end=record["branch_end"])

@@ -203,6 +203,7 @@ class EpisodeRunner:
             prompt_ids=list(request.prompt_ids),
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
+            truncation=request.truncation.active,
             environment={} if self._shows_environment else None,
         )
         turns: list[Turn] = []

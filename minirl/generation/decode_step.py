@@ -1,5 +1,6 @@
 """One decode step, run eagerly: the newest token of each running request goes in, the next is sampled."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,18 +16,20 @@ class DecodeStep:
     """The inputs of one decode step.
 
     tokens int32 [B]: the newest token of each request; layout: their positions and where the cache holds
-    their keys; keys int64 [B] (of the sampling noise) and temperature fp32 [B]: for the tokens to be sampled.
+    their keys; keys int64 [B] (of the sampling noise), temperature fp32 [B] and truncation, see `sampling.sample`: for
+    the tokens to be sampled.
     """
 
     tokens: Tensor
     layout: DecodeLayout
     keys: Tensor
     temperature: Tensor
+    truncation: Sequence[Tensor] = ()
 
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors that change from step to step, except the portable kernel's index and mask."""
-        tensors = [self.tokens, self.layout.positions, self.keys, self.temperature]
+        tensors = [self.tokens, self.layout.positions, self.keys, self.temperature, *self.truncation]
         for cached in self.layout.caches:
             assert cached.read is not None, "not a decode layout"
             tensors += [cached.block, cached.offset, cached.read.blocks, cached.read.lengths]
@@ -35,6 +38,7 @@ class DecodeStep:
     def with_inputs(self, tensors: list[Tensor]) -> "DecodeStep":
         """The same step with other tensors, given in the order of `inputs`."""
         tokens, positions, keys, temperature, *left = tensors
+        truncation, left = left[: len(self.truncation)], left[len(self.truncation) :]
         caches = []
         for cached in self.layout.caches:
             assert cached.read is not None, "not a decode layout"
@@ -42,23 +46,28 @@ class DecodeStep:
             read = replace(cached.read, blocks=blocks, lengths=lengths)
             caches.append(replace(cached, block=block, offset=offset, read=read))
         layout = replace(self.layout, positions=positions, caches=caches)
-        return DecodeStep(tokens, layout, keys, temperature)
+        return DecodeStep(tokens, layout, keys, temperature, truncation)
 
 
 def decode(model: Transformer, step: DecodeStep) -> Tensor:
-    """Sample the next tokens: int32 [2, B], as `pack_sampled` makes it. On CUDA it never waits for the device."""
+    """Sample the next tokens, as `pack_sampled` makes them. On CUDA it never waits for the device."""
     hidden = model(step.tokens, step.layout.positions, step.layout)
-    tokens, logprobs = sample(
+    sampled = sample(
         hidden,
         model.lm_head.weight,
         keys=step.keys,
         # The sampled token comes one position after the token put in.
         positions=step.layout.positions + 1,
         temperature=step.temperature,
+        truncation=step.truncation,
     )
-    return pack_sampled(tokens, logprobs)
+    return pack_sampled(*sampled)
 
 
-def pack_sampled(tokens: Tensor, logprobs: Tensor) -> Tensor:
-    """Tokens [B], and the bits of their logprobs [B] in fp32, as int32 [2, B]: one download has both."""
-    return torch.stack([tokens.int(), logprobs.float().view(torch.int32)])
+def pack_sampled(tokens: Tensor, logprobs: Tensor, kept_ids: Tensor) -> Tensor:
+    """The results of `sample` as int32 [2 + W, B], for one download.
+
+    Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W].
+    """
+    bits = logprobs.float().view(torch.int32)
+    return torch.cat([torch.stack([tokens.int(), bits]), kept_ids.T])

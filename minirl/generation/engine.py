@@ -571,22 +571,23 @@ class Engine:
     def _join(self, rows: Tensor, states: Tensor) -> None:
         """Let the requests in these rows int64 [n] run: sample the next token of each from its state, of [n, D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
-        inputs = (self._live_cache.lengths[rows], self._running.keys[rows], self._running.temperatures[rows])
-        positions, keys, temperature = upload_together(inputs, self.device)
-        tokens, logprobs = sample(
+        inputs = (self._live_cache.lengths[rows], *self._running.sampling(rows))
+        positions, keys, temperature, *truncation = upload_together(inputs, self.device)
+        sampled = sample(
             states,
             self.model.lm_head.weight,
             keys=keys,
             positions=positions,
             temperature=temperature,
+            truncation=truncation,
         )
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
-        sampled = pack_sampled(tokens, logprobs)
-        self._newest_tokens = torch.cat([old_tokens, sampled[0]])
+        packed = pack_sampled(*sampled)
+        self._newest_tokens = torch.cat([old_tokens, packed[0]])
         self._running.run(rows)
-        self._start_reading(rows, sampled)
+        self._start_reading(rows, packed)
 
     def _below_limit(self) -> Tensor:
         """The rows of running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
@@ -637,11 +638,12 @@ class Engine:
         if self._graphs is not None:
             batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
             padded = torch.cat([rows, self._padding_row.expand(batch_size - num_requests)])
-        inputs = [running.token_index[padded], running.keys[padded], running.temperatures[padded]]
-        inputs += self._live_cache.decode_inputs(padded)
-        token_index, keys, temperature, *layout_inputs = upload_together(inputs, self.device)
-        layout = self._live_cache.decode_layout(padded, layout_inputs)
-        step = DecodeStep(self._newest_tokens[token_index], layout, keys, temperature)
+        sampling = running.sampling(padded)
+        inputs = [running.token_index[padded], *sampling, *self._live_cache.decode_inputs(padded)]
+        token_index, *uploaded = upload_together(inputs, self.device)
+        keys, temperature, *truncation = uploaded[: len(sampling)]
+        layout = self._live_cache.decode_layout(padded, uploaded[len(sampling) :])
+        step = DecodeStep(self._newest_tokens[token_index], layout, keys, temperature, truncation)
         sampled = self._graphs.decode(step) if self._graphs is not None else decode(self.model, step)
         sampled = sampled[:, :num_requests]
         self._newest_tokens = sampled[0]
@@ -654,7 +656,7 @@ class Engine:
         self.stats.decode_steps += 1
 
     def _start_reading(self, rows: Tensor, sampled: Tensor) -> None:
-        """Start copying the sampled tokens of these requests, int32 [2, B] as in `decode`, to the host."""
+        """Start copying the sampled tokens of these requests, as in `decode`, to the host."""
         past_requests = self._running.past_requests[rows]
         self._pending.append(PendingTokens(rows, past_requests, sampled, self.weight_version))
 

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.attention import concatenated_ranges
-from minirl.rollouts import Completion, Request, Rollout, StopTest, rollout_of, token_tensor
+from minirl.rollouts import (
+    NO_TOKENS,
+    Completion,
+    KeptIds,
+    Request,
+    Rollout,
+    StopTest,
+    rollout_of,
+    token_tensor,
+)
 
 
 class NextTurn(NamedTuple):
@@ -34,7 +43,7 @@ class RunningRequests:
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
     turn_starts int64: tokens after the prompt before the present turn
-    keys int64, temperatures fp32: for sampling
+    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling
     past_requests int64: how many requests had this row before, which tells the tokens of one from those of the next
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
@@ -51,6 +60,9 @@ class RunningRequests:
         self.turn_starts = torch.zeros(num_rows, dtype=torch.int64)
         self.keys = torch.zeros(num_rows, dtype=torch.int64)
         self.temperatures = torch.zeros(num_rows)
+        self.top_ks = torch.zeros(num_rows, dtype=torch.int64)
+        self.top_ps = torch.zeros(num_rows, dtype=torch.float64)
+        self.min_ps = torch.zeros(num_rows, dtype=torch.float64)
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         self.past_requests = torch.zeros(num_rows, dtype=torch.int64)
@@ -59,6 +71,9 @@ class RunningRequests:
         self._logprobs = torch.zeros(num_rows, 0)
         self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
         self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
+        self._num_kept = torch.zeros(num_rows, 0, dtype=torch.int32)
+        # [rows, columns, width]: of the tokens that each one was sampled among as many as `_num_kept` says.
+        self._kept_ids = torch.zeros(num_rows, 0, 0, dtype=torch.int32)
         # The stop tokens of all requests so far; which of them stop a request is in the request.
         self._stop_ids: frozenset[int] = frozenset()
         # By row, of the present turns that have one.
@@ -76,15 +91,26 @@ class RunningRequests:
         """How many tokens that were read each request has, with its prompt; rows and result int64 [n]."""
         return self.prompt_lengths[rows] + self.counts[rows]
 
+    def sampling(self, rows: Tensor) -> list[Tensor]:
+        """Keys and temperatures of these rows and, if a request among them has one, the fields of truncations."""
+        tensors = [self.keys[rows], self.temperatures[rows]]
+        top_k = self.top_ks[rows]
+        if top_k.any():
+            tensors += [top_k, self.top_ps[rows], self.min_ps[rows]]
+        return tensors
+
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
-        self._make_room(row, request.max_new_tokens)
+        kept = request.sampled.kept.rows()
+        top_k, top_p, min_p = request.truncation
+        self._make_room(row, request.max_new_tokens, max(top_k, kept.shape[1]))
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
         self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
+        self.top_ks[row], self.top_ps[row], self.min_ps[row] = top_k, top_p, min_p
         count = len(request.sampled)
         self.counts[row] = count
         if count:
@@ -92,6 +118,8 @@ class RunningRequests:
             self._logprobs[row, :count] = request.sampled.logprobs
             self._weight_versions[row, :count] = request.sampled.weight_versions
             self._is_sampled[row, :count] = request.sampled.is_sampled
+            self._num_kept[row, :count] = request.sampled.kept.counts
+            self._kept_ids[row, :count, : kept.shape[1]] = kept
         self._stop_ids |= request.stop_ids
         self._set_stop_test(row, request.stop_test)
 
@@ -111,6 +139,7 @@ class RunningRequests:
         self._logprobs[places] = 0
         self._weight_versions[places] = 0
         self._is_sampled[places] = False
+        self._num_kept[places] = 0
         self.counts[rows] = ends
         self.turn_starts[rows] = torch.tensor([turn.turn_start for turn in turns])
         self.limits[rows] = limits
@@ -142,7 +171,7 @@ class RunningRequests:
 
         With asynchronous decoding the previous token may have ended a request: then this one is dropped.
         """
-        tokens, logprobs = pending.read()
+        tokens, logprobs, kept_ids = pending.read()
         is_wanted = self.past_requests[pending.rows] == pending.past_requests
         rows = pending.rows[is_wanted]
         tokens = tokens[is_wanted]
@@ -151,6 +180,9 @@ class RunningRequests:
         self._logprobs[rows, index] = logprobs[is_wanted]
         self._weight_versions[rows, index] = pending.weight_version
         self._is_sampled[rows, index] = True
+        kept_ids = kept_ids[is_wanted, : self._kept_ids.shape[2]]
+        self._num_kept[rows, index] = (kept_ids >= 0).sum(1, dtype=torch.int32)
+        self._kept_ids[rows, index, : kept_ids.shape[1]] = kept_ids
         self.counts[rows] += 1
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
@@ -171,7 +203,7 @@ class RunningRequests:
         """The request with the tokens sampled so far, to be submitted again."""
         return replace(
             self.requests[row],
-            sampled=Completion(*(stream.clone() for stream in self._streams(row))),
+            sampled=NO_TOKENS + self._completion(row),  # a copy
             max_new_tokens=int(self.limits[row]),
             stop_test=self._stop_tests.get(row),
             turn_start=int(self.turn_starts[row]),
@@ -181,7 +213,7 @@ class RunningRequests:
         """The finished rollout."""
         request = self.requests[row]
         prompt = token_tensor(request.prompt_ids)
-        return rollout_of(request.rollout_id, prompt, Completion(*self._streams(row)), finish_reason)
+        return rollout_of(request.rollout_id, prompt, self._completion(row), finish_reason)
 
     def _stopped_by_test(self, rows: Sequence[int]) -> list[int]:
         """Those of these rows whose turn ends by its stop test. Each test is asked once."""
@@ -206,16 +238,18 @@ class RunningRequests:
         else:
             self._stop_tests[row] = stop_test
 
-    def _streams(self, row: int) -> tuple[Tensor, ...]:
-        """The tokens read so far, in the order of `Completion`; they share this object's memory."""
+    def _completion(self, row: int) -> Completion:
+        """The tokens read so far; they share this object's memory."""
         matrices = (self._tokens, self._is_sampled, self._logprobs, self._weight_versions)
         count = int(self.counts[row])
-        return tuple(matrix[row, :count] for matrix in matrices)
+        streams = [matrix[row, :count] for matrix in matrices]
+        kept = KeptIds.of_rows(self._kept_ids[row, :count], self._num_kept[row, :count])
+        return Completion(*streams, kept=kept)
 
-    def _make_room(self, row: int, num_columns: int) -> None:
-        """Grow the arrays if they lack this row, and the matrices if they have fewer columns."""
-        num_rows, num_old_columns = self._tokens.shape
-        if row < num_rows and num_columns <= num_old_columns:
+    def _make_room(self, row: int, num_columns: int, num_kept: int = 0) -> None:
+        """Grow the arrays if they lack this row, and the matrices if they have fewer columns or keep fewer ids."""
+        num_rows, num_old_columns, num_old_kept = self._kept_ids.shape
+        if row < num_rows and num_columns <= num_old_columns and num_kept <= num_old_kept:
             return
         if row >= num_rows:
             num_rows = max(row + 1, 2 * num_rows)
@@ -225,17 +259,18 @@ class RunningRequests:
         num_used = int(self.counts.max())
         for name, array in vars(self).items():
             if isinstance(array, Tensor) and name != "rows":
-                shape = (num_rows, num_columns)[: array.ndim]
+                shape = (num_rows, num_columns, max(num_kept, num_old_kept))[: array.ndim]
                 setattr(self, name, _grown(array, shape, num_used))
 
 
 def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
-    """A larger array with these rows, of a matrix their first `num_used` columns."""
+    """A larger array with these rows, of a matrix their first `num_used` columns with all that these hold."""
     if array.ndim == 1:
         return F.pad(array, (0, shape[0] - len(array)))
     # Not zeros: memory that nothing is written to is not taken.
     grown = array.new_empty(shape)
-    grown[: len(array), :num_used] = array[:, :num_used]
+    old = array[:, :num_used]
+    grown[tuple(map(slice, old.shape))] = old
     return grown
 
 
@@ -259,8 +294,8 @@ class PendingTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Wait for the copy; returns tokens int64 [B] and logprobs fp32 [B]."""
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for the copy; returns tokens int64 [B], logprobs fp32 [B] and kept ids int32 [B, W]."""
         self.wait()
-        tokens, logprobs = self._sampled
-        return tokens.long(), logprobs.view(torch.float32)
+        tokens, logprobs = self._sampled[:2]
+        return tokens.long(), logprobs.view(torch.float32), self._sampled[2:].T

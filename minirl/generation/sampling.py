@@ -8,6 +8,7 @@ at the sampling temperature. Training scores them with the same chunks of the vo
 `log_softmax`, so that both get the same bits.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax
+from minirl.model.logprobs import MAX_KEPT, VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
@@ -129,28 +130,41 @@ def sample(
     keys: Tensor,
     positions: Tensor,
     temperature: Tensor,
+    truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
-    likeliest token and records its logprob at temperature 1; vocab_chunk: tokens of the vocabulary per
-    product with the head; CUDA has one product.
+    likeliest token and records its logprob at temperature 1; truncation: the fields of `rollouts.Truncation`,
+    top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request has any; vocab_chunk: tokens of the vocabulary
+    per product with the head; CUDA has one product.
+
+    Also returns the tokens that the truncated distributions kept, int32 [B, MAX_KEPT] with -1 after the last one;
+    [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
+    is_greedy = temperature == 0
+    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
+    kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
     if device_kernels.are_used(head.device):
         from minirl.kernels.fused_sampling import sample_logits
 
-        return sample_logits(head_logits(hidden, head), temperature, uniform)
-    is_greedy = temperature == 0
-    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
+        logits = head_logits(hidden, head)
+        if truncation:
+            logits.div_(divisor)
+            kept_ids = truncate(logits, is_greedy, *truncation)
+            temperature = torch.where(is_greedy, 0.0, 1.0)
+        return *sample_logits(logits, temperature, uniform), kept_ids
     head_chunks = head.split(vocab_chunk)
     logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
+    logits = logit_chunks[0] if len(logit_chunks) == 1 else torch.cat(logit_chunks, -1)
+    if truncation:
+        kept_ids = truncate(logits, is_greedy, *truncation)
+        logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
-        logits = logit_chunks[0]
         logprobs = log_softmax(logits, None)
     else:
-        logits = torch.cat(logit_chunks, -1)
         chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
         logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
@@ -158,4 +172,27 @@ def sample(
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])
-    return tokens, token_logprobs[:, 0]
+    return tokens, token_logprobs[:, 0], kept_ids
+
+
+def truncate(logits: Tensor, is_greedy: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return the ids int32 [B, MAX_KEPT] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
+
+    The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`. A row's ids
+    begin with the likeliest, and -1 follows the last; a greedy row keeps all tokens and has no ids. The rules and
+    their order are those of transformers' logits processors.
+    """
+    num_missing = max(0, MAX_KEPT - logits.shape[1])
+    top_logits, ids = logits.topk(MAX_KEPT - num_missing)
+    top_logits = F.pad(top_logits, (0, num_missing), value=-torch.inf)
+    ids = F.pad(ids, (0, num_missing), value=-1)
+    place = torch.arange(MAX_KEPT, device=logits.device)
+    is_kept = (place < top_k[:, None]) & ~is_greedy[:, None] & (ids >= 0)
+    probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
+    share_before = probs.cumsum(-1) - probs
+    # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
+    is_kept &= (share_before < top_p[:, None]) | (top_p[:, None] == 1)
+    is_kept &= probs >= min_p[:, None] * probs[:, :1]
+    kept_ids = ids.masked_fill(~is_kept, -1)
+    mask_left_out(logits, kept_ids)
+    return kept_ids.int()

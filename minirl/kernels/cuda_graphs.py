@@ -20,25 +20,28 @@ from minirl.model.transformer import Transformer
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step for one cache, one per batch size, each captured at its first use."""
+    """CUDA graphs of the decode step for one cache, one per batch size with and without truncated distributions.
+
+    Each is captured at its first use.
+    """
 
     def __init__(self, model: Transformer, *, max_blocks: int):
         """max_blocks: the largest number of columns of a block table."""
         self.model = model
         self.max_blocks = max_blocks
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
         self._memory: Any = None
 
     def decode(self, step: DecodeStep) -> Tensor:
-        """Run `decode_step.decode`. On CUDA the next step of the same batch size overwrites the result."""
-        batch_size = len(step.tokens)
-        graph = self._graphs.get(batch_size)
+        """Run `decode_step.decode`. On CUDA the next step of the same kind overwrites the result."""
+        kind = (len(step.tokens), bool(step.truncation))
+        graph = self._graphs.get(kind)
         if graph is None:
             if step.tokens.is_cuda and self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
             graph = _Graph(self.model, step, self.max_blocks, self._memory)
-            self._graphs[batch_size] = graph
+            self._graphs[kind] = graph
         return graph.decode(step)
 
 

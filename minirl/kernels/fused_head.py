@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minirl.kernels import launching
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
-from minirl.model.logprobs import chunk_width, chunked_entropies, log_softmax
+from minirl.model.logprobs import chunk_width, chunked_entropies, log_softmax, mask_left_out
 
 TILE = 1024  # logits that a kernel reads at a time
 
@@ -26,7 +26,13 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, width: int = 0
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        width: int = 0,
+        kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         width = width or chunk_width(len(hidden), len(head))
@@ -36,7 +42,7 @@ class FusedLogprobs(torch.autograd.Function):
         chunk_entropies = torch.empty_like(totals)
         target_logits = divisor.new_empty(len(hidden), 1)
         for i, head_chunk in enumerate(head_chunks):
-            logits = head_logits(hidden, head_chunk)
+            logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, i * width)
             # Fills in column i of totals (logsumexps) and entropies, and the logits of the targets in the chunk.
             launching.launch(
                 statistics_kernel,
@@ -58,7 +64,7 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs = log_softmax(target_logits, totals)[:, 0]
         ctx.set_materialize_grads(False)
         ctx.width = width
-        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals.logsumexp(-1))
+        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals.logsumexp(-1), kept_ids)
         return logprobs, entropies
 
     @staticmethod
@@ -66,7 +72,7 @@ class FusedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
+        hidden, head, targets, divisor, entropies, totals, kept_ids = ctx.saved_tensors
         zeros = torch.zeros_like(entropies)
         # The incoming gradients, with the 1 / T of the formulas.
         by_logprob = (zeros if grad_logprobs is None else grad_logprobs) / divisor
@@ -75,19 +81,21 @@ class FusedLogprobs(torch.autograd.Function):
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for first in range(0, len(head), ctx.width):
             head_chunk = head[first : first + ctx.width]
+            logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, first)
             grad = _logit_gradient(
-                hidden, head_chunk, targets, divisor, totals, entropies, by_logprob, by_entropy, first=first
+                logits, head.dtype, targets, divisor, totals, entropies, by_logprob, by_entropy, first=first
             )
+            del logits
             grad_hidden.add_(wide_mm(grad, head_chunk, head.dtype))
             if grad_head is not None:
                 grad_head[first : first + ctx.width] = wide_mm(grad.t(), hidden, head.dtype)
             del grad  # before the next one is made
-        return grad_hidden.to(hidden.dtype), grad_head, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4
 
 
 def _logit_gradient(
-    hidden: Tensor,
-    head_chunk: Tensor,
+    logits: Tensor,
+    dtype: torch.dtype,
     targets: Tensor,
     divisor: Tensor,
     totals: Tensor,
@@ -97,14 +105,13 @@ def _logit_gradient(
     *,
     first: int,
 ) -> Tensor:
-    """Return the gradient [M, W] of the logits of a chunk whose first token is `first`, in the head's dtype.
+    """Return the gradient [M, W] of the logits [M, W] of a chunk whose first token is `first`, in the head's `dtype`.
 
     totals [M]: logsumexps over the vocabulary. by_logprob and by_entropy [M]: the incoming gradients over the
     temperature.
     """
-    logits = head_logits(hidden, head_chunk)
     num_logits = logits.shape[1]
-    grad = torch.empty_like(logits, dtype=head_chunk.dtype)
+    grad = torch.empty_like(logits, dtype=dtype)
     launching.launch(
         gradient_kernel,
         (len(logits), -(-num_logits // TILE)),

@@ -14,6 +14,7 @@ VOCAB_CHUNK = 2048
 # head's dtype; then they are freed.
 MAX_LOGITS = 1 << 26
 MIN_WIDTH = 512  # of a chunk on CUDA, also where the tokens are very many
+MAX_KEPT = 256  # tokens that a truncated distribution keeps
 
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:
@@ -41,6 +42,22 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
     return logits - chunk_totals.logsumexp(-1, keepdim=True)
 
 
+def mask_left_out(logits: Tensor, kept_ids: Tensor | None, first: int = 0) -> Tensor:
+    """Set the logits [T, W] of tokens that a truncated distribution leaves out to -inf, in place; return the logits.
+
+    kept_ids int64 [T, K]: of the tokens that it keeps, -1 after a row's last one; a row without any keeps all tokens,
+    as do all rows if it is None. first: the first token of the W.
+    """
+    if kept_ids is None:
+        return logits
+    width = logits.shape[1]
+    index, is_in_chunk = index_in_chunk(kept_ids - first, width)
+    is_kept = torch.zeros(len(logits), width + 1, dtype=torch.bool, device=logits.device)
+    is_kept.scatter_(1, torch.where(is_in_chunk, index, width), True)
+    is_truncated = kept_ids[:, :1] >= 0
+    return logits.masked_fill_(is_truncated & ~is_kept[:, :width], -torch.inf)
+
+
 def chunked_entropies(chunk_totals: Tensor, chunk_entropies: Tensor) -> Tensor:
     """Return entropies [T] from the logsumexps [T, chunks] of vocabulary chunks and the entropies within them.
 
@@ -49,3 +66,14 @@ def chunked_entropies(chunk_totals: Tensor, chunk_entropies: Tensor) -> Tensor:
     log_shares = torch.log_softmax(chunk_totals, -1)
     terms = log_shares.exp() * (chunk_entropies - log_shares)
     return terms.nan_to_num(0.0).sum(-1)
+
+
+def index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the index of each target in a vocabulary chunk of `width` tokens, and whether the target is in it.
+
+    Targets count from the start of the chunk. A target outside of it gets some index inside, so that tensors
+    can be indexed anyway.
+    """
+    index = targets.clamp(0, width - 1)
+    is_in_chunk = index == targets
+    return index, is_in_chunk

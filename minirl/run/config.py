@@ -14,8 +14,10 @@ from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.logprobs import MAX_KEPT
 from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
+from minirl.rollouts import Truncation
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
 
 # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
@@ -64,6 +66,9 @@ class GenerationFlags:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
+    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
+    top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
+    min_p: float = 0.0  # of the --top-k, sample among those at least this times as likely as the likeliest
     rollout: str | None = None
     """file.py:function that writes a rollout, run in worker processes; none: the script's"""
     tools: str | None = None
@@ -205,6 +210,7 @@ POSITIVE = (
     "group_size",
     "max_new_tokens",
     "temperature",
+    "top_p",
     "max_running_requests",
     "cache_tokens",
     "lr",
@@ -219,8 +225,11 @@ POSITIVE = (
     "rollout_workers",
     "reply_timeout",
 )
-# A larger value is a typo, which would use up the host's memory or processes before anything fails.
+# A larger size is a typo, which would use up the host's memory or processes before anything fails.
 MOST = {
+    "top_k": MAX_KEPT,
+    "top_p": 1,
+    "min_p": 1,
     "threads": 1024,
     "reward_workers": 1024,
     "rollout_workers": 1024,
@@ -331,6 +340,11 @@ class RunConfig(
     def adapters(self) -> Adapters | None:
         """The adapters of the trained models, if --lora-rank asks for them."""
         return Adapters(self.lora_rank, self.lora_alpha, self.lora_targets) if self.lora_rank else None
+
+    @property
+    def truncation(self) -> Truncation:
+        """Of the distributions that are sampled from."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
     @property
     def importance_correction(self) -> str:
@@ -478,6 +492,12 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
         refuse(
             target not in LINEAR_LAYERS,
             f"--lora-targets {target}: the head and the embeddings have no adapters, only {' '.join(LINEAR_LAYERS)}",
+        )
+    for name in config.truncation.active:
+        refuse(
+            not config.top_k,
+            f"{flag_of(name)} {getattr(config, name)}: needs --top-k, which bounds the tokens that a sample is taken "
+            f"among: training needs their ids; add --top-k {MAX_KEPT}, the most",
         )
     refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))

@@ -53,6 +53,7 @@ def load_prompts(
             vocab_size=model_config.vocab_size,
             long_prompts=config.long_prompts,
             teacher_field=getattr(config, "teacher_prompt", None) if purpose == "train" else None,
+            truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, token_tensor
+from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
 
 
@@ -132,6 +132,8 @@ class Batch:
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
+    # Of T tokens, always on the host.
+    kept: KeptIds = NOT_MADE
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
@@ -170,17 +172,23 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
+        return upload(self._token_places(indices), self.tokens.device)
+
+    def _token_places(self, indices: Sequence[int]) -> Tensor:
+        """The result of `token_index` on the host."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        ranges = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
-        return upload(ranges, self.tokens.device)
+        return concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        token_index = self.token_index(indices)
-        selected = {}
+        token_places = self._token_places(indices)
+        token_index = upload(token_places, self.tokens.device)
+        selected: dict[str, Any] = {}
         for name, tensor in self._tensors().items():
             selected[name] = tensor[sequence_index if name == "table_index" else token_index]
+        if self.kept is not None:
+            selected["kept"] = _select_kept(self.kept, token_places)
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
@@ -192,13 +200,14 @@ class Batch:
         """
         device = self.tokens.device
         prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
-        tokens, masks, prefixes = [], [], []
-        streams = (self.tokens.split(self.lengths), self.loss_mask.split(self.lengths))
-        for prefix, own, mask in zip(self.prefixes, *streams, strict=True):
+        tokens, masks, prefixes, num_kept = [], [], [], []
+        streams = [stream.split(self.lengths) for stream in (self.tokens, self.loss_mask, self.kept.counts)]
+        for prefix, own, mask, counts in zip(self.prefixes, *streams, strict=True):
             start = prefix.num_tokens
             prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
             tokens.append(torch.cat([prompt, own[start:]]))
             masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
+            num_kept.append(torch.constant_pad_nd(counts[start:], (len(prompt), 0)))
             prefixes.append(prefix._replace(num_tokens=len(prompt)))
         return Batch(
             lengths=tuple(map(len, tokens)),
@@ -206,6 +215,7 @@ class Batch:
             loss_mask=torch.cat(masks),
             sample_logprobs=NOT_MADE,
             prefixes=tuple(prefixes),
+            kept=replace(self.kept, counts=torch.cat(num_kept)),
         )
 
     @property
@@ -306,6 +316,7 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
         weight_version=_join(branches, "weight_version", torch.int32),
         prefixes=tuple(prefixes),
+        kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
     )
 
 
@@ -329,28 +340,40 @@ def exchange(
     parts = []
     for receiver in range(world_size()):
         parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
-    # How many indices, and how many elements of each stream, every rank sends this one.
-    counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
+    # How many indices, elements of each stream and kept ids every rank sends this one.
+    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
     received_counts = torch.empty_like(counts)
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
-    num_indices, num_tokens = received_counts.T.tolist()
+    num_indices, num_tokens, num_ids = received_counts.T.tolist()
     # Indices and streams arrive in the same order, that of the sending ranks.
     tensors_of = [part._tensors() for part in parts]
     received = {}
     for name in tensors_of[0]:
         sent = [tensors[name] for tensors in tensors_of]
         received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
+    kept = KeptIds(
+        _all_to_all([part.kept.counts for part in parts], num_tokens),
+        _all_to_all([part.kept.ids for part in parts], num_ids),
+    )
     indices = received["table_index"].tolist()
     arrived = dataclasses.replace(
         own,
         lengths=tuple(table.num_tokens[indices].tolist()),
         prefixes=tuple(table.select(indices).prefixes),
+        kept=kept,
         **received,
     )
     batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
+
+
+def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
+    """Those of the tokens at these places, in this order."""
+    starts = kept.counts.cumsum(0) - kept.counts
+    counts = kept.counts[places]
+    return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
 
 
 def _check_shared_prompts(batch: Batch) -> None:

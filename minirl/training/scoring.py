@@ -7,6 +7,7 @@ Only selected tokens (those that the policy sampled) go through the language mod
 exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,19 @@ from torch import Tensor
 
 from minirl.errors import refuse
 from minirl.model import device_kernels
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, upload
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, chunked_entropies, log_softmax
+from minirl.model.logprobs import (
+    VOCAB_CHUNK,
+    chunk_logits,
+    chunked_entropies,
+    index_in_chunk,
+    log_softmax,
+    mask_left_out,
+)
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
+from minirl.rollouts import KeptIds
 from minirl.training.batch import Batch
 
 TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
@@ -35,15 +44,21 @@ def score(
     *,
     select: Tensor,
     temperature: float,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
 
     tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
-    the first token of a sequence. Differentiable in the parameters. Not collective.
+    the first token of a sequence. kept: of T tokens; of a token that has any, logprob and entropy are of the
+    distribution truncated to them. Differentiable in the parameters. Not collective.
     """
     selected = _indices(select)
     states = states_before(model, tokens, layout, selected)
-    logprobs, entropies = outputs_of_head(states, model.lm_head.weight, tokens[selected], temperature)
+    head = model.lm_head.weight
+    kept_ids = None
+    if kept is not None and len(kept.ids):
+        kept_ids = upload(kept.rows(), tokens.device)[selected].long()
+    logprobs, entropies = outputs_of_head(states, head, tokens[selected], temperature, kept_ids)
     zeros = logprobs.new_zeros(len(tokens))
     all_logprobs = zeros.index_put((selected,), logprobs)
     all_entropies = zeros.index_put((selected,), entropies)
@@ -58,21 +73,26 @@ def states_before(model: Transformer, tokens: Tensor, layout: PackedLayout, sele
 
 
 def outputs_of_head(
-    states: Tensor, head: Tensor, targets: Tensor, temperature: float
+    states: Tensor, head: Tensor, targets: Tensor, temperature: float, kept_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective."""
+    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
+
+    kept_ids int64 [M, K]: of the tokens that truncated distributions keep, see `mask_left_out`.
+    """
     if device_kernels.are_used(states.device):
         from minirl.kernels.fused_head import FusedLogprobs
 
-        logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature)
+        logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature, 0, kept_ids)
     else:
-        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, TOKEN_CHUNK)
+        chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
+        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, *chunks, kept_ids)
     return logprobs, entropies
 
 
 def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
+    Those of a token that was sampled from a truncated distribution are of the model's, truncated to the same tokens.
     Differentiable in the parameters. Not collective.
     """
     return score(
@@ -81,6 +101,7 @@ def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tupl
         batch.layout(),
         select=batch.loss_index,
         temperature=temperature,
+        kept=batch.kept,
     )
 
 
@@ -168,6 +189,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         token_chunk: int,
         vocab_chunk: int = VOCAB_CHUNK,
+        kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         wide = at_least_fp32(hidden.dtype)
@@ -175,16 +197,17 @@ class ChunkedLogprobs(torch.autograd.Function):
         head_chunks = head.split(vocab_chunk)
         hidden_chunks = hidden.split(token_chunk)
         target_chunks = targets[:, None].split(token_chunk)
+        kept_chunks = itertools.repeat(None) if kept_ids is None else kept_ids.split(token_chunk)
         results = []
-        for states, wanted in zip(hidden_chunks, target_chunks, strict=True):
-            results.append(_score_token_chunk(states, head_chunks, wanted, divisor))
+        for states, wanted, kept in zip(hidden_chunks, target_chunks, kept_chunks, strict=False):
+            results.append(_score_token_chunk(states, head_chunks, wanted, divisor, kept))
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
         # A loss without the entropies does not pay for their gradient.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
         ctx.has_totals = len(head_chunks) > 1
-        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals)
+        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals, kept_ids)
         return logprobs, entropies
 
     @staticmethod
@@ -192,7 +215,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
+        hidden, head, targets, divisor, entropies, totals, kept_ids = ctx.saved_tensors
         # The incoming gradients, with the 1 / T of the formulas.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
@@ -207,6 +230,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
                 logits = chunk_logits(hidden[chunk], head_chunk, divisor)
+                mask_left_out(logits, None if kept_ids is None else kept_ids[chunk], first)
                 logprobs = log_softmax(logits, totals[chunk] if ctx.has_totals else None)
                 grad = _logit_gradient(
                     logprobs,
@@ -220,19 +244,25 @@ class ChunkedLogprobs(torch.autograd.Function):
                     grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
             if grad_head is not None:
                 grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
-        return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_head, *[None] * 5
 
 
 def _score_token_chunk(
-    hidden: Tensor, head_chunks: Sequence[Tensor], targets: Tensor, divisor: Tensor
+    hidden: Tensor,
+    head_chunks: Sequence[Tensor],
+    targets: Tensor,
+    divisor: Tensor,
+    kept_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs [n] and entropies [n] of the targets [n, 1] of one token chunk, and the totals [n, chunks].
 
-    hidden [n, D]; divisor [1, 1]: the temperature. A total is the logsumexp of the logits of one vocabulary
-    chunk. With a single vocabulary chunk the totals are not needed, and an empty tensor is returned.
+    hidden [n, D]; divisor [1, 1]: the temperature; kept_ids [n, K]: see `mask_left_out`. A total is the logsumexp of
+    the logits of one vocabulary chunk. With a single vocabulary chunk the totals are not needed, and an empty tensor is
+    returned.
     """
     if len(head_chunks) == 1:
-        logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)
+        logits = mask_left_out(chunk_logits(hidden, head_chunks[0], divisor), kept_ids)
+        logprobs = log_softmax(logits, None)
         target_logprobs = logprobs.gather(1, targets)[:, 0]
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
     # Allocate the results before the loop: small tensors between the freed logits of chunks would keep
@@ -242,8 +272,8 @@ def _score_token_chunk(
     target_logits = divisor.new_empty(len(hidden), 1)
     first = 0
     for i, head_chunk in enumerate(head_chunks):
-        logits = chunk_logits(hidden, head_chunk, divisor)
-        index, is_in_chunk = _index_in_chunk(targets - first, len(head_chunk))
+        logits = mask_left_out(chunk_logits(hidden, head_chunk, divisor), kept_ids, first)
+        index, is_in_chunk = index_in_chunk(targets - first, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
         totals[:, i] = logits.logsumexp(-1)
         # Logprobs of these tokens, given that the token is one of this vocabulary chunk.
@@ -284,16 +314,5 @@ def _logit_gradient(
         grad.mul_(by_entropy).add_(by_logprob)
         grad.mul_(probs.neg_())
     # For the target, if it is in this vocabulary chunk: + by_logprob.
-    index, is_in_chunk = _index_in_chunk(targets, grad.shape[1])
+    index, is_in_chunk = index_in_chunk(targets, grad.shape[1])
     return grad.scatter_add_(1, index, by_logprob * is_in_chunk)
-
-
-def _index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The index of each target in a vocabulary chunk of `width` tokens, and whether the target is in it.
-
-    Targets count from the start of the chunk. A target outside of it gets some index inside, so that tensors
-    can be indexed anyway.
-    """
-    index = targets.clamp(0, width - 1)
-    is_in_chunk = index == targets
-    return index, is_in_chunk
