@@ -13,6 +13,7 @@ instead.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ MAX_UNTILED_BF16 = 512
 MAX_PLAIN_BF16 = 1 << 15
 # Most columns of a product that `is_batch_invariant` tries.
 MAX_PROBED = 4096
-# The vectorised silu and its scalar tail differ in the last bit. Multiples of this width have no tail.
-SILU_WIDTH = 32
+# A vectorised function and its scalar tail differ in the last bit. Multiples of this width have no tail.
+VECTOR_WIDTH = 32
 
 
 @functools.cache
@@ -103,14 +104,14 @@ class _Bf16Product(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def silu(x: Tensor) -> Tensor:
-    """`F.silu` of x [T, width], with every element computed by the vectorised kernel."""
+def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """An elementwise function of x [T, width], with every element computed by the vectorised kernel."""
     width = x.shape[1]
-    missing = -width % SILU_WIDTH
+    missing = -width % VECTOR_WIDTH
     if missing == 0:
-        return F.silu(x)
+        return function(x)
     padded = F.pad(x, (0, missing))
-    return F.silu(padded)[:, :width]
+    return function(padded)[:, :width]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

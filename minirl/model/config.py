@@ -1,24 +1,44 @@
 """The shape and features of a decoder, with the names of config.json."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from minirl.errors import refuse
 from minirl.model import batch_invariance, portable_attention
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How Llama 3 stretches the low rope frequencies (`rope_type: llama3`)."""
+class Rope:
+    """A rotary position embedding: pair i of a head's channels turns by `frequencies[i]` from position to position.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    Channels beyond 2 x len(frequencies) stay as they are: all of them if there is no frequency.
+    amplitude: a factor of the turned channels (YaRN's attention factor).
+    is_interleaved: channels 2 i and 2 i + 1 are a pair, not i and i + len(frequencies).
+    """
 
+    frequencies: tuple[float, ...]
+    amplitude: float = 1.0
+    is_interleaved: bool = False
+
+
+class LayerNorms(NamedTuple):
+    """The names of a layer's norms, by place; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+NORMS_BEFORE = LayerNorms()
 
 # The linear layers of a decoder layer, which can have adapters.
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj")
 # A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
 MIN_ADAPTER_RANK = 8
 
@@ -55,19 +75,61 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    # The different ropes, and which of them each layer has.
+    ropes: tuple[Rope, ...]
+    layer_ropes: tuple[int, ...]
     # How many tokens each layer sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tie_word_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    # Norms of queries and keys: of each head, or with `qk_norm_over_heads` of all heads together.
+    qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    norms: LayerNorms = NORMS_BEFORE
+    # Norms multiply by 1 + weight.
+    norm_adds_one: bool = False
+    activation: str = "silu"
+    # An MLP without a gate is down(activation(up(x))).
+    gated_mlp: bool = True
+    # Query, key and value are one layer, and so are gate and up.
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    # Of queries, beside 1 / sqrt(head_dim). At position p it is 1 + growth log(1 + p // period) times as much.
+    query_multiplier: float = 1.0
+    query_growth: float = 0.0
+    query_period: int = 1
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Those of `LINEAR_LAYERS` that its layers have."""
+        attention = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        if self.fused_gate_up:
+            return (*attention, "gate_up_proj", "down_proj")
+        return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
+
+    def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
+        """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
+
+        Raises InputError for a target that it lacks.
+        """
+        if adapters is not None:
+            present = tuple(name for name in adapters.targets if name in self.linear_layers)
+            lacking = set(adapters.targets) - set(present)
+            refuse(
+                bool(lacking) and set(adapters.targets) != set(LINEAR_LAYERS),
+                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(self.linear_layers)}",
+            )
+            adapters = dataclasses.replace(adapters, targets=present)
+        return dataclasses.replace(self, adapters=adapters)
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a token has the same bits in any batch on this machine, measured on all products."""
@@ -76,6 +138,10 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        if self.fused_qkv:
+            layers.append((hidden, queries + 2 * keys))
+        if self.fused_gate_up:
+            layers.append((hidden, 2 * inner))
         if self.adapters is not None:
             rank = self.adapters.padded_rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]

@@ -68,9 +68,16 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A)."""
-    queries, _ = _channels(config)
-    inner = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
-    return dtype.itemsize * (4 * config.hidden_size + 3 * config.intermediate_size + 4 * queries + inner)
+    queries, keys = _channels(config)
+    adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
+    # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
+    num_inner = 3 if config.activation == "silu" else 4
+    inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
+    normed = sum(name is not None for name in config.norms) * config.hidden_size
+    normed += (queries + keys) * config.qk_norm
+    if config.norm_adds_one:  # its input in fp32
+        normed *= max(1, 4 // dtype.itemsize)
+    return dtype.itemsize * (2 * config.hidden_size + normed + inner + 4 * queries + adapters)
 
 
 def activation_bytes(
@@ -111,12 +118,17 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
     # The product of an adapter is added to that of its layer.
     mlp = (4 if config.adapters else 3) * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
-    tables = 12 * config.head_dim
+    tables = 12 * rope_channels(config)
     layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
     if config.scalar_head:
         return layers
     logits = 4 * tokens * chunk_width(tokens, config.vocab_size)
     return max(layers, 2 * tokens * dtype.itemsize * hidden + logits)
+
+
+def rope_channels(config: ModelConfig) -> int:
+    """The channels of a head that all different ropes of the model turn."""
+    return sum(2 * len(rope.frequencies) for rope in config.ropes)
 
 
 def _channels(config: ModelConfig) -> tuple[int, int]:

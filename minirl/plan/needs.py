@@ -13,6 +13,7 @@ from minirl.plan.formulas import (
     num_parameters,
     num_trained_parameters,
     pinned_bytes,
+    rope_channels,
 )
 from minirl.plan.workload import Sizes, Workload
 
@@ -27,7 +28,7 @@ def always_bytes(work: Workload) -> dict[str, float]:
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
-    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * shape.head_dim for shape in shapes)
+    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
     if not work.is_cuda or not work.parks_frozen:
         held |= _frozen_bytes(work)
     if not work.is_cuda:
