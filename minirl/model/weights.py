@@ -51,9 +51,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError, as `load_weights` does, if the folder's tensors are not those of such a model.
 
-    Reads only names, shapes and dtypes, and makes no weights: a wrong config.json may ask for more
-    memory than there is. Not collective.
+    Also if a model that gets adapters is to begin with adapters. Reads only names, shapes and dtypes, and makes no
+    weights: a wrong config.json may ask for more memory than there is. Not collective.
     """
+    refuse(
+        config.adapters and has_adapters(folder),
+        f"{folder}: has adapters; for further ones make a model of it first: python -m minirl.merge {folder} FOLDER",
+    )
     with torch.device("meta"):
         model = Transformer(config)
     _find_tensors(model, folder)
