@@ -27,7 +27,8 @@ from workload import print_result
 from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
-from minirl.model.transformer import Transformer, rope_table
+from minirl.model.rotation import rope_table
+from minirl.model.transformer import Transformer
 from minirl.plan import choice, needs
 from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.rollouts import Request, RolloutId

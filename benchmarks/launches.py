@@ -30,7 +30,8 @@ from minirl.model import attention
 from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
-from minirl.model.transformer import Transformer, rope_table
+from minirl.model.rotation import rope_table
+from minirl.model.transformer import Transformer
 from minirl.objective import losses
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.training import batch as batching

@@ -49,6 +49,13 @@ CLASSIFIER = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
 WINDOW = {"sliding_window": 5}
 USED = {"use_sliding_window": True}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 90.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 2.5, 3.0]}
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA = WINDOW | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "head_dim": 8}
+MULTIPLIERS = ["attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"]
 # name: (class, the model's own keys). Old files have `rope_theta` and `rope_scaling`, new ones `rope_parameters`.
 BASES = {
     "llama": ("LlamaForCausalLM", THETA | {"rope_scaling": None, "pretraining_tp": 1, "mlp_bias": False}),
@@ -69,6 +76,68 @@ BASES = {
         "Qwen2ForSequenceClassification",
         THETA | WINDOW | CLASSIFIER | USED | {"max_window_layers": 0},
     ),
+    "arcee": ("ArceeForCausalLM", {"rope_parameters": YARN | THETA, "hidden_act": "relu2", "mlp_bias": True}),
+    "cwm": ("CwmForCausalLM", WINDOW | LAYERS | {"rope_parameters": LLAMA3 | THETA, "head_dim": 8}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", THETA | {"use_bias": True, "head_dim": 8}),
+    "exaone4": ("Exaone4ForCausalLM", THETA | WINDOW | {"sliding_window_pattern": 2}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA | {"rope_scaling": LINEAR, "rope_theta": 500.0}),
+    "gemma3_new": (
+        "Gemma3ForCausalLM",
+        GEMMA | LAYERS | {"rope_parameters": {SLIDING: DEFAULT, FULL: LINEAR | THETA}},
+    ),
+    "glm": ("GlmForCausalLM", THETA | {"attention_bias": True, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "glm4": (
+        "Glm4ForCausalLM",
+        {"rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.75}, "head_dim": 8},
+    ),
+    "granite": ("GraniteForCausalLM", THETA | dict.fromkeys(MULTIPLIERS, 0.7)),
+    "ministral": ("MinistralForCausalLM", THETA | WINDOW | LAYERS | {"head_dim": 8}),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {"rope_parameters": YARN | THETA | {"llama_4_scaling_beta": 0.3}, "head_dim": 8},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", THETA | {"attention_bias": True}),
+    "olmo3": ("Olmo3ForCausalLM", THETA | WINDOW | LAYERS | {"rope_scaling": YARN}),
+    "phi3": (
+        "Phi3ForCausalLM",
+        THETA
+        | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 30, "partial_rotary_factor": 0.75},
+    ),
+    "phi3_window": ("Phi3ForCausalLM", THETA | WINDOW),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", FULL],
+            "rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+            "head_dim": 8,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "full_attention_interval": 2,
+            "attn_output_gate": True,
+        },
+    ),
+    "seed_oss": (
+        "SeedOssForCausalLM",
+        THETA
+        | {
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "attention_dropout": 0.1,
+            "residual_dropout": 0.1,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        THETA | WINDOW | USED | {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2},
+    ),
+    "gemma3_classifier": (
+        "Gemma3TextForSequenceClassification",
+        GEMMA | CLASSIFIER | {"sliding_window_pattern": 2},
+    ),
+    "smollm3_classifier": ("SmolLM3ForSequenceClassification", THETA | CLASSIFIER),
 }
 # The classes whose keys are added, with their defaults and with other values.
 OTHER_CLASSES = (
@@ -79,21 +148,32 @@ OTHER_KEYS = (
     "add_cross_attention attention_chunk_size is_causal is_decoder layer_scale logits_scaling "
     "per_layer_config partial_rotary_factor pruned_heads quantization_config rope_scaling rope_parameters "
     "rope_theta rope_interleaved torchscript transformers_weights use_mrope sliding_window layer_types "
-    "max_window_layers use_sliding_window head_dim attention_bias mlp_bias num_labels id2label".split()
+    "max_window_layers use_sliding_window head_dim attention_bias mlp_bias num_labels id2label hidden_act "
+    "no_rope_layers no_rope_layer_interval sliding_window_pattern query_pre_attn_scalar use_bias "
+    "attention_out_bias rope_local_base_freq original_max_position_embeddings hidden_activation".split()
 )
 DROP = object()
+ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
 NUMBERS = [0, -1, 1, 2, 3, 8, 16, 2**40, 0.0, 0.5, 1.0, 500.0, math.nan, math.inf]
 LISTS = [[], [1], *([f"{kind}_attention"] * 2 for kind in ("full", "sliding", "chunked")), ["full_attention"]]
 OBJECTS = [{}, {"a": 1}, {"type": "linear", "factor": 2.0}, LLAMA3, LLAMA3 | THETA]
-ROPES = [{"rope_type": "default"}, {"rope_type": "default", "rope_theta": 9.0}]
-VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES]
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 9.0},
+    YARN,
+    LINEAR | THETA,
+    LONGROPE,
+]
+ROPES_OF_KINDS = [{SLIDING: DEFAULT}, {SLIDING: DEFAULT, FULL: YARN}, {SLIDING: DEFAULT, FULL: None}]
+VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES, *ROPES_OF_KINDS, *ACTIVATIONS]
 FAST = ("llama_llama3", "mistral", "qwen2", "qwen3_bias")
 
 
 def raw_config(name):
     architecture, keys = BASES[name]
-    model_type = architecture.split("For")[0].lower()
-    return {"architectures": [architecture], "model_type": model_type, **SHAPE, **keys}
+    model_type = getattr(transformers, architecture).config_class.model_type
+    shape = {key: value for key, value in SHAPE.items() if key != "hidden_act" or "gemma3" not in name}
+    return {"architectures": [architecture], "model_type": model_type, **shape, **keys}
 
 
 def write_config(folder, raw):
@@ -110,7 +190,7 @@ def make_model(folder, raw):
     for parameter_name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
         if param.ndim == 1:
-            param.data = noise * 0.5 + ("norm" in parameter_name)
+            param.data = noise * 0.5 + ("norm" in parameter_name and "gemma3" not in folder.name)
         else:
             gain = 2.0 if "q_proj" in parameter_name or "k_proj" in parameter_name else 1.0
             param.data = gain * noise / (1 if "embed" in parameter_name else param.shape[1] ** 0.5)
@@ -129,9 +209,19 @@ def mutations(raw):
             found.append(((key,), new))
         if isinstance(value, dict):
             for inner in dict.fromkeys(
-                [*value, "rope_theta", "type", "rope_type", "attention_factor", "0", "1"]
+                [
+                    *value,
+                    "rope_theta",
+                    "type",
+                    "rope_type",
+                    "attention_factor",
+                    "truncate",
+                    "mscale",
+                    "0",
+                    "1",
+                ]
             ):
-                found.extend(((key, inner), new) for new in [*VALUES, "llama3", "default", "yarn"])
+                found.extend(((key, inner), new) for new in [*VALUES, "llama3", "default", "yarn", "linear"])
     for key, default in keys_of_other_classes():
         if key not in raw:
             found.extend(((key,), new) for new in (default, None, False, True, 0, 1, 2.0))
@@ -176,8 +266,8 @@ def outputs_there(folder, scalar_head, num_tokens):
     """The same in transformers."""
     auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    hidden = model.model(torch.arange(num_tokens)[None], use_cache=False)[0][0]
-    return model.score(hidden) if scalar_head else model.lm_head(hidden)
+    tokens = torch.arange(num_tokens)[None]
+    return model.score(model.model(tokens, use_cache=False)[0][0]) if scalar_head else model(tokens).logits[0]
 
 
 def verdict(folder, raw, changes):
@@ -217,7 +307,7 @@ def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_
     Fault 33.
     """
     raw = raw_config(name)
-    folder = make_model(tmp_path / "model", raw)
+    folder = make_model(tmp_path / name, raw)
     assert verdict(folder, raw, []) == "equal"
     singles = mutations(raw)
     rng = random.Random(name)

@@ -15,7 +15,8 @@ from minirl.kernels import paged_attention
 from minirl.model import device_kernels
 from minirl.model.families import read_config
 from minirl.model.portable_attention import BLOCK
-from minirl.model.transformer import Transformer, rope_table
+from minirl.model.rotation import rope_table
+from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training import sharded_model

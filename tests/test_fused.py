@@ -8,9 +8,9 @@ from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import device_kernels
-from minirl.model.batch_invariance import silu
+from minirl.model.batch_invariance import activate
 from minirl.model.logprobs import MAX_LOGITS, chunk_width
-from minirl.model.rotation import rotate_pair
+from minirl.model.rotation import Rotation, rotate_pair
 from minirl.training.scoring import ChunkedLogprobs
 from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import has_no_triton, mend_interpreter, needs_interpreter, run_with_compiler
@@ -148,7 +148,7 @@ def test_fused_rotation_equals_the_portable_one(dtype, dim, interpreted, monkeyp
     for is_fused in (False, True):
         monkeypatch.setattr(device_kernels, "are_used", lambda device, choice=is_fused: choice)
         q, k = x.view(5, 8, dim).split([6, 2], 1)
-        out = torch.cat(rotate_pair(q, k, cos, sin), 1)
+        out = torch.cat(rotate_pair(q, k, Rotation(cos, sin)), 1)
         results.append((out, *torch.autograd.grad((out * weights).sum(), x)))
     tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(*results, rtol=tolerance, atol=1e-6)
@@ -163,7 +163,7 @@ def test_the_fused_gate_equals_the_portable_one(dtype, rows, interpreted):
     leaves = [(5 * torch.randn(rows, 131, generator=generator)).to(dtype).requires_grad_() for _ in range(2)]
     weights = torch.randn(131, rows, generator=generator).to(dtype).T
     results = []
-    for function in (lambda gate, up: silu(gate) * up, FusedGate.apply):
+    for function in (lambda gate, up: activate(gate) * up, FusedGate.apply):
         out = function(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, weights)))
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2**-6}[dtype]

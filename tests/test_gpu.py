@@ -13,8 +13,8 @@ from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
 from minirl.model import portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
-from minirl.model.batch_invariance import silu
-from minirl.model.rotation import rotate_pair
+from minirl.model.batch_invariance import activate
+from minirl.model.rotation import Rotation, rotate_pair
 from minirl.training.frozen_models import unparked
 from minirl.training.scoring import ChunkedLogprobs, score
 from support.caches import make_cache, poison
@@ -91,9 +91,9 @@ def test_the_compiled_kernels_of_training_equal_their_twins(dtype):
             x.to(dtype).to(device, compute_dtype).requires_grad_() for x in (*leaves, head / 16)
         )
         rotated, _ = rotate_pair(
-            q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], cos.to(device), sin.to(device)
+            q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], Rotation(cos.to(device), sin.to(device))
         )
-        product = silu(gate) * up if device == "cpu" else FusedGate.apply(gate, up)
+        product = activate(gate) * up if device == "cpu" else FusedGate.apply(gate, up)
         states = rotated.flatten(1) + product
         function, chunk = (ChunkedLogprobs, 512) if device == "cpu" else (FusedLogprobs, 2048)
         logprobs, entropies = function.apply(states, weight, targets.to(device), 0.7, chunk)

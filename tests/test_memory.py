@@ -18,8 +18,10 @@ from minirl.kernels import launching
 from minirl.model import attention
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.transformer import Transformer
+from minirl.model.rotation import Rotation
+from minirl.model.transformer import DecoderLayer
 from minirl.plan import choice, formulas, needs
+from minirl.plan.formulas import layer_bytes
 from minirl.plan.workload import Sizes, Workload
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
@@ -27,6 +29,7 @@ from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
 from support.engines import make_engine, make_request
+from support.families import PUBLISHED
 from support.marks import slow
 from support.memory import allocated_bytes, saved_bytes
 from support.models import make_folder
@@ -96,24 +99,39 @@ def backward(model: ShardedModel, batch: Batch, *, is_last: bool) -> None:
     model.backward(logprobs.sum(), is_last=is_last)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_on_cuda_saves_what_the_table_says(shape, monkeypatch):
-    """Counted on meta tensors: torch 2.11's attention for sequences of varying lengths, and a fused norm."""
+@pytest.fixture
+def saved_by_a_layer(monkeypatch):
+    """Counts them on meta tensors: torch 2.11's attention for sequences of varying lengths, and a fused norm."""
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
     monkeypatch.setattr(launching, "launch", lambda *args, **constants: None)
+
+    def count(config, num_tokens):
+        layout = make_batch(num_tokens).layout()
+        with torch.device("meta"):
+            layer = DecoderLayer(config, 0).to(torch.bfloat16)
+            x = torch.empty(num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            rope = torch.empty(num_tokens, 1, 2 * len(config.ropes[0].frequencies))
+        scale = rope[..., :1] if config.query_multiplier != 1 or config.query_growth else None
+        rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
+        return saved_bytes(layer, lambda: layer(x, rotation, layout)) - rope.nbytes
+
+    return count
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_layer_on_cuda_saves_what_the_table_says(shape, saved_by_a_layer):
     config = config_from_dict(raw_config(shape))
-    batch = make_batch(shape[-1])
-    layout = batch.layout()
-    with torch.device("meta"):
-        model = Transformer(config).to(torch.bfloat16)
-    layer = model.model.layers[0]
-    x = torch.empty(shape[-1], config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    rope = torch.empty(shape[-1], 1, config.head_dim, device="meta")
-    num_bytes = saved_bytes(layer, lambda: layer(x, rope, rope, layout)) - rope.nbytes
     expected = formula("a layer's activations of a token, A", **sizes_of(config))
-    assert num_bytes == pytest.approx(shape[-1] * expected, rel=0.02)
+    assert saved_by_a_layer(config, shape[-1]) == pytest.approx(shape[-1] * expected, rel=0.02)
+
+
+def test_a_layer_of_each_family_saves_what_the_plan_says(saved_by_a_layer):
+    for name, (raw, _) in PUBLISHED.items():
+        config = config_from_dict(raw)
+        expected = 64 * layer_bytes(config, torch.bfloat16)
+        assert saved_by_a_layer(config, 64) == pytest.approx(expected, rel=0.005), name
 
 
 def test_the_example_follows_from_the_table():
@@ -554,6 +572,6 @@ def test_the_cache_takes_what_the_code_says(windows):
     """A window bounds it."""
     config = dataclasses.replace(config_from_dict(raw_config(SHAPES[1])), layer_windows=windows)
     shape = {"num_kv_heads": 2, "head_dim": 64, "num_query_groups": 2, "num_tokens": 4096}
-    cache = KVCache(windows, **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
+    cache = KVCache(dict(enumerate(windows)), **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
     num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
     assert formulas.cached_bytes(config, torch.bfloat16, tokens=4096, requests=3) == num_bytes

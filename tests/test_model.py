@@ -2,99 +2,23 @@
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.generation.engine import Engine, Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
-from minirl.model.rotation import rotate
+from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score
+from support.families import CASES, make_checkpoint
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0, "score": 3.0}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
-CASES = {
-    "llama": ("Llama", {}, (None, None)),
-    "llama_tied_mha": (
-        "Llama",
-        {"tie_word_embeddings": True, "num_key_value_heads": 4, "mlp_bias": True},
-        (None, None),
-    ),
-    "llama_mqa": (
-        "Llama",
-        {"num_key_value_heads": 1, "intermediate_size": 131, "attention_bias": True},
-        (None, None),
-    ),
-    "llama_head_dim": ("Llama", {"head_dim": 8, "rms_norm_eps": 0.1}, (None, None)),
-    "llama_rope_llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}, (None, None)),
-    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, (None, None)),
-    "mistral": ("Mistral", {"sliding_window": None}, (None, None)),
-    "mistral_window": ("Mistral", {"sliding_window": 37, "intermediate_size": 131}, (37, 37)),
-    "mistral_window_one_block": ("Mistral", {"sliding_window": 128, "head_dim": 32}, (128, 128)),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}, (None, None)),
-    "qwen2_window_unused": ("Qwen2", {"use_sliding_window": False, "sliding_window": 33}, (None, None)),
-    "qwen2_window_above": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1, "num_hidden_layers": 3},
-        (None, 33, 33),
-    ),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, (None, None)),
-    "qwen3_mixed_windows": (
-        "Qwen3",
-        {"use_sliding_window": True, "sliding_window": 130, "layer_types": MIXED, "num_hidden_layers": 3},
-        (130, None, 130),
-    ),
-    "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}, (None, None)),
-}
 # One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
-FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
-
-
-def make_checkpoint(name, scalar_head):
-    """A transformers model with weights at which every feature matters: norms off 1, biases off 0, sharp attention."""
-    family, overrides, _ = CASES[name]
-    auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
-    keys = {
-        "vocab_size": 199,
-        "hidden_size": 64,
-        "intermediate_size": 172,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 320,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        "rms_norm_eps": 1e-5,
-    }
-    if family == "Qwen3":
-        keys["head_dim"] = 16
-    if scalar_head:
-        keys["num_labels"] = 1
-    config = getattr(transformers, f"{family}Config")(**keys | overrides)
-    model = auto_class.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(len(str(overrides)))
-    for name, param in model.named_parameters():
-        noise = torch.randn(param.shape, generator=generator)
-        if param.ndim == 1:
-            param.data = 1 + 0.3 * noise if "norm" in name else 0.5 * noise
-        else:
-            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            param.data = gain * noise / (1 if "embed" in name else param.shape[1] ** 0.5)
-    return model.eval()
+FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]
 
 
 def load(folder, **options):
@@ -232,9 +156,10 @@ def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
     a, b = x.double().chunk(2, -1)
     turned = torch.complex(a, b) * torch.polar(torch.ones(50, 1, 8, dtype=torch.float64), angle.double())
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    got = rotate(x.float(), cos, sin)
+    rotation = Rotation(cos, sin)
+    got = rotate(x.float(), rotation)
     torch.testing.assert_close(got.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-6)
-    assert torch.equal(rotate(x, cos, sin), got.bfloat16())
+    assert torch.equal(rotate(x, rotation), got.bfloat16())
 
 
 @pytest.mark.parametrize("name", FEATURES)

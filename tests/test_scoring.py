@@ -13,7 +13,7 @@ from torch import Tensor
 from minirl.generation.sampling import sample
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
-from minirl.model.config import ModelConfig
+from minirl.model.config import ModelConfig, Rope
 from minirl.model.transformer import Transformer
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
@@ -41,8 +41,8 @@ def make_model(dtype=torch.float64, *, tied=False, scalar_head=False):
         head_dim=8,
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
+        ropes=(Rope((1.0, 0.1, 0.01, 0.001)),),
+        layer_ropes=(0, 0),
         layer_windows=(None, 20),
         qkv_bias=True,
         o_bias=False,

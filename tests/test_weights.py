@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.model.config import RopeScaling
 from minirl.model.families import config_from_dict, read_config, scalar_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
@@ -116,8 +115,10 @@ def test_rope_is_read_from_both_places(keys, is_scaled):
     raw = TINY | copy.deepcopy(keys)
     config = config_from_dict(raw)
     assert raw == TINY | keys, "what is saved later is what was read"
-    assert config.rope_theta == 500.0
-    assert config.rope_scaling == (RopeScaling(**LLAMA3) if is_scaled else None)
+    # Of the two frequencies only the second one turns less than once in the original context.
+    (rope,) = config.ropes
+    assert rope.frequencies == pytest.approx((1.0, 500**-0.5 / (8 if is_scaled else 1)))
+    assert config.layer_ropes == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "factor=0"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary",
@@ -289,7 +290,7 @@ def test_published_configs_are_read_with_all_of_their_keys(name):
     raw = TINY | {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True} | PUBLISHED[name]
     config = config_from_dict(raw)
     assert config_from_dict(WRITTEN_BY_4 | raw) == config
-    rope = {"rope_parameters": {"rope_theta": config.rope_theta, **(raw.get("rope_scaling") or {})}}
+    rope = {"rope_parameters": {"rope_theta": raw.get("rope_theta", 1e4), **(raw.get("rope_scaling") or {})}}
     old = {key: value for key, value in raw.items() if not key.startswith("rope_")}
     written = CONFIG_MAPPING[raw["model_type"]].from_dict(old | rope).to_dict()
     assert config_from_dict(written) == config

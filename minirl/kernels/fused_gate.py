@@ -20,6 +20,7 @@ class FusedGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """See the class."""
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
         launching.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)

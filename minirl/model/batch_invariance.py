@@ -2,7 +2,8 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape, so four rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, long bf16 reductions
+shape, so five rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, no linear layer is computed
+with fewer than MIN_COLUMNS columns, long bf16 reductions
 run in tiles of `TILE_ROWS` rows, bf16 is multiplied in fp32 where the CPU has no bf16 instructions
 (`product_dtype`), and a rank computes on one thread (`ranks.process_group.start`). `is_batch_invariant` checks
 whether these rules suffice on this machine for linear layers and the head, `portable_attention.min_queries` for
@@ -13,6 +14,7 @@ instead.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from minirl.model.padding import pad_rows
 
 TILE_ROWS = 64
+# With fewer columns a product may be computed as one of a matrix and vectors.
+MIN_COLUMNS = 8
 # Longest bf16 reduction that is not tiled. oneDNN splits longer ones by a rule that depends on the number of
 # rows.
 MAX_UNTILED_BF16 = 512
@@ -29,8 +33,8 @@ MAX_UNTILED_BF16 = 512
 MAX_PLAIN_BF16 = 1 << 15
 # Most columns of a product that `is_batch_invariant` tries.
 MAX_PROBED = 4096
-# The vectorised silu and its scalar tail differ in the last bit. Multiples of this width have no tail.
-SILU_WIDTH = 32
+# A vectorised function and its scalar tail differ in the last bit. Multiples of this width have no tail.
+VECTOR_WIDTH = 32
 
 
 @functools.cache
@@ -66,6 +70,10 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
+    num_columns = len(weight)
+    if num_columns < MIN_COLUMNS and x.device.type == "cpu":
+        product = linear(x, F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns)))[:, :num_columns]
+        return product if bias is None else product + bias
     is_tiled = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[1] > MAX_UNTILED_BF16
     if not is_tiled and not _is_widened(x):
         return F.linear(x, weight, bias)
@@ -103,14 +111,14 @@ class _Bf16Product(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def silu(x: Tensor) -> Tensor:
-    """`F.silu` of x [T, width], with every element computed by the vectorised kernel."""
+def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """An elementwise function of x [T, width], with every element computed by the vectorised kernel."""
     width = x.shape[1]
-    missing = -width % SILU_WIDTH
+    missing = -width % VECTOR_WIDTH
     if missing == 0:
-        return F.silu(x)
+        return function(x)
     padded = F.pad(x, (0, missing))
-    return F.silu(padded)[:, :width]
+    return function(padded)[:, :width]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

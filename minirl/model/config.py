@@ -1,24 +1,46 @@
 """The shape and features of a decoder, with the names of config.json."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from minirl.model import batch_invariance, portable_attention
+from minirl.errors import refuse
+from minirl.model import batch_invariance, delta_rule, portable_attention
+from minirl.model.delta_rule import DeltaNet
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How Llama 3 stretches the low rope frequencies (`rope_type: llama3`)."""
+class Rope:
+    """A rotary position embedding: pair i of a head's channels turns by `frequencies[i]` from position to position.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    Channels beyond 2 x len(frequencies) stay as they are: all of them if there is no frequency.
+    amplitude: a factor of the turned channels (YaRN's attention factor).
+    is_interleaved: channels 2 i and 2 i + 1 are a pair, not i and i + len(frequencies).
+    """
 
+    frequencies: tuple[float, ...]
+    amplitude: float = 1.0
+    is_interleaved: bool = False
+
+
+class LayerNorms(NamedTuple):
+    """The names of a layer's norms, by place; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+NORMS_BEFORE = LayerNorms()
 
 # The linear layers of a decoder layer, which can have adapters.
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
+_DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj", *_DELTA_LAYERS)
 # A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
 MIN_ADAPTER_RANK = 8
 
@@ -55,19 +77,76 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    # How many tokens each layer sees, the token itself included. None: all.
+    # The different ropes, and which of them each layer has.
+    ropes: tuple[Rope, ...]
+    layer_ropes: tuple[int, ...]
+    # How many tokens each layer's attention sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tie_word_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    # Norms of queries and keys: of each head, or with `qk_norm_over_heads` of all heads together.
+    qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    norms: LayerNorms = NORMS_BEFORE
+    # Norms multiply by 1 + weight.
+    norm_adds_one: bool = False
+    # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query.
+    attention_gate: bool = False
+    # Some layers have it instead of attention.
+    delta_net: DeltaNet | None = None
+    activation: str = "silu"
+    # An MLP without a gate is down(activation(up(x))).
+    gated_mlp: bool = True
+    # Query, key and value are one layer, and so are gate and up.
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    # Of queries, beside 1 / sqrt(head_dim). At position p it is 1 + growth log(1 + p // period) times as much.
+    query_multiplier: float = 1.0
+    query_growth: float = 0.0
+    query_period: int = 1
+    # In a folder: what the decoder's tensors begin with, and those that the model has not and that are saved with it.
+    weight_prefix: str = "model."
+    kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
+
+    @property
+    def attention_windows(self) -> dict[int, int | None]:
+        """The windows of the layers that have attention."""
+        deltas = self.delta_net.layers if self.delta_net else ()
+        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Those of `LINEAR_LAYERS` that its layers have."""
+        attention: tuple[str, ...] = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        if self.delta_net is not None:
+            attention += _DELTA_LAYERS
+        if self.fused_gate_up:
+            return (*attention, "gate_up_proj", "down_proj")
+        return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
+
+    def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
+        """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
+
+        Raises InputError for a target that it lacks.
+        """
+        if adapters is not None:
+            present = tuple(name for name in adapters.targets if name in self.linear_layers)
+            lacking = set(adapters.targets) - set(present)
+            refuse(
+                bool(lacking) and set(adapters.targets) != set(LINEAR_LAYERS),
+                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(self.linear_layers)}",
+            )
+            adapters = dataclasses.replace(adapters, targets=present)
+        return dataclasses.replace(self, adapters=adapters)
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a token has the same bits in any batch on this machine, measured on all products."""
@@ -76,6 +155,16 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        if self.attention_gate:
+            layers.append((hidden, 2 * queries))
+        delta = self.delta_net
+        if delta is not None:
+            layers += [(hidden, delta.num_channels), (hidden, delta.num_values), (delta.num_values, hidden)]
+            layers.append((hidden, delta.num_value_heads))
+        if self.fused_qkv:
+            layers.append((hidden, queries + 2 * keys))
+        if self.fused_gate_up:
+            layers.append((hidden, 2 * inner))
         if self.adapters is not None:
             rank = self.adapters.padded_rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
@@ -83,5 +172,7 @@ class ModelConfig:
         if not batch_invariance.is_batch_invariant(layers, dtype, device):
             return False
         if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
+            return False
+        if delta is not None and not delta_rule.is_batch_invariant(delta):
             return False
         return portable_attention.min_queries(self.head_dim, dtype) is not None

@@ -3,55 +3,150 @@
 Every key is supported, has one value that is, or is known to change no number. Any other is refused by name,
 whatever its value: `is_causal: false` is another model.
 
-To add a feature of models:
-
-1. `config.py`: add a field to `ModelConfig`, named like the key of config.json if there is one.
-2. This file: set the field in `config_from_dict`. Add the feature's keys to `_KEYS_OF_ALL`, or to the
-   families in `FAMILIES` that have them, and refuse in `_check_ranges` the values that transformers accepts and
-   the model does not compute.
-3. `transformer.py`: branch on the field. New parameters need the names that they have in Hugging Face's
-   checkpoints, by which `weights` loads and saves them.
-4. `tests/test_model.py`: add a model with the feature to `CASES`. Its logits and gradients are compared with
-   those of transformers.
-
-A family whose features all exist takes an entry in `FAMILIES`, one in `CASES`, one each in `CLASSES` and
-`OPTIONAL_KEYS` of `tests/test_weights.py`, and one in `BASES` of `tests/test_config_fuzz.py`.
+docs/families.md says how to add a family or a feature, and lists what each family has.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.config import ModelConfig, RopeScaling
+from minirl.model.config import LayerNorms, ModelConfig, Rope
+from minirl.model.delta_rule import DeltaNet
 from minirl.model.folders import file_of
+from minirl.model.transformer import ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Family:
-    """The keys of a `model_type` that not all families have, and what its classes do without a key."""
+    """What its classes in transformers compute, beside what they read from the keys that all families have."""
 
-    keys: Set[str]
-    # Whether it has a bias on q, k and v and none on o.
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    # Names of keys that not all families have.
+    keys: str
+    # Fields of `ModelConfig` that all its models have.
+    features: Mapping[str, Any] = field(default_factory=dict)
+    # Names of keys that change nothing here: its classes do not look at them, or (dropout) not in generation.
+    ignored_keys: str = ""
+    # Each kind of layers has a rope, in `rope_parameters` by the kind.
+    has_rope_of_kind: bool = False
+    has_partial_rope: bool = False
+    has_interleaved_rope: bool = False
+    # Where some layers have windows, the others have no rope.
+    ropes_only_windows: bool = False
+    # Names of keys of its rope that change nothing for text.
+    ignored_rope_keys: str = ""
+    # Its layers of "linear_attention" are gated delta nets.
+    has_delta_net: bool = False
+    # Embeddings are multiplied by the square root of their size.
+    scales_embeddings: bool = False
 
 
-_QWEN_KEYS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-FAMILIES = {
-    "llama": Family({"attention_bias", "mlp_bias"}),
-    "mistral": Family({"sliding_window"}),
-    "qwen2": Family(_QWEN_KEYS, qkv_bias=True),
-    "qwen3": Family(_QWEN_KEYS | {"attention_bias"}, qk_norm=True),
+_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GEMMA = LayerNorms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+_OLMO = {"norms": _AFTER, "qk_norm": True, "qk_norm_over_heads": True}
+_GLM = {"o_bias": False, "fused_gate_up": True}
+# The fields of `DeltaNet`, and their keys.
+_DELTA_SIZES = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "kernel_size": "linear_conv_kernel_dim",
 }
+FAMILIES = {
+    "llama": Family("attention_bias mlp_bias"),
+    "mistral": Family("sliding_window"),
+    "qwen2": Family(
+        "use_sliding_window sliding_window max_window_layers layer_types", features={"qkv_bias": True}
+    ),
+    "qwen3": Family(
+        "use_sliding_window sliding_window max_window_layers layer_types attention_bias",
+        features={"qk_norm": True},
+    ),
+    "arcee": Family("attention_bias mlp_bias", features={"gated_mlp": False}),
+    "cwm": Family("sliding_window layer_types mlp_bias"),
+    "ernie4_5": Family("use_bias", has_interleaved_rope=True),
+    "exaone4": Family(
+        "sliding_window layer_types sliding_window_pattern",
+        features={"norms": _AFTER, "qk_norm": True},
+        ropes_only_windows=True,
+    ),
+    "gemma3_text": Family(
+        "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
+        "hidden_activation query_pre_attn_scalar rope_local_base_freq",
+        features={"norms": _GEMMA, "norm_adds_one": True, "qk_norm": True},
+        ignored_keys="cache_implementation",
+        has_rope_of_kind=True,
+        scales_embeddings=True,
+    ),
+    "glm": Family(
+        "attention_bias partial_rotary_factor", _GLM, has_partial_rope=True, has_interleaved_rope=True
+    ),
+    "glm4": Family(
+        "attention_bias partial_rotary_factor",
+        _GLM | {"norms": _GLM4},
+        has_partial_rope=True,
+        has_interleaved_rope=True,
+    ),
+    "granite": Family(
+        "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
+    ),
+    "ministral": Family("sliding_window layer_types"),
+    "ministral3": Family("sliding_window"),
+    "olmo2": Family("attention_bias", _OLMO),
+    "olmo3": Family("sliding_window layer_types attention_bias", _OLMO, has_rope_of_kind=True),
+    "phi3": Family(
+        "sliding_window original_max_position_embeddings partial_rotary_factor",
+        features={"fused_qkv": True, "fused_gate_up": True},
+        ignored_keys="auto_map full_attn_mod interpolate_factor",
+        has_partial_rope=True,
+    ),
+    "qwen3_5_text": Family(
+        f"layer_types full_attention_interval attention_bias partial_rotary_factor {' '.join(_DELTA_SIZES.values())}",
+        features={
+            "norm_adds_one": True,
+            "qk_norm": True,
+            "attention_gate": True,
+            "kept_weights": ("model.visual.", "mtp."),
+        },
+        ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
+        "mtp_use_dedicated_embeddings",
+        has_partial_rope=True,
+        ignored_rope_keys="mrope_section mrope_interleaved",
+        has_delta_net=True,
+    ),
+    "seed_oss": Family(
+        "attention_bias attention_out_bias mlp_bias", ignored_keys="attention_dropout residual_dropout"
+    ),
+    "smollm3": Family(
+        "use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval attention_bias "
+        "mlp_bias",
+        ignored_keys="max_window_layers pretraining_tp",
+    ),
+}
+# The model types of folders that hold a vision model too, and the type of the text model that is read.
+_TEXT_MODELS = {"qwen3_5": "qwen3_5_text"}
+# The keys of such a folder's config.json that change nothing in the text model.
+_VISION_KEYS = frozenset(
+    "model_type architectures text_config vision_config tie_word_embeddings image_token_id video_token_id "
+    "vision_start_token_id vision_end_token_id".split()
+)
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
     "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
-    "num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta "
-    "rope_scaling rope_parameters tie_word_embeddings".split()
+    "num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps "
+    "rope_theta rope_scaling rope_parameters tie_word_embeddings".split()
 )
 # Supported with one value, also in a family that has no such key.
 _NEUTRAL_VALUES: dict[str, Any] = {
@@ -60,22 +155,27 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     "attention_chunk_size": None,
     "attention_dropout": 0.0,
     "cross_attention_hidden_size": None,
-    "hidden_act": "silu",
+    "attn_logit_softcapping": None,
+    "embd_pdrop": 0.0,
+    "final_logit_softcapping": None,
     "is_causal": True,
     "is_decoder": False,
     "is_encoder_decoder": False,
     "layer_types": None,
+    "lm_head_bias": False,
     "max_window_layers": None,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "pruned_heads": {},
     "quantization_config": None,
+    "resid_pdrop": 0.0,
     "rope_interleaved": False,
     "sliding_window": None,
     "tie_encoder_decoder": False,
     "torchscript": False,
     "use_bfloat16": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
     "use_sliding_window": False,
 }
@@ -98,6 +198,7 @@ _HARMLESS_KEYS = frozenset(
     "suppress_tokens begin_suppress_tokens".split()
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_DELTA_LAYER_TYPES = {"full_attention", "linear_attention"}
 # What the only name in `architectures` ends with; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
@@ -109,13 +210,48 @@ _REQUIRED_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
 # The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
 # that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
-    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim"), 2**20),
+    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
+    "original_max_position_embeddings": 2**24,
     "sliding_window": 2**24,
+    "query_pre_attn_scalar": 2**20,
+}
+# Factors, of which each is a positive number.
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+# The keys of each type of rope beside its type and theta.
+_ROPE_KEYS = {
+    "default": "",
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
+    "truncate",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+}
+# Those of the families whose queries grow with the position.
+_GROWTH_KEYS = {"ministral3": {"llama_4_scaling_beta", "max_position_embeddings"}}
+# What the keys of other families ask for, by a part of their names.
+_MISSING_FEATURES = {
+    "expert": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "attn_logit_softcapping": "attention scores with a soft cap",
+    "final_logit_softcapping": "logits with a soft cap",
+    "lora_rank": "multi-head latent attention",
+    "mamba": "state-space layers",
+    "ssm": "state-space layers",
+    "linear_": "linear attention",
+    "conv": "convolutions",
+    "layer_norm": "LayerNorm",
+    "norm_eps": "another norm",
+    "n_positions": "learned positions",
+    "per_layer": "embeddings of each layer",
+    "kv_shared": "layers that share keys and values",
+    "global_head_dim": "heads of several sizes",
+    "text_config": "a model of text within one of images",
 }
 _MAX_FP32 = 3.4e38
 
@@ -143,53 +279,109 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    prefix = weight_prefix(raw)
+    raw = _text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise InputError(f"config.json: model_type {name!r} is not supported (supported: {supported})")
+        raise InputError(
+            f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
+            f"(supported: {', '.join((*FAMILIES, *_TEXT_MODELS))}; docs/families.md shows how to add one)"
+        )
     family = FAMILIES[name]
-    known = _KEYS_OF_ALL | family.keys
-    _check_keys(raw, known)
+    known = _KEYS_OF_ALL.union(family.keys.split())
+    _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
     _check_ranges(raw)
     config = _as_transformers_reads(raw)
-    theta, scaling = _rope(raw, config.rope_parameters)
-    has_attention_bias = getattr(config, "attention_bias", False)
-    return ModelConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        layer_windows=_windows(raw, config),
-        # `attention_bias` puts a bias on q, k, v and o.
-        qkv_bias=family.qkv_bias or has_attention_bias,
-        o_bias=has_attention_bias,
-        mlp_bias=getattr(config, "mlp_bias", False),
-        qk_norm=family.qk_norm,
-        tie_word_embeddings=config.tie_word_embeddings,
-        scalar_head=_is_classifier(raw, config.num_labels),
+    head_dim = _head_dim(config)
+    kinds = _kinds_of_layers(config, _DELTA_LAYER_TYPES if family.has_delta_net else _LAYER_TYPES)
+    ropes = _ropes(raw, config, head_dim, family)
+    has_attention_bias = getattr(config, "attention_bias", getattr(config, "use_bias", False))
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    refuse(
+        activation not in ACTIVATIONS,
+        f"config.json: hidden_act={activation!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
+    fields: dict[str, Any] = {
+        **{key: getattr(config, key) for key in _KEPT_KEYS},
+        "head_dim": head_dim,
+        "max_position_embeddings": _max_positions(config),
+        "layer_windows": tuple(
+            config.sliding_window if kind == "sliding_attention" else None for kind in kinds
+        ),
+        # Usually `attention_bias` puts a bias on q, k, v and o.
+        "qkv_bias": has_attention_bias,
+        "o_bias": getattr(config, "attention_out_bias", has_attention_bias),
+        "mlp_bias": getattr(config, "mlp_bias", getattr(config, "use_bias", False)),
+        "activation": activation,
+        "delta_net": _delta_net(config, kinds),
+        "weight_prefix": prefix,
+        "scalar_head": _is_classifier(raw, config.num_labels),
+    }
+    fields |= _ropes_of_layers(config, ropes, kinds, family) | _multipliers(config, head_dim, family)
+    return ModelConfig(**fields | dict(family.features))
+
+
+def weight_prefix(raw: Mapping[str, Any]) -> str:
+    """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
+    return "model.language_model." if raw.get("model_type") in list(_TEXT_MODELS) else "model."
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text model's part of a vision model's config.json; any other is returned unchanged.
+
+    Raises InputError for keys that may change the text model.
+    """
+    name = raw.get("model_type")
+    if name not in list(_TEXT_MODELS):
+        return raw
+    for key, value in raw.items():
+        is_known = key in _VISION_KEYS | _HARMLESS_KEYS
+        refuse(not is_known, f"config.json: {key}={value!r} is not supported beside text_config")
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != _TEXT_MODELS[name]:
+        raise InputError(f"config.json: text_config has not the model_type {_TEXT_MODELS[name]!r}")
+    classes = raw.get("architectures")
+    refuse(
+        bool(classes) and classes != ["Qwen3_5ForConditionalGeneration"],
+        f"config.json: architectures={classes!r} is not supported; expected Qwen3_5ForConditionalGeneration",
+    )
+    tied = text.get("tie_word_embeddings", False)
+    refuse(
+        raw.get("tie_word_embeddings", tied) != tied,
+        "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
+    )
+    return {key: value for key, value in text.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a sequence classifier with one label, on the layers of this model."""
-    if raw.get("architectures"):
-        family = raw["architectures"][0].split("For")[0]
-    else:
-        family = str(raw["model_type"]).capitalize()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    raw = _text_part(raw)
+    family = (raw.get("architectures") or [str(raw["model_type"]).capitalize()])[0].split("For")[0]
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(raw["model_type"])
     return {
         **raw,
-        "architectures": [f"{family}ForSequenceClassification"],
+        "architectures": [name or f"{family}ForSequenceClassification"],
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
     }
+
+
+def _missing_features(raw: Mapping[str, Any]) -> str:
+    """Say what a model of an unknown family asks for that no family here has, by its keys."""
+    of_families = [f"{family.keys} {family.ignored_keys}".split() for family in FAMILIES.values()]
+    known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
+    features: dict[str, list[str]] = {}
+    for key, value in raw.items():
+        if key not in known and value and value != _NEUTRAL_VALUES.get(key):
+            names = (name for part, name in _MISSING_FEATURES.items() if part in key)
+            features.setdefault(next(names, "what its other keys ask for"), []).append(key)
+    if not features:
+        return ""
+    named = [f"{feature} ({', '.join(keys[:5])})" for feature, keys in features.items()]
+    return f", and minirl lacks {', '.join(named)}"
 
 
 def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
@@ -225,6 +417,9 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         not _is_positive(eps),
         f"config.json: rms_norm_eps={eps!r}; expected a positive number such as 1e-06",
     )
+    for key in _MULTIPLIERS:
+        value = raw.get(key, 1.0)
+        refuse(not _is_positive(value), f"config.json: {key}={value!r}; expected a positive number")
     for key in ("rope_scaling", "rope_parameters"):
         value = raw.get(key)
         is_object = isinstance(value, dict | None)
@@ -283,58 +478,181 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     return is_classifier
 
 
-def _rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return theta and scaling of rope. Raises InputError if they are not supported or given in two ways.
+def _kinds_of_layers(config: Any, known: Set[str]) -> list[str]:
+    """Return the kind of each layer. Raises InputError for one that is not known."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # a family without kinds of layers has its window in all
+        return ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    refuse(
+        set(kinds) - known,
+        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(known))}",
+    )
+    is_unused = window is None or not getattr(config, "use_sliding_window", True)
+    refuse(
+        is_unused and "sliding_attention" in kinds,
+        "config.json: layer_types asks for sliding_attention, but no sliding window is in use",
+    )
+    return list(kinds)
 
-    rope: what transformers makes of the keys of `raw`: `rope_parameters` (transformers 5), or `rope_theta` and
-    `rope_scaling` (before).
+
+def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
+    """Return the shape of the layers with a gated delta net. Raises InputError if no layer has attention."""
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return None
+    refuse(len(layers) == len(kinds), "config.json: layer_types has no full_attention; that is not supported")
+    act = config.hidden_act  # of the convolution too
+    refuse(
+        act != "silu", f"config.json: hidden_act={act!r} is not supported beside linear_attention (only silu)"
+    )
+    shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
+    refuse(
+        shape.num_value_heads % shape.num_key_heads,
+        f"config.json: linear_num_value_heads={shape.num_value_heads} is no multiple of "
+        f"linear_num_key_heads={shape.num_key_heads}",
+    )
+    return shape
+
+
+def _multipliers(config: Any, head_dim: int, family: Family) -> dict[str, float]:
+    """Return the fields of `ModelConfig` that are factors of the embeddings, the queries, the layers and the logits."""
+    per_channel = 1 / math.sqrt(head_dim)
+    attention = getattr(config, "attention_multiplier", per_channel)
+    if hasattr(config, "query_pre_attn_scalar"):
+        attention = 1 / math.sqrt(config.query_pre_attn_scalar)
+    embedding = math.sqrt(config.hidden_size) if family.scales_embeddings else 1.0
+    return {
+        "query_multiplier": attention / per_channel,
+        "embedding_multiplier": getattr(config, "embedding_multiplier", embedding),
+        "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
+        "logits_divisor": getattr(config, "logits_scaling", 1.0),
+    }
+
+
+def _max_positions(config: Any) -> int:
+    """Return how many positions the ropes are made for.
+
+    YaRN stretches them, whether max_position_embeddings says so already or not. longrope has other frequencies for
+    sequences that are longer than the original ones, which a cache of shorter ones does not have.
+    """
+    num_positions: int = config.max_position_embeddings
+    rope = config.rope_parameters
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "yarn":
+        return min(max(num_positions, int(rope["factor"] * original)), _SIZES["max_position_embeddings"])
+    return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
+
+
+def _ropes_of_layers(
+    config: Any, ropes: Mapping[str, Rope], kinds: list[str], family: Family
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that say which rope each layer has.
+
+    ropes: of each kind of layers; "" is the kind of all.
+    """
+    listed = getattr(config, "no_rope_layers", None)
+    if listed is None:
+        only_windows = family.ropes_only_windows and config.sliding_window is not None
+        listed = [not only_windows or kind == "sliding_attention" for kind in kinds]
+    refuse(
+        len(listed) < len(kinds), f"config.json: no_rope_layers={listed}; expected one number for each layer"
+    )
+    of_layers = [
+        ropes.get(kind, ropes.get("")) if has_rope else Rope(())
+        for kind, has_rope in zip(kinds, listed, strict=False)
+    ]
+    distinct = list(dict.fromkeys(of_layers))
+    fields = {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
+    rope = config.rope_parameters
+    if "llama_4_scaling_beta" in rope:
+        period = rope["original_max_position_embeddings"]
+        fields |= {"query_growth": rope["llama_4_scaling_beta"], "query_period": period}
+    return fields
+
+
+def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
+    """Return the rope of each kind of layers, or of all as the kind "".
+
+    Raises InputError if one is not supported or given in two ways.
     """
     old = raw.get("rope_scaling") or {}
     new = raw.get("rope_parameters") or {}
+    found = config.rope_parameters
+    if family.has_rope_of_kind:
+        given = [key for key in ("rope_theta", "rope_local_base_freq", "rope_scaling") if raw.get(key)]
+        refuse(new and given, f"config.json: rope_parameters and {', '.join(given)}; remove one")
+        is_known = found.keys() == _LAYER_TYPES and all(isinstance(rope, dict) for rope in found.values())
+        refuse(
+            not is_known,
+            f"config.json: rope_parameters={new}; expected one for each of {sorted(_LAYER_TYPES)}",
+        )
+        return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
     refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
-    for names in (("rope_theta",), ("rope_type", "type")):
+    for names in (("rope_theta",), ("rope_type", "type"), ("partial_rotary_factor",)):
         stated = [place[name] for place in (raw, old, new) for name in names if name in place]
         for value in stated:
             refuse(
                 value != stated[0],
                 f"config.json: {names[-1]} of rope is both {stated[0]!r} and {value!r}; keep the right one",
             )
-    scaling = {**rope}
-    theta = raw.get("rope_theta", scaling.pop("rope_theta"))
-    kind = scaling.pop("rope_type")
-    scaling.pop("type", None)
+    return {"": _rope(config, found, None, head_dim, family)}
+
+
+def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int, family: Family) -> Rope:
+    """Return one rope of transformers' config, whose `rope_parameters` (those of a kind of layers) are `keys`.
+
+    Raises InputError for what is not supported.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    keys = {**keys}
+    type_name, theta = keys.pop("rope_type", None), keys.pop("rope_theta", None)
+    for ignored in ("type", *family.ignored_rope_keys.split()):
+        keys.pop(ignored, None)
+    part = keys.pop("partial_rotary_factor", 1.0) if family.has_partial_rope else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
-    if kind == "default" and not scaling:
-        return theta, None
-    llama3_keys = list(RopeScaling.__dataclass_fields__)
+    known = _GROWTH_KEYS.get(config.model_type, set()).union(_ROPE_KEYS.get(str(type_name), "").split())
     refuse(
-        kind != "llama3" or scaling.keys() != set(llama3_keys),
-        f"config.json: rope type {kind!r} with {scaling} is not supported (default; llama3: {llama3_keys})",
+        str(type_name) not in _ROPE_KEYS or keys.keys() - known,
+        f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
-    _check_llama3(scaling)
-    return theta, RopeScaling(**scaling)
-
-
-def _check_llama3(scaling: Mapping[str, Any]) -> None:
-    """Raise InputError for values with which the frequencies are not those that Llama 3 means."""
-    for key, value in scaling.items():
-        refuse(not _is_positive(value), f"config.json: {key}={value!r} of rope; expected a positive number")
-    low = scaling["low_freq_factor"]
-    high = scaling["high_freq_factor"]
+    for key, value in keys.items():
+        _check_rope_value(key, value)
+    low, high = keys.get("low_freq_factor", 0), keys.get("high_freq_factor", 1)
     refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
+    refuse(
+        not _is_positive(part) or part > 1 or int(head_dim * part) % 2 or int(head_dim * part) == 0,
+        f"config.json: partial_rotary_factor={part!r} of {head_dim} channels; expected an even number of them",
+    )
+    if type_name == "default":
+        size = int(head_dim * part)
+        exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+        frequencies, amplitude = 1.0 / theta**exponent, 1.0
+    else:
+        try:
+            frequencies, amplitude = ROPE_INIT_FUNCTIONS[type_name](config, "cpu", layer_type=kind)
+        except Exception as error:  # which one depends on the version of transformers
+            raise InputError(f"config.json: transformers cannot make a rope of {keys}: {error!r}") from None
+    is_usable = frequencies.isfinite().all() and _is_positive(amplitude)
+    refuse(
+        not is_usable,
+        f"config.json: the rope with theta {theta} and {keys} has frequencies that are no numbers",
+    )
+    return Rope(tuple(frequencies.tolist()), amplitude, family.has_interleaved_rope)
 
 
-def _windows(raw: Mapping[str, Any], config: Any) -> tuple[int | None, ...]:
-    """Return each layer's sliding window."""
-    window = getattr(config, "sliding_window", None)
-    # A family without types of layers has its window in all.
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    refuse(
-        set(kinds) - _LAYER_TYPES,
-        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(_LAYER_TYPES))}",
-    )
-    refuse(
-        window is None and "sliding_attention" in (raw.get("layer_types") or ()),
-        "config.json: layer_types asks for sliding_attention, but no sliding window is in use",
-    )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _check_rope_value(key: str, value: Any) -> None:
+    """Raise InputError for values that rope's types do not mean."""
+    if key == "truncate":
+        refuse(
+            not isinstance(value, bool), f"config.json: truncate={value!r} of rope; expected true or false"
+        )
+    elif key.endswith(("short_factor", "long_factor")):
+        is_list = isinstance(value, list) and all(map(_is_positive, value))
+        refuse(not is_list, f"config.json: {key}={value!r} of rope; expected a list of positive numbers")
+    else:
+        refuse(
+            value is not None and not _is_positive(value),
+            f"config.json: {key}={value!r} of rope; expected a positive number",
+        )

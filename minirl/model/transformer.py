@@ -4,40 +4,52 @@
 differ in their layout. It returns hidden states; logits are computed where they are used, a chunk at a time
 (`training.scoring`, `generation.sampling`).
 
-The model branches on features (biases, q/k norm, window, rope scaling), never on the name of a family;
-`families` says which features a family has. Norm statistics, rope tables and rotations are fp32 (fp64 in an
-fp64 model).
+The model branches on the features in `config.ModelConfig`, never on the name of a family; `families` says which
+features a family has. Norm statistics, rope tables and rotations are fp32 (fp64 in an fp64 model).
 
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import dataclasses
 import functools
-import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, device_kernels, padding
-from minirl.model.attention import Layout, attend
-from minirl.model.config import Adapters, ModelConfig, RopeScaling, is_adapter
-from minirl.model.rotation import rotate_pair
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
+from minirl.model.config import Adapters, ModelConfig, is_adapter
+from minirl.model.delta_rule import DeltaRows
+from minirl.model.rotation import Rotation, rope_table, rotate_pair, rotations_at
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
     Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
+    adds_one: it multiplies by 1 + weight, with that sum in fp32.
     """
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, config: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.adds_one = config.norm_adds_one
+        self.weight = nn.Parameter(torch.zeros(size) if self.adds_one else torch.ones(size))
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.adds_one:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = batch_invariance.at_least_fp32(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -64,40 +76,8 @@ class LoraLinear(Linear):
         return super().forward(x) + self._scale * batch_invariance.linear(inner, self.lora_B)
 
 
-@functools.cache
-def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and signed sin [max_position_embeddings, C] of each position in fp32, for `rotation`.
-
-    A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
-    configuration share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
-    """
-    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    exponent = channel / config.head_dim
-    frequency = 1.0 / config.rope_theta**exponent
-    if config.rope_scaling is not None:
-        frequency = _scale_frequency(frequency, config.rope_scaling)
-    position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angle = position[:, None] * frequency
-    cos = angle.cos()
-    sin = angle.sin()
-    full_cos = torch.cat([cos, cos], -1)
-    signed_sin = torch.cat([-sin, sin], -1)
-    return full_cos.to(device), signed_sin.to(device)
-
-
-def _scale_frequency(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low rope frequencies by `factor` and keep high ones, as Llama 3 does."""
-    wavelength = 2 * math.pi / frequency
-    waves_in_context = scaling.original_max_position_embeddings / wavelength
-    # 0: long waves, divided in full. 1: short waves, kept as they are. Linear in between.
-    smooth = waves_in_context - scaling.low_freq_factor
-    smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
-
-
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm and a window."""
+    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -109,80 +89,195 @@ class Attention(nn.Module):
         self.window = config.layer_windows[layer]
         self.head_dim = head_dim
         self.qk_norm = config.qk_norm
-        self.q_proj = Linear(hidden_size, q_size, config.qkv_bias)
-        self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
-        self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+        self.sizes = (q_size, kv_size, kv_size)
+        self.is_fused = config.fused_qkv
+        self.has_gate = config.attention_gate
+        if self.is_fused:
+            self.qkv_proj = Linear(hidden_size, sum(self.sizes), config.qkv_bias)
+        else:
+            self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
+            self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+            self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, hidden_size, config.o_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(q_size if config.qk_norm_over_heads else head_dim, config)
+            self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layout: Layout,
-    ) -> Tensor:
-        q = self._split_heads(self.q_proj(x))
-        k = self._split_heads(self.k_proj(x))
-        v = self._split_heads(self.v_proj(x))
+    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        if self.is_fused:
+            q, k, v = self.qkv_proj(x).split(self.sizes, 1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.has_gate:  # of each head the query, then the gate
+            q, gate = (part.flatten(1) for part in q.unflatten(1, (-1, 2, self.head_dim)).unbind(2))
         if self.qk_norm:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        q, k = rotate_pair(q, k, cos, sin)
-        out = attend(q, k, v, layout, layer=self.layer, window=self.window)
-        return self.o_proj(out.flatten(1))
+            q = self._norm(q, self.q_norm)
+            k = self._norm(k, self.k_norm)
+        q, k = rotate_pair(self._split_heads(q), self._split_heads(k), rotation)
+        out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
+        if self.has_gate:
+            out = out * batch_invariance.activate(gate, torch.sigmoid)
+        return self.o_proj(out)
+
+    def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Normalize x [T, heads x C] in parts of the norm's size: heads, or the whole."""
+        return norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
-        return x.view(len(x), -1, self.head_dim)
+        return x.unflatten(1, (-1, self.head_dim))
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        shape = config.delta_net
+        assert shape is not None
+        hidden_size = config.hidden_size
+        self.layer = layer
+        self.shape = shape
+        self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
+        self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
+        self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
+        self.in_proj_a = Linear(hidden_size, shape.num_value_heads, bias=False)
+        channels = shape.num_channels
+        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
+        self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
+        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
+        self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        wide = batch_invariance.at_least_fp32(x.dtype)
+        num_rows = len(layout.positions)
+        mixed = self.in_proj_qkv(x)[:num_rows]
+        beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
+        step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[
+            :num_rows
+        ]
+        decay = -self.A_log.to(wide).exp() * step
+        if isinstance(layout, PackedLayout):
+            # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.
+            out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
+        else:
+            out = self._decoded(mixed, decay, beta, layout)
+        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
+        gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
+        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
+        return self.out_proj(gated.to(x.dtype))
+
+    def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
+        """The rule's outputs [T, heads, C] for packed sequences, whose states are stored if the layout has slots."""
+        window = layout.window_index(self.shape.kernel_size)
+        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
+        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
+        states = layout.states.get(self.layer)
+        if states is not None:
+            last = layout.cu_seqlens[1:].long() - 1
+            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
+        rows = self._rows(convolved, decay, beta)
+        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
+
+    def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences, whose states advance."""
+        states = layout.states[self.layer]
+        assert layout.slots is not None
+        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
+        for part in layout.rounds:
+            slots = layout.slots[part]
+            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
+            states.tail[slots] = window[:, 1:]
+            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
+            rows = self._rows(convolved, decay[part], beta[part])
+            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
+        return out
+
+    def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+        """The rule's inputs, from queries, keys and values end to end in [T, channels]."""
+        shape = self.shape
+        keys = shape.num_key_heads * shape.key_head_dim
+        q, k, v = convolved.split([keys, keys, shape.num_values], 1)
+        repeats = shape.num_value_heads // shape.num_key_heads
+        q, k = (
+            delta_rule.normalized(x.unflatten(1, (shape.num_key_heads, -1))).repeat_interleave(repeats, 1)
+            for x in (q, k)
+        )
+        scaled = q * shape.key_head_dim**-0.5
+        return DeltaRows(scaled, k, v.unflatten(1, (shape.num_value_heads, -1)), decay, beta)
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """Feed-forward: the down-projection of activation(gate) x up, or of activation(up)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden_size = config.hidden_size
         inner_size = config.intermediate_size
-        self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-        self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+        self.activation = config.activation
+        self.is_fused = config.fused_gate_up
+        self.is_gated = config.gated_mlp
+        if self.is_fused:
+            self.gate_up_proj = Linear(hidden_size, 2 * inner_size, config.mlp_bias)
+        else:
+            if self.is_gated:
+                self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+            self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if device_kernels.are_used(x.device):
+        if not self.is_gated:
+            return self.down_proj(self._activate(self.up_proj(x)))
+        if self.is_fused:
+            gate, up = self.gate_up_proj(x).chunk(2, 1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.activation == "silu" and device_kernels.are_used(x.device):
             from minirl.kernels.fused_gate import FusedGate
 
-            return self.down_proj(FusedGate.apply(self.gate_proj(x), self.up_proj(x)))
-        gate = batch_invariance.silu(self.gate_proj(x))
-        up = self.up_proj(x)
-        return self.down_proj(gate * up)
+            return self.down_proj(FusedGate.apply(gate, up))
+        return self.down_proj(self._activate(gate) * up)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return batch_invariance.activate(x, ACTIVATIONS[self.activation])
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
+
+    Norms stand before them, after them or both.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        size = config.hidden_size
-        eps = config.rms_norm_eps
-        self.self_attn = Attention(config, layer)
+        self.has_attention = layer in config.attention_windows
+        if self.has_attention:
+            self.self_attn = Attention(config, layer)
+        else:
+            self.linear_attn = GatedDeltaNet(config, layer)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.norms = config.norms
+        self.residual_multiplier = config.residual_multiplier
+        for name in filter(None, config.norms):
+            self.add_module(name, RMSNorm(config.hidden_size, config))
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layout: Layout,
-    ) -> Tensor:
-        normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, cos, sin, layout)
-        normed = self.post_attention_layernorm(x)
-        return x + self.mlp(normed)
+    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        out = self._norm(x, self.norms.before_attention)
+        out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
+        x = self._add(x, self._norm(out, self.norms.after_attention))
+        out = self._norm(x, self.norms.before_mlp)
+        out = self.mlp(out)
+        return self._add(x, self._norm(out, self.norms.after_mlp))
+
+    def _norm(self, x: Tensor, name: str | None) -> Tensor:
+        """Apply the norm of this name, if there is one."""
+        normed: Tensor = x if name is None else getattr(self, name)(x)
+        return normed
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add the output of attention or feed-forward to the residual stream."""
+        return x + (out if self.residual_multiplier == 1 else self.residual_multiplier * out)
 
 
 class Decoder(nn.Module):
@@ -194,7 +289,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             self.layers.append(DecoderLayer(config, layer))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
 
 
 class Transformer(nn.Module):
@@ -233,20 +328,24 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Return the hidden states [T, D] after the final norm. Not collective.
+        """Return the hidden states [T, D] after the final norm, divided by the divisor of logits. Not collective.
 
         tokens and positions: int64 [T], without padding. On the CPU the layers get them padded
         (`padding.pad_rows`).
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)
-        cos_table, sin_table = rope_table(self.config, tokens.device)
-        cos = cos_table[padded_positions][:, None]  # [T, 1, C], the same for all heads
-        sin = sin_table[padded_positions][:, None]
+        rotations = rotations_at(rope_table(self.config, tokens.device), padded_positions)
         x = self.model.embed_tokens(padded_tokens)
-        for layer in self.model.layers:
+        if self.config.embedding_multiplier != 1:
+            # Rounded to the dtype of the states, as Gemma was trained.
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype, device="cpu").item()
+        for layer, rope in zip(self.model.layers, self.config.layer_ropes, strict=True):
             if self.recompute_layers and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, layout, use_reentrant=False)
+                x = checkpoint(layer, x, rotations[rope], layout, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, layout)
-        return self.model.norm(x[: len(tokens)])
+                x = layer(x, rotations[rope], layout)
+        states = self.model.norm(x[: len(tokens)])
+        if self.config.logits_divisor == 1 or self.config.scalar_head:
+            return states
+        return states / self.config.logits_divisor

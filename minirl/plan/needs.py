@@ -13,6 +13,8 @@ from minirl.plan.formulas import (
     num_parameters,
     num_trained_parameters,
     pinned_bytes,
+    rope_channels,
+    state_bytes,
 )
 from minirl.plan.workload import Sizes, Workload
 
@@ -27,7 +29,7 @@ def always_bytes(work: Workload) -> dict[str, float]:
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
-    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * shape.head_dim for shape in shapes)
+    held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
     if not work.is_cuda or not work.parks_frozen:
         held |= _frozen_bytes(work)
     if not work.is_cuda:
@@ -130,7 +132,10 @@ def decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float
     # A preempted sequence is prefilled with nearly all its tokens.
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest), requests * work.longest)
     logits = _cpu_factor(work) * requests * decode_logits_bytes(work.policy)
-    return {"prefill": _forward(work, work.policy, prefill_tokens), "decode logits": logits}
+    needed = {"prefill": _forward(work, work.policy, prefill_tokens), "decode logits": logits}
+    if work.policy.delta_net is not None:
+        needed["states"] = state_bytes(work.policy, work.dtype, requests=max_running_requests)
+    return needed
 
 
 def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:

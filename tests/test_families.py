@@ -1,0 +1,177 @@
+"""Every family from its config.json to a training step: text, logprobs, exports, plans, runs, and docs/families.md."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from minirl.errors import InputError
+from minirl.generation.engine import Engine, Request
+from minirl.kernels.fused_gate import FusedGate
+from minirl.kernels.fused_rotation import FusedRotation
+from minirl.model import device_kernels
+from minirl.model.attention import PackedLayout
+from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.families import FAMILIES, config_from_dict
+from minirl.model.rotation import Rotation, rotate
+from minirl.model.transformer import Transformer
+from minirl.model.weights import named_parameters, save_folder
+from minirl.plan.formulas import num_parameters, num_trained_parameters
+from minirl.rollouts import RolloutId
+from minirl.training.scoring import score
+from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
+from support.marks import slow
+from support.resuming import digests, interrupted_copy
+from support.scripts import read_metrics, run_in_pool
+
+CPU = torch.device("cpu")
+DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+# One case of each family: the last, which has most features.
+OF_FAMILY = {CASES[name][0]: name for name in CASES}
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
+# Together they have every feature. The others, and the other script, are slow.
+RUN = {"granite": "train_grpo.py", "gemma3_text": "train_ppo.py", "phi3_longrope": "train_grpo.py"}
+RUN |= {"olmo3": "train_ppo.py", "glm4": "train_grpo.py", "qwen3_5_text": "train_grpo.py"}
+
+
+@pytest.mark.parametrize("name", OF_FAMILY.values())
+@torch.no_grad()
+def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, tmp_path):
+    """Greedy text token for token; of sampled text the logprobs bit for bit; transformers loads the export so too."""
+    oracle = make_checkpoint(name)
+    model = twin(oracle)
+    engine = Engine(model, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    prompts = [tuple(range(3, 3 + length)) for length in (5, 40)]
+    requests = [
+        Request(prompt, RolloutId(i, t), t, max_new_tokens=30, temperature=float(t), stop_ids=frozenset())
+        for t in (0, 1)
+        for i, prompt in enumerate(prompts)
+    ]
+    for rollout, request in zip(engine.generate(requests), requests, strict=True):
+        if request.temperature == 0:
+            options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+            (expected,) = oracle.generate(torch.tensor([request.prompt_ids]), **options)
+            assert rollout.tokens.tolist() == expected.tolist()
+            continue
+        layout = PackedLayout((len(rollout.tokens),), CPU)
+        select = layout.positions >= len(request.prompt_ids)
+        logprobs, _ = score(model, rollout.tokens, layout, select=select, temperature=1.0)
+        if model.config.is_batch_invariant(torch.float32, CPU):
+            assert torch.equal(logprobs, rollout.sample_logprobs)
+    save_folder(
+        tmp_path / "saved", named_parameters(model), config=oracle.config.to_dict(), tokenizer_from=None
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in oracle.state_dict().items())
+
+
+REWARD = "def distinct(completions, **fields):\n    return [len(set(text)) / 8 for text in completions]\n"
+
+
+@pytest.fixture
+def folder_of(embedded_model, tmp_path):
+    """Makes the folder of a case with the embedded model's tokenizer, beside data and a reward."""
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}{9 - i}="}) for i in range(9)))
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    def make(name):
+        oracle = make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=1)
+        save_folder(
+            tmp_path / name,
+            named_parameters(twin(oracle)),
+            config=oracle.config.to_dict(),
+            tokenizer_from=embedded_model,
+        )
+        return tmp_path / name
+
+    return make
+
+
+def runs_of_scripts():
+    for name in OF_FAMILY.values():
+        for script in ("train_grpo.py", "train_ppo.py"):
+            yield (name, script) if RUN.get(name) == script else slow(name, script)
+
+
+@pytest.mark.parametrize(("name", "script"), runs_of_scripts())
+def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(
+    two_ranks, runs, folder_of, name, script
+):
+    """Of every family with either script."""
+    folder, run = folder_of(name), f"{name}-{script[6:-3]}"
+    data = f"--data {folder.parent}/data.jsonl --reward {folder.parent}/reward.py:distinct"
+    flags = f"--model {folder} {data} {TINY} --max-new-tokens 8 --lr 1e-3 --temperature 9 --run-name"
+    run_in_pool(two_ranks, script, f"{flags} {run}", runs=runs)
+    for line in read_metrics(runs / run):
+        assert line["policy/logp_equal_frac"] == 1
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, runs / run / "checkpoints/000002")
+    )
+    assert before.keys() == after.keys()
+    assert [key for key in before if torch.equal(before[key], after[key])] == []
+    interrupted_copy(runs / run, f"{run}-resumed", 1)
+    run_in_pool(two_ranks, script, f"{flags} {run}-resumed", runs=runs)
+    assert digests(runs / f"{run}-resumed") == digests(runs / run)
+
+
+def test_the_table_of_docs_has_every_family_with_its_features_and_cases():
+    """And the errors are at most 2e-6."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCS.read_text(), re.MULTILINE))
+    assert rows.keys() == FAMILIES.keys()
+    for family, (features, error, cases) in family_table().items():
+        named, said_error, said_cases = rows[family].split(" | ")
+        assert set(re.findall("`(.*?)`", named)) == features
+        assert re.findall("`(.*?)`", said_cases) == cases
+        assert error <= 2e-6 >= float(said_error)
+        assert error <= 2 * float(said_error)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("Gemma2", "gemma2.*minirl lacks .*logits with a soft cap (final_logit_softcapping)"),
+        ("Gemma4Text", "embeddings of each layer"),
+        ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok, num_local_experts)"),
+        ("DeepseekV3", "multi-head latent attention (kv_lora_rank, q_lora_rank)"),
+        ("Mamba2", "convolutions (conv_kernel"),
+        ("Cohere2", "what its other keys ask for (logit_scale), LayerNorm (layer_norm_eps)"),
+    ],
+)
+def test_an_unknown_family_is_refused_with_the_features_that_it_needs(config, named):
+    """And with the page that says where to add one."""
+    with pytest.raises(InputError, match=re.escape(named).replace(r"\.\*", ".*")) as caught:
+        config_from_dict(getattr(transformers, f"{config}Config")().to_dict())
+    assert "docs/families.md" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OF_FAMILY.values())
+def test_kernels_are_not_chosen_for_what_they_do_not_compute(name, monkeypatch):
+    """The model with the choices of CUDA, and in place of its kernels what they compute."""
+
+    def rotate_halves(q, k, cos, sin):
+        assert cos.shape[-1] == q.shape[-1]
+        return rotate(q, Rotation(cos, sin)), rotate(k, Rotation(cos, sin))
+
+    oracle = make_checkpoint(name)
+    monkeypatch.setattr(device_kernels, "are_used", lambda device: True)
+    monkeypatch.setattr(FusedRotation, "apply", rotate_halves)
+    monkeypatch.setattr(FusedGate, "apply", lambda gate, up: torch.nn.functional.silu(gate) * up)
+    assert logit_error(oracle, twin(oracle)) <= 2e-6
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_parameters_as_their_names_say(name):
+    """On the meta device; the plan counts them, and what their adapters and layers keep."""
+    raw, billions = PUBLISHED[name]
+    config = config_from_dict(raw)
+    assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
+    adapted = config.with_adapters(Adapters(16, 16.0, LINEAR_LAYERS))
+    with torch.device("meta"):
+        layers = Transformer(config).model.layers
+    linear = [layer for layer in layers.modules() if isinstance(layer, torch.nn.Linear)]
+    expected = sum(16 * (layer.in_features + layer.out_features) for layer in linear)
+    assert num_trained_parameters(adapted) == expected
