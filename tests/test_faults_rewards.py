@@ -279,9 +279,6 @@ def test_row_26_changed_arguments_do_not_come_back(load):
     assert (answer, completions) == ([1, 2], ["fine", "fine"])
 
 
-# Row 29: nothing written
-
-
 # The file, and the process
 
 
@@ -326,13 +323,13 @@ def test_row_23_every_rank_prints_its_failures_and_rank_0_what_user_code_prints(
 
 
 def test_a_call_costs_milliseconds(load):
-    """128 completions, the median of ten calls; 0.5 ms where it was measured alone."""
+    """128 completions, the fastest of ten calls, so that no other load counts; 0.5 ms where it was measured alone."""
     function, taken = load("good"), []
     for _ in range(10):
         start = time.perf_counter()
         function(completions=["y" * 1000] * 128)
         taken.append(time.perf_counter() - start)
-    assert sorted(taken)[5] < 0.05
+    assert min(taken) < 0.01
 
 
 def test_row_46_hostile_completions_are_escaped_and_cut_in_errors():
