@@ -15,6 +15,7 @@ import pytest
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
+from minirl.rewards import reward_workers
 from minirl.rewards.functions import compute_rewards
 from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig
@@ -234,20 +235,23 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
     assert math.isnan(failed)
 
 
-def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
+def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load, monkeypatch):
     """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
-    function, before = load("hangs", timeout_s=1.6), watchdog.this_process.num_heartbeats
+    monkeypatch.setattr(reward_workers, "POLL_S", 0.1)
+    function, before = load("hangs", timeout_s=0.5), watchdog.this_process.num_heartbeats
     with pytest.raises(RewardError, match="killed"):
         rewards_of(function, ("bad",))
     assert watchdog.this_process.num_heartbeats >= before + 3
 
 
-def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
+def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load, monkeypatch):
     """A request of more than a pipe holds has the same deadline."""
-    function = load("good", timeout_s=1.0)
+    function = load("good")
     os.kill(function.pool.workers[0].pid, signal.SIGSTOP)
-    with pytest.raises(RewardError, match="took more than 1 s"):
+    monkeypatch.setattr(function.pool.workers[0], "_timeout_s", 0.5)
+    with pytest.raises(RewardError, match=r"took more than 0\.5 s"):
         function(completions=["x" * 1_000_000])
+    monkeypatch.undo()
     assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
 
 
