@@ -8,6 +8,7 @@ import torch
 
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
+from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
@@ -19,13 +20,15 @@ STOP_IDS = frozenset({3, 11, 29})
 WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
 
 
-def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transformer:
+def make_model(
+    attention: str, dtype: torch.dtype, *, seed: int = 0, adapters: Adapters | None = None
+) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 131}
     config = config_from_dict(
         {**RAW_CONFIG, "model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, **sizes}
     )
-    config = replace(config, layer_windows=WINDOWS[attention])
+    config = replace(config, layer_windows=WINDOWS[attention]).with_adapters(adapters)
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
