@@ -131,7 +131,7 @@ def test_safe_ppo(two_ranks, runs, tmp_path):
 def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
     """After two steps it is the average, in fp32, of the first weights and those after each step."""
     fork = forked(tmp_path, "ema_reference")
-    flags = "--kl-coef 0.1 --ema-decay 0.75 --prompts-per-step 4 --group-size 4 --num-minibatches 2"
+    flags = "--seed 1 --kl-coef 0.1 --ema-decay 0.75 --prompts-per-step 4 --group-size 4 --num-minibatches 2"
     lines = train_and_resume(two_ranks, runs, fork, "ema_reference", flags)
     assert all(line["policy/kl_ref_k3"] > 0 for line in lines)
     checkpoints = runs / "ema_reference" / "checkpoints"
