@@ -35,7 +35,7 @@ OF_FAMILY = {CASES[name][0]: name for name in CASES}
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 # Together they have every feature. The others, and the other script, are slow.
 RUN = {"granite": "train_grpo.py", "gemma3_text": "train_ppo.py", "phi3_longrope": "train_grpo.py"}
-RUN |= {"olmo3": "train_ppo.py", "glm4": "train_grpo.py"}
+RUN |= {"olmo3": "train_ppo.py", "glm4": "train_grpo.py", "qwen3_5_text": "train_grpo.py"}
 
 
 @pytest.mark.parametrize("name", OF_FAMILY.values())
