@@ -20,6 +20,7 @@ from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
+from minirl.rollouts import KeptIds
 from minirl.training import sharded_model
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
@@ -97,7 +98,7 @@ def make_batch():
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
     batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
-    return batch.replace(**dict(zip(names, streams[1:], strict=True)))
+    return batch.replace(kept=KeptIds.none(len(tokens)), **dict(zip(names, streams[1:], strict=True)))
 
 
 OBJECTIVES = {
