@@ -17,6 +17,7 @@ from minirl.plan.formulas import cached_bytes, state_bytes
 from minirl.training.scoring import score
 from support.engines import CPU, cached_model, make_engine, make_prompt, make_request, mixed_requests
 from support.families import DELTA_NET
+from support.marks import slow
 
 # Around the borders of chunks of 64; with parents that share with another one, also more than they have of their own.
 LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
@@ -55,9 +56,9 @@ def hidden_states(model, sequence):
     return model(sequence, layout.positions, layout)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
-    """Slots without a sequence are NaN all the time; a prefill writes all of its own. Logprobs are those of training."""
+    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are as in training."""
     model = cached_model("states", dtype)
     if not model.config.is_batch_invariant(dtype, CPU):
         pytest.skip("this machine's products are not batch-invariant")
