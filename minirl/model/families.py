@@ -473,10 +473,14 @@ def _ropes_of_layers(
     ]
     distinct = list(dict.fromkeys(of_layers))
     fields = {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
-    rope = config.rope_parameters
-    if "llama_4_scaling_beta" in rope:
-        period = rope["original_max_position_embeddings"]
-        fields |= {"query_growth": rope["llama_4_scaling_beta"], "query_period": period}
+    if config.model_type in _GROWTH_KEYS:
+        growth = config.rope_parameters.get("llama_4_scaling_beta")
+        period = config.rope_parameters.get("original_max_position_embeddings")
+        refuse(
+            growth is None or period is None,
+            "config.json: rope_parameters lacks llama_4_scaling_beta or original_max_position_embeddings",
+        )
+        fields |= {"query_growth": growth, "query_period": period}
     return fields
 
 
