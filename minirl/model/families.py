@@ -449,7 +449,8 @@ def _max_positions(config: Any) -> int:
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        return min(max(num_positions, int(rope["factor"] * original)), _SIZES["max_position_embeddings"])
+        stretched = int(original * (rope["factor"] or 1))  # without a factor it is that of the stated positions
+        return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
 
 
