@@ -48,7 +48,7 @@ def decode(window: int | None, args: argparse.Namespace) -> Iterator[tuple[float
     model = make_model(window, args)
     config = model.config
     cache = KVCache(
-        config.layer_windows,
+        config.attention_windows,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         num_query_groups=config.num_attention_heads // config.num_key_value_heads,

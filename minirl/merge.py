@@ -11,7 +11,7 @@ from minirl.files.json_files import read_json_object
 from minirl.files.redaction import escaped
 from minirl.model.families import read_config
 from minirl.model.folders import file_of, has_adapters
-from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
 from minirl.run.run_folder import newest_checkpoint
 
 
@@ -21,10 +21,14 @@ def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
     Each weight is summed in fp32 and rounded once. Raises InputError if `output` exists or `source` has no adapters.
     """
     refuse(output.exists(), f"{output}: exists; name a new folder")
-    refuse(not has_adapters(source), f"{source}: has no adapter_config.json; its model needs no merging")
+    refuse(
+        not has_adapters(source),
+        f"{source}: no adapter_config.json there; name a run or a folder with adapters",
+    )
     model = load_replica(source, dtype=dtype, scalar_head=read_config(source).scalar_head)
     config = read_json_object(file_of(source, "config.json"))
-    save_folder(output, named_parameters(model), config=config, tokenizer_from=source)
+    kept = kept_tensors(model.config, source)
+    save_folder(output, named_parameters(model), config=config, tokenizer_from=source, kept=kept)
 
 
 def arguments() -> argparse.Namespace:

@@ -67,20 +67,20 @@ def statements_at_import(tree):
             waiting.extend(ast.iter_child_nodes(node))
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name])
-def test_no_module_imports_a_higher_folder(name):
+def test_no_module_imports_a_higher_folder():
     """Also inside functions, but for annexes. A new folder needs a place in the order.
 
     The library never imports a script, a test or a benchmark.
     """
-    height = ORDER.index(folder_of(name))
-    higher = {other for other in imported_modules(TREES[name]) if ORDER.index(folder_of(other)) > height}
-    early = imported_modules(statements_at_import(TREES[name]))
-    wrong = {other for other in higher if other in early or folder_of(other) not in ANNEXES}
-    assert not wrong, f"{name} imports {wrong}"
     outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks"}
-    roots = {found.split(".")[0] for node in ast.walk(TREES[name]) for found in imported_names(node)}
-    assert not roots & outside
+    for name in filter(None, FILES):
+        height = ORDER.index(folder_of(name))
+        higher = {other for other in imported_modules(TREES[name]) if ORDER.index(folder_of(other)) > height}
+        early = imported_modules(statements_at_import(TREES[name]))
+        wrong = {other for other in higher if other in early or folder_of(other) not in ANNEXES}
+        assert not wrong, f"{name} imports {wrong}"
+        roots = {found.split(".")[0] for node in ast.walk(TREES[name]) for found in imported_names(node)}
+        assert not roots & outside, name
 
 
 def test_the_logger_needs_little_of_the_library():
@@ -105,27 +105,27 @@ def test_imports_have_no_cycle():
     assert not left, f"import cycle among {sorted(left)}"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_heavy_packages_are_imported_where_they_are_used(name):
+def test_heavy_packages_are_imported_where_they_are_used():
     """Importing the library loads no tokenizer, no tracker, no hub, no kernels and no FSDP."""
-    found = [
-        imported
-        for node in statements_at_import(TREES[name])
-        for imported in imported_names(node)
-        if any(imported == heavy or imported.startswith(f"{heavy}.") for heavy in HEAVY)
-    ]
-    assert not found
+    for name in FILES:
+        found = [
+            imported
+            for node in statements_at_import(TREES[name])
+            for imported in imported_names(node)
+            if any(imported == heavy or imported.startswith(f"{heavy}.") for heavy in HEAVY)
+        ]
+        assert not found, f"{name} imports {found}"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_padding_and_no_attention_mask(name):
+def test_no_padding_and_no_attention_mask():
     """No identifier and no key in the code speaks of pad tokens or attention masks."""
-    # Where transformers' classifiers read their score depends on it, also for one sequence.
-    exempt = {"pad_token_id"} if name == "rewards.reward_model" else set()
-    for node in ast.walk(TREES[name]):
-        words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")} - exempt
-        said = [w for w in words if re.fullmatch(r"\S*(pad_token|attention_mask)\S*", str(w))]
-        assert not said, f"{name}, line {getattr(node, 'lineno', '?')}: {said}"
+    for name in FILES:
+        # Where transformers' classifiers read their score depends on it, also for one sequence.
+        exempt = {"pad_token_id"} if name == "rewards.reward_model" else set()
+        for node in ast.walk(TREES[name]):
+            words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")} - exempt
+            said = [w for w in words if re.fullmatch(r"\S*(pad_token|attention_mask)\S*", str(w))]
+            assert not said, f"{name}, line {getattr(node, 'lineno', '?')}: {said}"
 
 
 @pytest.mark.parametrize("config", [train_grpo.Config, train_ppo.Config], ids=["grpo", "ppo"])
@@ -150,28 +150,29 @@ def test_a_misspelt_flag_is_refused_with_the_right_one(capsys):
     assert "--group-size" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_pickled(name):
+def test_nothing_is_pickled():
     """Nor do torch.save and torch.load read or write anything (gathers of objects are torch's own). Fault 35."""
-    for node in ast.walk(TREES[name]):
-        assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & set(imported_names(node))
-        assert not (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.save", "torch.load"))
+    for name in FILES:
+        for node in ast.walk(TREES[name]):
+            assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & set(imported_names(node)), name
+            is_torchs = isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.save", "torch.load")
+            assert not is_torchs, name
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
-def test_no_test_file_imports_another(path):
+def test_no_test_file_imports_another():
     """What several need is in tests/support."""
-    imported = {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(node)}
-    assert not [name for name in imported if name.startswith(("test_", "tests."))]
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(node)}
+        assert not [name for name in imported if name.startswith(("test_", "tests."))], path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
-def test_benchmarks_import_only_what_the_library_has(path):
+def test_benchmarks_import_only_what_the_library_has():
     """They run by hand: a name that moved would be noticed late."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minirl"):
-            module = importlib.import_module(node.module)
-            for alias in node.names:
-                assert hasattr(module, alias.name) or importlib.util.find_spec(
-                    f"{node.module}.{alias.name}"
-                ), alias.name
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minirl"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name) or importlib.util.find_spec(
+                        f"{node.module}.{alias.name}"
+                    ), alias.name

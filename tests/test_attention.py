@@ -315,7 +315,12 @@ class Decoding:
         self.is_exact = min_queries(dim, dtype) is not None
         shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
         self.cache = KVCache(
-            windows, num_tokens=60 * BLOCK, max_sequences=30, dtype=dtype, device=CPU, **shape
+            dict(enumerate(windows)),
+            num_tokens=60 * BLOCK,
+            max_sequences=30,
+            dtype=dtype,
+            device=CPU,
+            **shape,
         )
 
     def start(self, samples, steps):

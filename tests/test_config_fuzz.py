@@ -104,6 +104,21 @@ BASES = {
         | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 30, "partial_rotary_factor": 0.75},
     ),
     "phi3_window": ("Phi3ForCausalLM", THETA | WINDOW),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", FULL],
+            "rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+            "head_dim": 8,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "full_attention_interval": 2,
+            "attn_output_gate": True,
+        },
+    ),
     "seed_oss": (
         "SeedOssForCausalLM",
         THETA

@@ -34,7 +34,7 @@ OF_FAMILY = {CASES[name][0]: name for name in CASES}
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 # Together they have nearly every feature. All families have run both scripts by hand.
 RUNS = [("granite", "train_grpo.py"), ("gemma3_text", "train_ppo.py"), ("phi3_longrope", "train_grpo.py")]
-RUNS += [("olmo3", "train_ppo.py"), ("glm4", "train_grpo.py")]
+RUNS += [("olmo3", "train_ppo.py"), ("glm4", "train_grpo.py"), ("qwen3_5_text", "train_grpo.py")]
 
 
 @pytest.mark.parametrize("name", OF_FAMILY.values())

@@ -20,7 +20,7 @@ MIXED = (None, 100, 300, 100)
 
 def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -> KVCache:
     return KVCache(
-        windows,
+        dict(enumerate(windows)),
         num_kv_heads=1,
         head_dim=1,
         num_query_groups=2,

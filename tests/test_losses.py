@@ -1,6 +1,7 @@
 """Losses, ratios and corrections against the worked numbers of four packed responses."""
 
 import math
+import runpy
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +16,6 @@ from minirl.objective.loss_weights import loss_weights
 from minirl.objective.losses import (
     CORRECTIONS,
     RATIO_LEVELS,
-    bradley_terry_loss,
     cispo_loss,
     clipped_policy_loss,
     importance_ratio,
@@ -28,6 +28,7 @@ from minirl.objective.losses import (
 )
 from minirl.training.batch import Batch, RolloutTable
 from minirl.training.scoring import refuse_gradient
+from support.jobs import ROOT
 from support.worked import (
     DR_GRPO,
     GRPO,
@@ -471,6 +472,9 @@ def test_exactly_the_clipped_values_have_no_gradient(clip):
     is_clipped_here = is_value_clipped(values, old_values, returns, clip=clip)
     torch.testing.assert_close(grad, torch.where(is_clipped_here, 0.0, values - returns), rtol=1e-14, atol=0)
     assert bool(is_clipped_here.any()) == bool(clip)
+
+
+bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))["bradley_terry_loss"]
 
 
 @pytest.mark.parametrize(

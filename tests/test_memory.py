@@ -572,6 +572,6 @@ def test_the_cache_takes_what_the_code_says(windows):
     """A window bounds it."""
     config = dataclasses.replace(config_from_dict(raw_config(SHAPES[1])), layer_windows=windows)
     shape = {"num_kv_heads": 2, "head_dim": 64, "num_query_groups": 2, "num_tokens": 4096}
-    cache = KVCache(windows, **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
+    cache = KVCache(dict(enumerate(windows)), **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
     num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
     assert formulas.cached_bytes(config, torch.bfloat16, tokens=4096, requests=3) == num_bytes

@@ -18,7 +18,7 @@ from support.families import CASES, make_checkpoint
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
 # One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
-FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3"]
+FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]
 
 
 def load(folder, **options):

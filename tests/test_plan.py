@@ -74,51 +74,51 @@ def test_too_long_a_sequence_is_refused_with_the_flag():
 
 
 @with_and_without_prompts
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4])
-def test_minibatches_cut_the_rows_in_their_order(seed, num_minibatches, has_prompts):
+def test_minibatches_cut_the_rows_in_their_order(num_minibatches, has_prompts):
     """Contiguous, nearly equal, all rows; the microbatches of each hold just its rows.
 
     A prompt that lies in two minibatches counts in each.
     """
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
-    plan = plan_updates(
-        lengths, prompts, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens
-    )
-    assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
-    sizes = [len(minibatch) for minibatch in plan.minibatches]
-    assert len(sizes) == num_minibatches
-    assert max(sizes) - min(sizes) <= 1
-    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        assert_is_partition(ranks, minibatch, lengths, prompts, max_tokens)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_that_are_not_trained_on_are_in_no_microbatch_and_change_no_minibatch(seed):
-    """The rest is planned as if it were alone; a minibatch of which nothing is left has no microbatch on any rank."""
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed)
-    how = dict(num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
-    whole = plan_updates(lengths, prompts, **how)
-    rng = random.Random(seed)
-    is_trained = [rng.random() < 0.5 and row not in whole.minibatches[1] for row in range(len(lengths))]
-    plan = plan_updates(lengths, prompts, **how, is_trained=is_trained)
-    assert plan.minibatches == whole.minibatches
-    for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-        rows = [row for row in minibatch if is_trained[row]]
-        alone = plan_microbatches(
-            [lengths[row] for row in rows],
-            [prompts[row] for row in rows],
-            num_ranks=num_ranks,
-            max_tokens=max_tokens,
+    for seed in range(20):
+        lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
+        plan = plan_updates(
+            lengths, prompts, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens
         )
-        assert ranks == [[[rows[i] for i in micro] for micro in rank] for rank in alone]
-    assert plan.microbatches[1] == [[]] * num_ranks
-    assert [owner is not None for owner in plan.rank_of] == is_trained
-    for rank in range(num_ranks):
-        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
-        as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
-        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-    assert plan_updates(lengths, prompts, **how, is_trained=[True] * len(lengths)) == whole
+        assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
+        sizes = [len(minibatch) for minibatch in plan.minibatches]
+        assert len(sizes) == num_minibatches
+        assert max(sizes) - min(sizes) <= 1
+        for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+            assert_is_partition(ranks, minibatch, lengths, prompts, max_tokens)
+
+
+def test_rows_that_are_not_trained_on_are_in_no_microbatch_and_change_no_minibatch():
+    """The rest is planned as if it were alone; a minibatch of which nothing is left has no microbatch on any rank."""
+    for seed in range(20):
+        lengths, prompts, num_ranks, max_tokens = random_groups(seed)
+        how = dict(num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
+        whole = plan_updates(lengths, prompts, **how)
+        rng = random.Random(seed)
+        is_trained = [rng.random() < 0.5 and row not in whole.minibatches[1] for row in range(len(lengths))]
+        plan = plan_updates(lengths, prompts, **how, is_trained=is_trained)
+        assert plan.minibatches == whole.minibatches
+        for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+            rows = [row for row in minibatch if is_trained[row]]
+            alone = plan_microbatches(
+                [lengths[row] for row in rows],
+                [prompts[row] for row in rows],
+                num_ranks=num_ranks,
+                max_tokens=max_tokens,
+            )
+            assert ranks == [[[rows[i] for i in micro] for micro in rank] for rank in alone]
+        assert plan.microbatches[1] == [[]] * num_ranks
+        assert [owner is not None for owner in plan.rank_of] == is_trained
+        for rank in range(num_ranks):
+            rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
+            as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
+            assert as_rows == [ranks[rank] for ranks in plan.microbatches]
+        assert plan_updates(lengths, prompts, **how, is_trained=[True] * len(lengths)) == whole
 
 
 def test_a_minibatch_has_all_branches_of_its_rollouts():
@@ -140,16 +140,16 @@ def loads_of(plan, lengths, prompts):
 
 
 @with_and_without_prompts
-@pytest.mark.parametrize("seed", range(60))
-def test_microbatches_compute_every_sequence_once_within_the_budget(seed, has_prompts):
+def test_microbatches_compute_every_sequence_once_within_the_budget(has_prompts):
     """A partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
-    lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
-    plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert_is_partition(plan, range(len(lengths)), lengths, prompts, max_tokens)
-    assert len(plan) == num_ranks
-    assert all(micro == sorted(micro) for rank in plan for micro in rank)
-    assert bool(plan[0]) == bool(lengths)
-    assert len(plan[0]) <= 1 or sum(lengths) > max_tokens, "one microbatch would have held everything"
+    for seed in range(60):
+        lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
+        plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+        assert_is_partition(plan, range(len(lengths)), lengths, prompts, max_tokens)
+        assert len(plan) == num_ranks
+        assert all(micro == sorted(micro) for rank in plan for micro in rank)
+        assert bool(plan[0]) == bool(lengths)
+        assert len(plan[0]) <= 1 or sum(lengths) > max_tokens, "one microbatch would have held everything"
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes():
@@ -234,16 +234,17 @@ def test_a_prompt_that_nearly_fills_a_microbatch_ends_in_a_plan(num_ranks, max_t
         assert len(plan[0]) * num_ranks >= 66
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_without_prompts_the_plan_is_longest_first_into_the_emptiest(seed):
+def test_without_prompts_the_plan_is_longest_first_into_the_emptiest():
     """Over the ranks, then over a rank's microbatches; a prompt that nobody shares, or of no token, changes nothing."""
-    lengths, _, num_ranks, _ = random_groups(seed)
-    expected = [[] for _ in range(num_ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)
-    how = dict(num_ranks=num_ranks, max_tokens=max(1, sum(lengths)))
-    plan = plan_microbatches(lengths, **how)
-    assert plan == [[sorted(rank)] if lengths else [] for rank in expected]
-    assert (
-        plan_microbatches(lengths, [PromptPrefix(i, min(5, n)) for i, n in enumerate(lengths)], **how) == plan
-    )
+    for seed in range(20):
+        lengths, _, num_ranks, _ = random_groups(seed)
+        expected = [[] for _ in range(num_ranks)]
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            min(expected, key=lambda rank: sum(lengths[j] for j in rank)).append(i)
+        how = dict(num_ranks=num_ranks, max_tokens=max(1, sum(lengths)))
+        plan = plan_microbatches(lengths, **how)
+        assert plan == [[sorted(rank)] if lengths else [] for rank in expected]
+        assert (
+            plan_microbatches(lengths, [PromptPrefix(i, min(5, n)) for i, n in enumerate(lengths)], **how)
+            == plan
+        )

@@ -21,7 +21,7 @@ from minirl.run.config import RunConfig
 from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
-from support.jobs import started
+from support.jobs import SLACK, started
 from support.marks import slow
 from support.scripts import ROOT, SCRIPTS, read_metrics, read_rollouts, run_in_pool, untimed
 
@@ -156,7 +156,7 @@ def test_a_config_that_is_far_too_large_for_its_weights_is_refused_at_once(one_r
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"embed_tokens.weight has shape \[16, 128\], the model's has"):
         run_in_pool(one_rank, "train_grpo.py", f"{flags} --reward {tmp_path}/mine.py:sometimes", runs=runs)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 * SLACK
 
 
 def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, scalar_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, named_parameters, save_folder
-from minirl.objective.losses import bradley_terry_loss
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from minirl.run.flags import parse
 from minirl.training.scoring import scalar_outputs
@@ -442,6 +442,7 @@ def train_reward_model(folder: Path) -> None:
     tokenizer_json.write_text(json.dumps(backend))
     tokenizer = Tokenizer(folder.parent / "tokenizer")
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))["bradley_terry_loss"]
     for _ in range(100):
         texts = ["".join(rng.choices("0123456789", k=rng.randint(2, 9))) for _ in range(64)]
         ids = [

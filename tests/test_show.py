@@ -139,14 +139,14 @@ def test_row_57_what_cannot_be_shown_is_said(run, monkeypatch, capsys, arguments
 
 
 @pytest.mark.parametrize("key", [*ANSWER, "segments", "turns"])
-@pytest.mark.parametrize("value", [None, 7, "x", [], [7], [{}], {}, {"x": [1]}, 1e400, 10**4000])
-def test_row_57_a_field_that_is_something_else_never_ends_in_a_traceback(tmp_path, key, value):
+def test_row_57_a_field_that_is_something_else_never_ends_in_a_traceback(tmp_path, key):
     """The line is left out, or what is there is shown."""
-    for rollout in (ANSWER, EPISODE):
-        path = tmp_path / "000001.jsonl"
-        path.write_text(json.dumps(rollout | {key: value}) + "\n" + json.dumps(ANSWER) + "\n")
-        for found in chosen(read_rollouts(path), name=None, order="best", num=9):
-            assert text_of(found)
+    for value in (None, 7, "x", [], [7], [{}], {}, {"x": [1]}, 1e400, 10**4000):
+        for rollout in (ANSWER, EPISODE):
+            path = tmp_path / "000001.jsonl"
+            path.write_text(json.dumps(rollout | {key: value}) + "\n" + json.dumps(ANSWER) + "\n")
+            for found in chosen(read_rollouts(path), name=None, order="best", num=9):
+                assert text_of(found)
 
 
 def test_the_command_prints_without_colors_to_a_pipe_that_may_end(run):

@@ -146,6 +146,7 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     [
         slow("full"),
         slow("windowed"),
+        slow("states"),
         "mixed",
     ],
 )

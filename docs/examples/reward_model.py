@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from minirl.data.prompts import PromptStream
 from minirl.errors import refuse
 from minirl.model.attention import PackedLayout
 from minirl.model.transformer import Transformer
-from minirl.objective.losses import bradley_terry_loss
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.run.config import RunConfig, check_shared
@@ -72,6 +72,18 @@ def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -
     no_values = torch.empty(0, dtype=torch.int64, device=device)
     _, scores = scalar_outputs(model, tokens, layout, select=no_values)
     return scores[::2], scores[1::2]
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center_coef: float = 0.0
+) -> Tensor:
+    """Bradley-Terry loss of pairs of scores [N] (arXiv:2203.02155 eq. 1).
+
+    -log sigmoid(chosen - rejected - margin). center_coef * (chosen + rejected)^2 is added to keep the scores
+    around 0 (arXiv:2312.09244).
+    """
+    preference = -logsigmoid(chosen - rejected - margin)
+    return preference + center_coef * (chosen + rejected).square()
 
 
 def main(config: Config) -> int:

@@ -33,7 +33,7 @@ class DecodeStep:
         for cached in self.layout.caches:
             assert cached.read is not None, "not a decode layout"
             tensors += [cached.block, cached.offset, cached.read.blocks, cached.read.lengths]
-        return tensors
+        return tensors if self.layout.slots is None else [*tensors, self.layout.slots]
 
     def with_inputs(self, tensors: list[Tensor]) -> "DecodeStep":
         """The same step with other tensors, given in the order of `inputs`."""
@@ -45,7 +45,7 @@ class DecodeStep:
             block, offset, blocks, lengths, *left = left
             read = replace(cached.read, blocks=blocks, lengths=lengths)
             caches.append(replace(cached, block=block, offset=offset, read=read))
-        layout = replace(self.layout, positions=positions, caches=caches)
+        layout = replace(self.layout, positions=positions, caches=caches, slots=left[0] if left else None)
         return DecodeStep(tokens, layout, keys, temperature, truncation)
 
 

@@ -325,6 +325,11 @@ class Engine:
         assert self._cache is not None, "nothing was submitted"
         return self._cache
 
+    @property
+    def _num_places(self) -> int:
+        """How many requests can run. Those between two turns take places where their states do (`KVCache.states`)."""
+        return self.max_running_requests - (len(self._held) if self.config.delta_net else 0)
+
     def _no_requests(self) -> RunningRequests:
         """One more row is for a stem, one for padding; there are more once requests wait for a further turn."""
         return RunningRequests(self.max_running_requests + 2)
@@ -335,7 +340,8 @@ class Engine:
         # FLASH_BLOCK is the largest block size.
         num_padding_tokens = num_padding_rows * FLASH_BLOCK
         self._cache = KVCache(
-            self.config.layer_windows,
+            self.config.attention_windows,
+            delta_net=self.config.delta_net,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
@@ -384,14 +390,16 @@ class Engine:
         self.lacks_room = False
         # Resumed requests that are not computed yet have a place, too.
         num_running = len(self._running) + len(self._resumed)
-        if not self._waiting or num_running >= self.max_running_requests:
+        while self._waiting and num_running == 0 and self._num_places == 0:
+            self._free_one()
+        if not self._waiting or num_running >= self._num_places:
             return groups
         cache = self._live_cache
         num_prefill_tokens = 0
         # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
         # prefill, when the stem's keys exist.
         num_promised = self._blocks_soon()
-        while self._waiting and num_running < self.max_running_requests:
+        while self._waiting and num_running < self._num_places:
             first = self._waiting[0]
             length = len(first.prompt_ids) + len(first.sampled)
             stem = self._stem if self._stem and _have_one_stem(first, self._stem.first) else None
@@ -416,7 +424,7 @@ class Engine:
                 assert row is not None, "there were spare blocks"
                 stem = _Stem(first, row)
                 num_prefill_tokens += length
-            num_places = self.max_running_requests - num_running
+            num_places = self._num_places - num_running
             # If nothing is running, the first request is admitted in any case, without a fork.
             requests = self._take_group(min(num_places, max(1, max_admitted)))
             has_more = bool(self._waiting) and _have_one_stem(self._waiting[0], first)

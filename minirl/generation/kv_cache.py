@@ -5,6 +5,9 @@ pool, it gives back those that its window no longer sees. A fork shares its pare
 and copies the last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number first, so that
 those in use stay dense.
 
+Layers with a gated delta net keep a state of each sequence instead, in the slot of the sequence's row (`states`). A
+prefill writes all of it, and a fork copies it.
+
 A sequence is known by its row, a number that it has in the arrays of lengths and in the block tables of each pool
 (`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns, however
 many and however long the sequences are.
@@ -12,7 +15,7 @@ many and however long the sequences are.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -28,8 +31,11 @@ from minirl.model.attention import (
     DecodeLayout,
     DecodeRead,
     PackedLayout,
+    concatenated_ranges,
     decode_kernel_for,
+    upload,
 )
+from minirl.model.delta_rule import DeltaNet, DeltaStates, make_states
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
 Number = TypeVar("Number", int, Tensor)
@@ -177,8 +183,9 @@ class KVCache:
 
     def __init__(
         self,
-        layer_windows: tuple[int | None, ...],
+        layer_windows: Mapping[int, int | None],
         *,
+        delta_net: DeltaNet | None = None,
         num_kv_heads: int,
         head_dim: int,
         num_query_groups: int,
@@ -187,7 +194,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """layer_windows: the window of each layer; num_query_groups: query heads per key/value head."""
+        """layer_windows: the window of each layer with attention; num_query_groups: query heads per key/value head.
+
+        delta_net: that of the other layers. Their states have room for `max_sequences` sequences and a stem.
+        """
         self.kernel = decode_kernel_for(device, dtype)
         self.block_size = FLASH_BLOCK if self.kernel == "flash" else BLOCK
         self.num_kv_heads = num_kv_heads
@@ -208,9 +218,9 @@ class KVCache:
         # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
         # The full pool first, then the windowed ones.
-        windows = sorted(set(layer_windows), key=lambda window: window or 0)
+        windows = sorted(set(layer_windows.values()), key=lambda window: window or 0)
         for window in windows:
-            layers = [layer for layer, w in enumerate(layer_windows) if w == window]
+            layers = [layer for layer, w in layer_windows.items() if w == window]
             for layer_in_pool, layer in enumerate(layers):
                 self.pool_of_layer[layer] = (len(self.pools), layer_in_pool)
             num_blocks = ceil_div(num_tokens, self.block_size)
@@ -227,6 +237,11 @@ class KVCache:
             self.free_lists.append(_FreeList(num_blocks))
             self.tables.append(BlockTables())
         self._parts = list(zip(self.pools, self.free_lists, self.tables, strict=True))
+        # By layer; the slot of a sequence has the number of its row.
+        self.states: dict[int, DeltaStates] = {}
+        if delta_net is not None:
+            for layer in delta_net.layers:
+                self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
         # For each pool the portable kernel's index of the last decode step.
         self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
 
@@ -327,6 +342,9 @@ class KVCache:
                 pool.values[:, copy] = pool.values[:, partial]
                 blocks.append(copy)
             tables.set(fork, first, blocks)
+        for states in self.states.values():
+            for pool_of_states in vars(states).values():
+                pool_of_states[fork] = pool_of_states[parent]
         return fork
 
     def can_extend(self, rows: Tensor) -> bool:
@@ -401,7 +419,8 @@ class KVCache:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = tuple(self.lengths[list(rows)].tolist())
         caches = [self._prefill_places(i, rows, lengths) for i in range(len(self.pools))]
-        return PackedLayout(lengths, self.device, caches, self.pool_of_layer)
+        slots = upload(torch.tensor(rows), self.device) if self.states else None
+        return PackedLayout(lengths, self.device, caches, self.pool_of_layer, states=self.states, slots=slots)
 
     def _prefill_places(self, pool_index: int, rows: Sequence[int], lengths: Sequence[int]) -> Cached:
         """Where the tokens of these sequences, packed end to end, are stored in a pool."""
@@ -429,7 +448,8 @@ class KVCache:
         lengths int64 [B]: how many tokens of its sequence each of the B tokens sees; by default all.
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
-        in the tables int32 and, except for the portable kernel, the block tables int32 [B, n].
+        in the tables int32 and, except for the portable kernel, the block tables int32 [B, n]. Then the slots of states
+        int64, if there are any.
         """
         lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
@@ -443,7 +463,7 @@ class KVCache:
             if self.kernel != "portable":
                 # Void columns hold numbers of other blocks. The kernels read no further than the keys.
                 inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
-        return inputs
+        return inputs + [rows] * bool(self.states)
 
     def decode_layout(
         self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None
@@ -455,6 +475,7 @@ class KVCache:
 
         inputs: the `decode_inputs` of the rows, on the device.
         """
+        has_one_each = lengths is None
         lengths = self.lengths[rows] if lengths is None else lengths
         if inputs is None:
             inputs = upload_together(self.decode_inputs(rows, lengths), self.device)
@@ -468,7 +489,17 @@ class KVCache:
                 block_table, *left = left
                 read = DecodeRead(block_table, num_keys)
             caches.append(Cached(pool, last_block, offset, read=read))
-        return DecodeLayout(positions, caches, self.pool_of_layer)
+        layout = DecodeLayout(positions, caches, self.pool_of_layer)
+        if not self.states:
+            return layout
+        rounds = layout.rounds if has_one_each else self._rounds(rows)
+        return replace(layout, states=self.states, slots=left[0], rounds=rounds)
+
+    def _rounds(self, rows: Tensor) -> list[Tensor]:
+        """The tokens of a decode step, of which a sequence has several, in parts with one of each at most."""
+        _, counts = rows.unique_consecutive(return_counts=True)
+        number = concatenated_ranges([0] * len(counts), counts)
+        return [upload((number == i).nonzero()[:, 0], self.device) for i in range(int(counts.max()))]
 
     def _portable_read(self, pool_index: int, rows: Tensor, lengths: Tensor, num_keys: Tensor) -> DecodeRead:
         """The inputs of the portable kernel from a pool in a decode step."""

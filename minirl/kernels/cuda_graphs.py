@@ -85,11 +85,17 @@ class _Graph:
 
         The replay that follows stores the same keys and values in the same places of the cache once more.
         """
+        # A state would advance twice: it is put back.
+        slots = step.layout.slots
+        pools = [pool for states in step.layout.states.values() for pool in vars(states).values()]
+        before = [pool[slots] for pool in pools]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             decode(self.model, step)
         torch.cuda.current_stream().wait_stream(side_stream)
+        for pool, values in zip(pools, before, strict=True):
+            pool[slots] = values
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):

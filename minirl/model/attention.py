@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import portable_attention
+from minirl.model.delta_rule import ChunkIndex, DeltaStates, index_chunks
 from minirl.ranks.process_group import print0
 
 # Tokens of a cache block for flash-attn.
@@ -147,6 +148,7 @@ class PackedLayout:
     before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
     earlier one has its own number and n = 0. Empty if no sequence shares anything.
     caches, pool_of_layer: as in `DecodeLayout`, if keys and values are to be stored. Then nothing is shared.
+    states, slots: likewise, for the state after each sequence; slots int64 [N].
     """
 
     lengths: tuple[int, ...]
@@ -154,6 +156,8 @@ class PackedLayout:
     caches: Sequence[Cached] = ()
     pool_of_layer: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     shared: tuple[tuple[int, int], ...] = ()
+    states: Mapping[int, DeltaStates] = field(default_factory=dict)
+    slots: Tensor | None = None
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -207,6 +211,22 @@ class PackedLayout:
         """How many tokens of each sequence are computed as its own."""
         return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
 
+    def window_index(self, size: int) -> Tensor:
+        """Where the last `size` tokens up to each computed one are among the hidden states, int64 [size, T'].
+
+        The oldest come first. T' stands for a token before the sequence begins.
+        """
+        ages = torch.arange(size - 1, -1, -1, device=self.device)[:, None]
+        seen = self.hidden_index[(self.computed_tokens - ages).clamp(min=0)]
+        return torch.where(self.positions >= ages, seen, len(self.positions))
+
+    @functools.cached_property
+    def chunk_index(self) -> ChunkIndex:
+        """The chunks of the gated delta rule."""
+        parents = [parent for parent, _ in self.shared] or range(len(self.lengths))
+        index = index_chunks(self.lengths, parents, self.num_shared, self.hidden_index.cpu())
+        return index.map(lambda tensor: upload(tensor, self.device))
+
     def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
         """Return the portable kernel's index for layers with this window and number of key heads.
 
@@ -234,11 +254,16 @@ class DecodeLayout:
     """One new token for each of B cached sequences, and its position int64 [B].
 
     caches: the pools. pool_of_layer: for each layer the index of its pool, and the layer's index in the pool.
+    states: of each layer with a gated delta net; slots int64 [B]: of each token's sequence.
+    rounds: the tokens in parts, one after another, that have one token of a sequence each.
     """
 
     positions: Tensor
     caches: Sequence[Cached]
     pool_of_layer: Mapping[int, tuple[int, int]]
+    states: Mapping[int, DeltaStates] = field(default_factory=dict)
+    slots: Tensor | None = None
+    rounds: Sequence[Tensor | slice] = (slice(None),)
 
 
 Layout = PackedLayout | DecodeLayout

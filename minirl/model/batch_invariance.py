@@ -2,7 +2,8 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape, so four rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, long bf16 reductions
+shape, so five rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, no linear layer is computed
+with fewer than MIN_COLUMNS columns, long bf16 reductions
 run in tiles of `TILE_ROWS` rows, bf16 is multiplied in fp32 where the CPU has no bf16 instructions
 (`product_dtype`), and a rank computes on one thread (`ranks.process_group.start`). `is_batch_invariant` checks
 whether these rules suffice on this machine for linear layers and the head, `portable_attention.min_queries` for
@@ -23,6 +24,8 @@ from torch import Tensor
 from minirl.model.padding import pad_rows
 
 TILE_ROWS = 64
+# With fewer columns a product may be computed as one of a matrix and vectors.
+MIN_COLUMNS = 8
 # Longest bf16 reduction that is not tiled. oneDNN splits longer ones by a rule that depends on the number of
 # rows.
 MAX_UNTILED_BF16 = 512
@@ -67,6 +70,10 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
+    num_columns = len(weight)
+    if num_columns < MIN_COLUMNS and x.device.type == "cpu":
+        product = linear(x, F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns)))[:, :num_columns]
+        return product if bias is None else product + bias
     is_tiled = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[1] > MAX_UNTILED_BF16
     if not is_tiled and not _is_widened(x):
         return F.linear(x, weight, bias)

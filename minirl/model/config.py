@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from minirl.errors import refuse
-from minirl.model import batch_invariance, portable_attention
+from minirl.model import batch_invariance, delta_rule, portable_attention
+from minirl.model.delta_rule import DeltaNet
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ NORMS_BEFORE = LayerNorms()
 # The linear layers of a decoder layer, which can have adapters.
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj")
+_DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj", *_DELTA_LAYERS)
 # A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
 MIN_ADAPTER_RANK = 8
 
@@ -78,7 +80,7 @@ class ModelConfig:
     # The different ropes, and which of them each layer has.
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]
-    # How many tokens each layer sees, the token itself included. None: all.
+    # How many tokens each layer's attention sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
     qkv_bias: bool = False
@@ -90,6 +92,10 @@ class ModelConfig:
     norms: LayerNorms = NORMS_BEFORE
     # Norms multiply by 1 + weight.
     norm_adds_one: bool = False
+    # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query.
+    attention_gate: bool = False
+    # Some layers have it instead of attention.
+    delta_net: DeltaNet | None = None
     activation: str = "silu"
     # An MLP without a gate is down(activation(up(x))).
     gated_mlp: bool = True
@@ -103,15 +109,26 @@ class ModelConfig:
     query_multiplier: float = 1.0
     query_growth: float = 0.0
     query_period: int = 1
+    # In a folder: what the decoder's tensors begin with, and those that the model has not and that are saved with it.
+    weight_prefix: str = "model."
+    kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
 
     @property
+    def attention_windows(self) -> dict[int, int | None]:
+        """The windows of the layers that have attention."""
+        deltas = self.delta_net.layers if self.delta_net else ()
+        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
+
+    @property
     def linear_layers(self) -> tuple[str, ...]:
         """Those of `LINEAR_LAYERS` that its layers have."""
-        attention = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        attention: tuple[str, ...] = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
+        if self.delta_net is not None:
+            attention += _DELTA_LAYERS
         if self.fused_gate_up:
             return (*attention, "gate_up_proj", "down_proj")
         return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
@@ -138,6 +155,12 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
+        if self.attention_gate:
+            layers.append((hidden, 2 * queries))
+        delta = self.delta_net
+        if delta is not None:
+            layers += [(hidden, delta.num_channels), (hidden, delta.num_values), (delta.num_values, hidden)]
+            layers.append((hidden, delta.num_value_heads))
         if self.fused_qkv:
             layers.append((hidden, queries + 2 * keys))
         if self.fused_gate_up:
@@ -149,5 +172,7 @@ class ModelConfig:
         if not batch_invariance.is_batch_invariant(layers, dtype, device):
             return False
         if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
+            return False
+        if delta is not None and not delta_rule.is_batch_invariant(delta):
             return False
         return portable_attention.min_queries(self.head_dim, dtype) is not None

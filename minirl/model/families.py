@@ -18,6 +18,7 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import LayerNorms, ModelConfig, Rope
+from minirl.model.delta_rule import DeltaNet
 from minirl.model.folders import file_of
 from minirl.model.transformer import ACTIVATIONS
 
@@ -38,6 +39,10 @@ class Family:
     has_interleaved_rope: bool = False
     # Where some layers have windows, the others have no rope.
     ropes_only_windows: bool = False
+    # Names of keys of its rope that change nothing for text.
+    ignored_rope_keys: str = ""
+    # Its layers of "linear_attention" are gated delta nets.
+    has_delta_net: bool = False
     # Embeddings are multiplied by the square root of their size.
     scales_embeddings: bool = False
 
@@ -51,6 +56,14 @@ _GEMMA = LayerNorms(
 _GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _OLMO = {"norms": _AFTER, "qk_norm": True, "qk_norm_over_heads": True}
 _GLM = {"o_bias": False, "fused_gate_up": True}
+# The fields of `DeltaNet`, and their keys.
+_DELTA_SIZES = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "kernel_size": "linear_conv_kernel_dim",
+}
 FAMILIES = {
     "llama": Family("attention_bias mlp_bias"),
     "mistral": Family("sliding_window"),
@@ -99,6 +112,20 @@ FAMILIES = {
         ignored_keys="auto_map full_attn_mod interpolate_factor",
         has_partial_rope=True,
     ),
+    "qwen3_5_text": Family(
+        f"layer_types full_attention_interval attention_bias partial_rotary_factor {' '.join(_DELTA_SIZES.values())}",
+        features={
+            "norm_adds_one": True,
+            "qk_norm": True,
+            "attention_gate": True,
+            "kept_weights": ("model.visual.", "mtp."),
+        },
+        ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
+        "mtp_use_dedicated_embeddings",
+        has_partial_rope=True,
+        ignored_rope_keys="mrope_section mrope_interleaved",
+        has_delta_net=True,
+    ),
     "seed_oss": Family(
         "attention_bias attention_out_bias mlp_bias", ignored_keys="attention_dropout residual_dropout"
     ),
@@ -108,6 +135,13 @@ FAMILIES = {
         ignored_keys="max_window_layers pretraining_tp",
     ),
 }
+# The model types of folders that hold a vision model too, and the type of the text model that is read.
+_TEXT_MODELS = {"qwen3_5": "qwen3_5_text"}
+# The keys of such a folder's config.json that change nothing in the text model.
+_VISION_KEYS = frozenset(
+    "model_type architectures text_config vision_config tie_word_embeddings image_token_id video_token_id "
+    "vision_start_token_id vision_end_token_id".split()
+)
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
     "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
@@ -164,6 +198,7 @@ _HARMLESS_KEYS = frozenset(
     "suppress_tokens begin_suppress_tokens".split()
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_DELTA_LAYER_TYPES = {"full_attention", "linear_attention"}
 # What the only name in `architectures` ends with; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
@@ -179,7 +214,7 @@ _KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word
 # The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
 # that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
-    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim"), 2**20),
+    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
@@ -244,11 +279,13 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    prefix = weight_prefix(raw)
+    raw = _text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
-            f"(supported: {', '.join(FAMILIES)}; docs/families.md shows how to add one)"
+            f"(supported: {', '.join((*FAMILIES, *_TEXT_MODELS))}; docs/families.md shows how to add one)"
         )
     family = FAMILIES[name]
     known = _KEYS_OF_ALL.union(family.keys.split())
@@ -257,7 +294,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     _check_ranges(raw)
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
-    kinds = _kinds_of_layers(config)
+    kinds = _kinds_of_layers(config, _DELTA_LAYER_TYPES if family.has_delta_net else _LAYER_TYPES)
     ropes = _ropes(raw, config, head_dim, family)
     has_attention_bias = getattr(config, "attention_bias", getattr(config, "use_bias", False))
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
@@ -277,16 +314,51 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "o_bias": getattr(config, "attention_out_bias", has_attention_bias),
         "mlp_bias": getattr(config, "mlp_bias", getattr(config, "use_bias", False)),
         "activation": activation,
+        "delta_net": _delta_net(config, kinds),
+        "weight_prefix": prefix,
         "scalar_head": _is_classifier(raw, config.num_labels),
     }
     fields |= _ropes_of_layers(config, ropes, kinds, family) | _multipliers(config, head_dim, family)
     return ModelConfig(**fields | dict(family.features))
 
 
+def weight_prefix(raw: Mapping[str, Any]) -> str:
+    """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
+    return "model.language_model." if raw.get("model_type") in list(_TEXT_MODELS) else "model."
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text model's part of a vision model's config.json; any other is returned unchanged.
+
+    Raises InputError for keys that may change the text model.
+    """
+    name = raw.get("model_type")
+    if name not in list(_TEXT_MODELS):
+        return raw
+    for key, value in raw.items():
+        is_known = key in _VISION_KEYS | _HARMLESS_KEYS
+        refuse(not is_known, f"config.json: {key}={value!r} is not supported beside text_config")
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != _TEXT_MODELS[name]:
+        raise InputError(f"config.json: text_config has not the model_type {_TEXT_MODELS[name]!r}")
+    classes = raw.get("architectures")
+    refuse(
+        bool(classes) and classes != ["Qwen3_5ForConditionalGeneration"],
+        f"config.json: architectures={classes!r} is not supported; expected Qwen3_5ForConditionalGeneration",
+    )
+    tied = text.get("tie_word_embeddings", False)
+    refuse(
+        raw.get("tie_word_embeddings", tied) != tied,
+        "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
+    )
+    return {key: value for key, value in text.items() if key != "architectures"}
+
+
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a sequence classifier with one label, on the layers of this model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+    raw = _text_part(raw)
     family = (raw.get("architectures") or [str(raw["model_type"]).capitalize()])[0].split("For")[0]
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(raw["model_type"])
     return {
@@ -406,15 +478,15 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     return is_classifier
 
 
-def _kinds_of_layers(config: Any) -> list[str]:
-    """Return for each layer "full_attention" or "sliding_attention". Raises InputError for others."""
+def _kinds_of_layers(config: Any, known: Set[str]) -> list[str]:
+    """Return the kind of each layer. Raises InputError for one that is not known."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # a family without kinds of layers has its window in all
         return ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     refuse(
-        set(kinds) - _LAYER_TYPES,
-        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(_LAYER_TYPES))}",
+        set(kinds) - known,
+        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(known))}",
     )
     is_unused = window is None or not getattr(config, "use_sliding_window", True)
     refuse(
@@ -422,6 +494,25 @@ def _kinds_of_layers(config: Any) -> list[str]:
         "config.json: layer_types asks for sliding_attention, but no sliding window is in use",
     )
     return list(kinds)
+
+
+def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
+    """Return the shape of the layers with a gated delta net. Raises InputError if no layer has attention."""
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return None
+    refuse(len(layers) == len(kinds), "config.json: layer_types has no full_attention; that is not supported")
+    act = config.hidden_act  # of the convolution too
+    refuse(
+        act != "silu", f"config.json: hidden_act={act!r} is not supported beside linear_attention (only silu)"
+    )
+    shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
+    refuse(
+        shape.num_value_heads % shape.num_key_heads,
+        f"config.json: linear_num_value_heads={shape.num_value_heads} is no multiple of "
+        f"linear_num_key_heads={shape.num_key_heads}",
+    )
+    return shape
 
 
 def _multipliers(config: Any, head_dim: int, family: Family) -> dict[str, float]:
@@ -449,7 +540,9 @@ def _max_positions(config: Any) -> int:
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        stretched = int(original * (rope["factor"] or 1))  # without a factor it is that of the stated positions
+        stretched = int(
+            original * (rope["factor"] or 1)
+        )  # without a factor it is that of the stated positions
         return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
 
@@ -522,7 +615,8 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
 
     keys = {**keys}
     type_name, theta = keys.pop("rope_type", None), keys.pop("rope_theta", None)
-    keys.pop("type", None)
+    for ignored in ("type", *family.ignored_rope_keys.split()):
+        keys.pop(ignored, None)
     part = keys.pop("partial_rotary_factor", 1.0) if family.has_partial_rope else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
     known = _GROWTH_KEYS.get(config.model_type, set()).union(_ROPE_KEYS.get(str(type_name), "").split())

@@ -10,6 +10,7 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, device_kernels, padding
-from minirl.model.attention import Layout, attend
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
+from minirl.model.delta_rule import DeltaRows
 from minirl.model.rotation import Rotation, rope_table, rotate_pair, rotations_at
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,7 +77,7 @@ class LoraLinear(Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm and a window."""
+    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -89,10 +91,11 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
         self.sizes = (q_size, kv_size, kv_size)
         self.is_fused = config.fused_qkv
+        self.has_gate = config.attention_gate
         if self.is_fused:
             self.qkv_proj = Linear(hidden_size, sum(self.sizes), config.qkv_bias)
         else:
-            self.q_proj = Linear(hidden_size, q_size, config.qkv_bias)
+            self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
             self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
             self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, hidden_size, config.o_bias)
@@ -105,12 +108,16 @@ class Attention(nn.Module):
             q, k, v = self.qkv_proj(x).split(self.sizes, 1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.has_gate:  # of each head the query, then the gate
+            q, gate = (part.flatten(1) for part in q.unflatten(1, (-1, 2, self.head_dim)).unbind(2))
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
         q, k = rotate_pair(self._split_heads(q), self._split_heads(k), rotation)
-        out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window)
-        return self.o_proj(out.flatten(1))
+        out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
+        if self.has_gate:
+            out = out * batch_invariance.activate(gate, torch.sigmoid)
+        return self.o_proj(out)
 
     def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Normalize x [T, heads x C] in parts of the norm's size: heads, or the whole."""
@@ -119,6 +126,86 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
         return x.unflatten(1, (-1, self.head_dim))
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        shape = config.delta_net
+        assert shape is not None
+        hidden_size = config.hidden_size
+        self.layer = layer
+        self.shape = shape
+        self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
+        self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
+        self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
+        self.in_proj_a = Linear(hidden_size, shape.num_value_heads, bias=False)
+        channels = shape.num_channels
+        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
+        self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
+        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
+        self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        wide = batch_invariance.at_least_fp32(x.dtype)
+        num_rows = len(layout.positions)
+        mixed = self.in_proj_qkv(x)[:num_rows]
+        beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
+        step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[
+            :num_rows
+        ]
+        decay = -self.A_log.to(wide).exp() * step
+        if isinstance(layout, PackedLayout):
+            # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.
+            out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
+        else:
+            out = self._decoded(mixed, decay, beta, layout)
+        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
+        gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
+        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
+        return self.out_proj(gated.to(x.dtype))
+
+    def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
+        """The rule's outputs [T, heads, C] for packed sequences, whose states are stored if the layout has slots."""
+        window = layout.window_index(self.shape.kernel_size)
+        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
+        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
+        states = layout.states.get(self.layer)
+        if states is not None:
+            last = layout.cu_seqlens[1:].long() - 1
+            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
+        rows = self._rows(convolved, decay, beta)
+        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
+
+    def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences, whose states advance."""
+        states = layout.states[self.layer]
+        assert layout.slots is not None
+        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
+        for part in layout.rounds:
+            slots = layout.slots[part]
+            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
+            states.tail[slots] = window[:, 1:]
+            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
+            rows = self._rows(convolved, decay[part], beta[part])
+            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
+        return out
+
+    def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+        """The rule's inputs, from queries, keys and values end to end in [T, channels]."""
+        shape = self.shape
+        keys = shape.num_key_heads * shape.key_head_dim
+        q, k, v = convolved.split([keys, keys, shape.num_values], 1)
+        repeats = shape.num_value_heads // shape.num_key_heads
+        q, k = (
+            delta_rule.normalized(x.unflatten(1, (shape.num_key_heads, -1))).repeat_interleave(repeats, 1)
+            for x in (q, k)
+        )
+        scaled = q * shape.key_head_dim**-0.5
+        return DeltaRows(scaled, k, v.unflatten(1, (shape.num_value_heads, -1)), decay, beta)
 
 
 class MLP(nn.Module):
@@ -157,11 +244,18 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, with norms before or after them or both."""
+    """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
+
+    Norms stand before them, after them or both.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.has_attention = layer in config.attention_windows
+        if self.has_attention:
+            self.self_attn = Attention(config, layer)
+        else:
+            self.linear_attn = GatedDeltaNet(config, layer)
         self.mlp = MLP(config)
         self.norms = config.norms
         self.residual_multiplier = config.residual_multiplier
@@ -170,7 +264,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         out = self._norm(x, self.norms.before_attention)
-        out = self.self_attn(out, rotation, layout)
+        out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
         x = self._add(x, self._norm(out, self.norms.after_attention))
         out = self._norm(x, self.norms.before_mlp)
         out = self.mlp(out)

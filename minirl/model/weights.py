@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
-from minirl.model.families import read_config
+from minirl.model.families import read_config, weight_prefix
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters, tokenizer_folder
 from minirl.model.transformer import Transformer
 
@@ -51,9 +52,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError, as `load_weights` does, if the folder's tensors are not those of such a model.
 
-    Reads only names, shapes and dtypes, and makes no weights: a wrong config.json may ask for more
-    memory than there is. Not collective.
+    Also if a model that gets adapters is to begin with adapters. Reads only names, shapes and dtypes, and makes no
+    weights: a wrong config.json may ask for more memory than there is. Not collective.
     """
+    refuse(
+        config.adapters and has_adapters(folder),
+        f"{folder}: has adapters; for further ones make a model of it first: python -m minirl.merge {folder} FOLDER",
+    )
     with torch.device("meta"):
         model = Transformer(config)
     _find_tensors(model, folder)
@@ -75,16 +80,17 @@ def load_weights(model: Transformer, folder: Path) -> None:
             values = first_values(name, param.shape, model.config.adapters.rank)
             fill(param, values, name)
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
-        _check_tied_head(files)
+        _check_tied_head(files, _stored_name("model.embed_tokens.weight", model.config.weight_prefix))
     if "score.weight" in params and "score.weight" in adapters:
         fill(params.pop("score.weight"), adapters.pop("score.weight"), f"{folder}: score.weight")
     elif "score.weight" in params and "score.weight" not in files:
         torch.nn.init.zeros_(params.pop("score.weight"))
     for name, param in params.items():
-        label = f"{files[name]}: {name}"
+        stored = _stored_name(name, model.config.weight_prefix)
+        label = f"{files[stored]}: {stored}"
         # Open the file for each tensor: while a file is open, its pages that were read stay in memory.
-        with open_tensors(files[name]) as file:
-            fill(param, merged(file.get_slice(name), name, rank, alpha, adapters, label), label)
+        with open_tensors(files[stored]) as file:
+            fill(param, merged(file.get_slice(stored), name, rank, alpha, adapters, label), label)
     refuse(
         adapters, f"{folder / WEIGHTS_FILE}: the base has no weights for {sorted(adapters)[:5]} (first five)"
     )
@@ -95,10 +101,31 @@ def _base_parameters(model: Transformer) -> dict[str, nn.Parameter]:
     return {name: param for name, param in named_parameters(model).items() if not is_adapter(name)}
 
 
+def _stored_name(name: str, prefix: str) -> str:
+    """Return the name in a folder of the tensor that the model calls `name`: with another prefix than "model."."""
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """Return the folder's tensors that the model has not and that are saved with it (`config.kept_weights`).
+
+    None are saved with a scalar head.
+    """
+    if config.scalar_head:
+        return {}
+    kept = {}
+    for name, path in _file_of_each_tensor(folder).items():
+        if name.startswith(config.kept_weights):
+            with open_tensors(path) as file:
+                kept[name] = file.get_tensor(name)
+    return kept
+
+
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
     files = _file_of_each_tensor(folder)
-    params = _base_parameters(model)
+    prefix = model.config.weight_prefix
+    params = {_stored_name(name, prefix): param for name, param in _base_parameters(model).items()}
     if model.config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
@@ -133,15 +160,15 @@ def _check_shape(param: Tensor, stored: Any, label: str) -> None:
         raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
 
 
-def _check_tied_head(files: Mapping[str, Path]) -> None:
+def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
     """Raise InputError if the head that is stored is not the embedding that the config ties it to."""
     stored = []
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+    for name in ("lm_head.weight", embedding):
         with open_tensors(files[name]) as file:
             stored.append(file.get_tensor(name))
     if not torch.equal(*stored):
         raise InputError(
-            f"{files['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight although config.json "
+            f"{files['lm_head.weight']}: lm_head.weight differs from {embedding} although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
         )
 
@@ -177,6 +204,7 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
     unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    unused |= {name for name in files if name.startswith(model.config.kept_weights)}
     if model.config.tie_word_embeddings or model.config.scalar_head:
         unused.add("lm_head.weight")
     return unused
@@ -250,6 +278,7 @@ def save_folder(
     *,
     config: Mapping[str, Any],
     tokenizer_from: Path | None,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write a Hugging Face folder that is complete or absent, with the digests of its files. One rank calls it.
 
@@ -258,7 +287,7 @@ def save_folder(
     half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
     tokenizer_files = None if tokenizer_from is None else read_tokenizer_files(tokenizer_from)
     try:
-        digests = write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files)
+        digests = write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files, kept=kept)
         durable.write_file(half_made / DIGESTS_FILE, [json.dumps(digests, indent=1).encode()])
         durable.publish(half_made, folder)
     finally:
@@ -302,16 +331,19 @@ def write_folder(
     *,
     config: Mapping[str, Any],
     tokenizer_files: Mapping[str, bytes] | None,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Digest]:
     """Write the files of a Hugging Face folder; returns their digests by file name.
 
-    Writes the tensors in their dtype, and the files of `write_configs` with that dtype. Needs memory for one tensor at
-    a time.
+    Writes the tensors in their dtype, with those of `kept_tensors`, and the files of `write_configs` with that dtype.
+    Needs memory for one tensor at a time.
     """
     first_tensor = next(iter(tensors.values()))
+    prefix = weight_prefix(config)
+    tensors = {_stored_name(name, prefix): tensor for name, tensor in tensors.items()}
     digests = write_configs(folder, config, tokenizer_files, dtype=first_tensor.dtype)
     weights_name = "model.safetensors"
-    digests[weights_name] = write_tensors(folder / weights_name, tensors)
+    digests[weights_name] = write_tensors(folder / weights_name, {**tensors, **kept})
     return digests
 
 

@@ -8,7 +8,6 @@ broadcast to every token.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.attention import upload
@@ -177,15 +176,3 @@ def _clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cl
 def sft_loss(logprobs: Tensor) -> Tensor:
     """Cross entropy of each token, given its logprob."""
     return -logprobs
-
-
-def bradley_terry_loss(
-    chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center_coef: float = 0.0
-) -> Tensor:
-    """Bradley-Terry loss of pairs of scores [N] (arXiv:2203.02155 eq. 1).
-
-    -log sigmoid(chosen - rejected - margin). center_coef * (chosen + rejected)^2 is added to keep the scores
-    around 0 (arXiv:2312.09244).
-    """
-    preference = -F.logsigmoid(chosen - rejected - margin)
-    return preference + center_coef * (chosen + rejected).square()

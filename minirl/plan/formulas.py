@@ -11,6 +11,7 @@ import math
 import torch
 
 from minirl.model.config import ModelConfig
+from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
@@ -47,18 +48,27 @@ def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1, of_
 
 @functools.cache
 def layer_parameters(config: ModelConfig) -> int:
-    """Parameters of one layer of a model of this shape."""
-    return sum(parameter.numel() for parameter in _on_meta(config).model.layers[0].parameters())
+    """Parameters of one layer of a model of this shape, on average."""
+    layers = _on_meta(config).model.layers
+    return sum(parameter.numel() for parameter in layers.parameters()) // len(layers)
 
 
 def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, requests: int) -> float:
     """The key/value cache. A layer with a window keeps no more blocks than the requests' windows touch."""
     channels = config.num_key_value_heads * config.head_dim
     cached = 0
-    for window in config.layer_windows:
+    for window in config.attention_windows.values():
         in_windows = tokens if window is None else requests * ((window - 1) // BLOCK + 2) * BLOCK
         cached += min(tokens, in_windows)
     return 2 * dtype.itemsize * channels * cached
+
+
+def state_bytes(config: ModelConfig, dtype: torch.dtype, *, requests: int) -> float:
+    """What the layers with a gated delta net keep of sequences: of each request, and of a stem."""
+    if config.delta_net is None:
+        return 0.0
+    states = make_states(config.delta_net, requests + 1, dtype=dtype, device=torch.device("meta"))
+    return float(len(config.delta_net.layers) * sum(x.nbytes for x in vars(states).values()))
 
 
 def decode_logits_bytes(config: ModelConfig) -> float:
@@ -67,7 +77,7 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
-    """What a layer keeps of a token for backward (A)."""
+    """What a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
     adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
@@ -77,7 +87,11 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     normed += (queries + keys) * config.qk_norm
     if config.norm_adds_one:  # its input in fp32
         normed *= max(1, 4 // dtype.itemsize)
-    return dtype.itemsize * (2 * config.hidden_size + normed + inner + 4 * queries + adapters)
+    mixing: float = (7 if config.attention_gate else 4) * queries
+    if (delta := config.delta_net) is not None:
+        of_delta = delta.num_channels + (2 + 20 / dtype.itemsize) * delta.num_values
+        mixing += len(delta.layers) / config.num_hidden_layers * (of_delta - mixing)
+    return dtype.itemsize * (2 * config.hidden_size + normed + inner + mixing + adapters)
 
 
 def activation_bytes(
@@ -94,6 +108,7 @@ def activation_bytes(
     if recompute_layers:
         kept = tokens * dtype.itemsize * num_layers * hidden
         in_layer = 1.4 * layer
+    in_layer += tokens * _rule_bytes(config, is_backward=True)
     if config.scalar_head:
         return kept + in_layer
     head_gradient = 0 if config.adapters else dtype.itemsize * config.vocab_size * hidden
@@ -119,11 +134,23 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
     mlp = (4 if config.adapters else 3) * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
     tables = 12 * rope_channels(config)
-    layers = tokens * (dtype.itemsize * max(mlp, attention) + tables)
+    mixing = max(dtype.itemsize * max(mlp, attention), _rule_bytes(config, is_backward=False))
+    layers = tokens * (mixing + tables)
     if config.scalar_head:
         return layers
     logits = 4 * tokens * chunk_width(tokens, config.vocab_size)
     return max(layers, 2 * tokens * dtype.itemsize * hidden + logits)
+
+
+def _rule_bytes(config: ModelConfig, *, is_backward: bool) -> float:
+    """The most that convolution and gated delta rule of a layer take of a token; measured, in fp32."""
+    delta = config.delta_net
+    if delta is None:
+        return 0.0
+    heads = delta.num_value_heads * (delta.key_head_dim + delta.value_head_dim)
+    if not is_backward:
+        return 4.0 * (4 * delta.num_channels + 9 * heads)
+    return 4.0 * (9 * delta.num_channels + 9 * heads + 7 * delta.num_value_heads * CHUNK)
 
 
 def rope_channels(config: ModelConfig) -> int:

@@ -14,6 +14,7 @@ from minirl.plan.formulas import (
     num_trained_parameters,
     pinned_bytes,
     rope_channels,
+    state_bytes,
 )
 from minirl.plan.workload import Sizes, Workload
 
@@ -131,7 +132,10 @@ def decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float
     # A preempted sequence is prefilled with nearly all its tokens.
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest), requests * work.longest)
     logits = _cpu_factor(work) * requests * decode_logits_bytes(work.policy)
-    return {"prefill": _forward(work, work.policy, prefill_tokens), "decode logits": logits}
+    needed = {"prefill": _forward(work, work.policy, prefill_tokens), "decode logits": logits}
+    if work.policy.delta_net is not None:
+        needed["states"] = state_bytes(work.policy, work.dtype, requests=max_running_requests)
+    return needed
 
 
 def _forward(work: Workload, config: ModelConfig, tokens: int) -> float:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 
 from minirl.model.config import ModelConfig
+from minirl.model.delta_rule import CHUNK
 from minirl.plan.formulas import layer_parameters
 from minirl.training.batch import RolloutTable
 
@@ -45,7 +46,12 @@ def training_flops(config: ModelConfig, micro: RolloutTable) -> float:
     num_outputs = 1 if config.scalar_head else config.vocab_size
     forward = 2 * num_tokens * config.num_hidden_layers * layer_parameters(config)
     forward += 2 * int(micro.num_loss_tokens.sum()) * config.hidden_size * num_outputs
-    for window in config.layer_windows:
+    if (delta := config.delta_net) is not None:
+        keys, values = delta.key_head_dim, delta.value_head_dim
+        # With half of the products within a chunk, and those with the state.
+        of_token = delta.num_value_heads * (CHUNK * (keys + values) + 3 * keys * values)
+        forward += 2 * num_tokens * len(delta.layers) * of_token
+    for window in config.attention_windows.values():
         num_pairs = sum(_num_pairs(length, window) for length in lengths)
         num_pairs -= sum(_num_pairs(length, window) for length in repeated)
         forward += 4 * channels * num_pairs  # queries by keys, and weights by values

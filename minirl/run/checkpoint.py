@@ -54,7 +54,7 @@ from minirl.files.value_files import ValueCopy, read_values
 from minirl.model.adapters import write_adapters
 from minirl.model.families import scalar_config
 from minirl.model.folders import file_of
-from minirl.model.weights import read_tokenizer_files, write_configs, write_folder
+from minirl.model.weights import kept_tensors, read_tokenizer_files, write_configs, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -79,11 +79,15 @@ _THREAD_DIED = "its thread died, see the traceback"
 
 @dataclass(frozen=True)
 class _Origin:
-    """The folder that a model was loaded from, the config.json to save, and the tokenizer's files."""
+    """The folder that a model was loaded from, the config.json to save, and the tokenizer's files.
+
+    kept: see `weights.kept_tensors`.
+    """
 
     folder: Path
     config: dict[str, Any]
     tokenizer_files: dict[str, bytes]
+    kept: dict[str, Tensor]
 
 
 # Writes files into the folder that it is given, and returns their digests by path within the folder.
@@ -113,10 +117,12 @@ class Checkpoints:
         if rank() == 0:
             (run.path / "checkpoints").mkdir(exist_ok=True)
             for name, (model, _) in models.items():
-                config = read_json_object(file_of(sources[name], "config.json"))
+                source = sources[name]
+                config = read_json_object(file_of(source, "config.json"))
                 if model.module.config.scalar_head:
                     config = scalar_config(config)
-                self._origins[name] = _Origin(sources[name], config, read_tokenizer_files(sources[name]))
+                kept = kept_tensors(model.module.config, source)
+                self._origins[name] = _Origin(source, config, read_tokenizer_files(source), kept)
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
@@ -276,7 +282,11 @@ def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWri
 
     def write(folder: Path) -> dict[str, Digest]:
         digests = write_folder(
-            folder / prefix, weights, config=origin.config, tokenizer_files=origin.tokenizer_files
+            folder / prefix,
+            weights,
+            config=origin.config,
+            tokenizer_files=origin.tokenizer_files,
+            kept=origin.kept,
         )
         return {prefix + name: digest for name, digest in digests.items()}
 

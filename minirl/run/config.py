@@ -491,7 +491,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
     for target in config.lora_targets:
         refuse(
             target not in LINEAR_LAYERS,
-            f"--lora-targets {target}: the head and the embeddings have no adapters, only {' '.join(LINEAR_LAYERS)}",
+            f"--lora-targets {target}: one of {' '.join(LINEAR_LAYERS)}; head and embeddings have no adapters",
         )
     for name in config.truncation.active:
         refuse(

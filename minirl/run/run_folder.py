@@ -264,11 +264,13 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     if not changes:
         return
     listed = ", ".join(changes)
-    or_force = ", or --resume force to continue with the new flags"
+    # Up to a rank of 8 the tensors have the same shapes: forced, a lower one would drop what was trained.
+    is_fixed = resume == "exact" or old.get("lora_rank", 0) != new.get("lora_rank", 0)
+    or_force = "" if is_fixed else ", or --resume force to continue with the new flags"
     refuse(
-        resume != "force",
+        resume != "force" or is_fixed,
         f"{folder}: this run started with other flags: {listed}. Repeat its command to resume it, take another "
-        f"--run-name for a new run{'' if resume == 'exact' else or_force}",
+        f"--run-name for a new run{or_force}",
     )
     print0(f"resuming with other flags: {listed}")
 

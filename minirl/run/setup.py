@@ -24,7 +24,7 @@ from minirl.generation.engine import Engine
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.folders import has_adapters, resolve_folder
+from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
 from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
@@ -103,11 +103,6 @@ class Setup:
         base = self.model_folder if config.adapters else None
         self._inputs = input_digests(config, base=base) if rank() == 0 else {}
         self._notes = check_inputs(self.folder, self._inputs, config, base=base)
-        refuse(
-            config.adapters and has_adapters(self.model_folder),
-            f"--model {self.model_folder}: has adapters; for further ones make a model of it first: "
-            f"python -m minirl.merge {self.model_folder} FOLDER",
-        )
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
         model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
         self.model_config = model_config.with_adapters(config.adapters)

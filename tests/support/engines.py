@@ -16,21 +16,39 @@ from support.models import RAW_CONFIG
 CPU = torch.device("cpu")
 VOCAB = 48
 STOP_IDS = frozenset({3, 11, 29})
-WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20)}
+WINDOWS = {"full": (None, None), "windowed": (150, 150), "mixed": (None, 20), "states": (None, None)}
+DELTA_NET = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 28,
+}
 
 
 def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 131}
-    config = config_from_dict(
-        {**RAW_CONFIG, "model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, **sizes}
-    )
+    raw = {
+        **RAW_CONFIG,
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 131,
+    }
+    raw |= {
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        **(DELTA_NET if attention == "states" else {}),
+    }
+    config = config_from_dict(raw)
     config = replace(config, layer_windows=WINDOWS[attention])
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.ndim == 2:
+            if param.ndim >= 2:
                 gain = 1.0 if "embed" in name else (1.3 if "lm_head" in name else 1.5) / param.shape[1] ** 0.5
                 param.copy_(torch.randn(param.shape, generator=generator) * gain)
     return model.to(dtype)

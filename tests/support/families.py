@@ -33,6 +33,14 @@ ROPE_OF_KIND = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
 }
+DELTA_NET = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
@@ -68,6 +76,22 @@ CASES = {
         (130, None, 130),
     ),
     "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 8, "num_key_value_heads": 4}, (None, None)),
+    "qwen3_5_text_heads": (
+        "Qwen3_5Text",
+        DELTA_NET | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+        (None, None),
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        DELTA_NET
+        | {
+            "full_attention_interval": 3,
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        (None, None, None, None),
+    ),
     "qwen3_yarn": (
         "Qwen3",
         {"head_dim": 32, "rope_parameters": YARN_ROPE, "max_position_embeddings": 80},
@@ -393,7 +417,8 @@ def make_checkpoint(name, scalar_head=False, **more_keys):
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
         if param.ndim == 1:
-            is_around_one = "norm" in name and family != "Gemma3Text"
+            adds_one = family in ("Gemma3Text", "Qwen3_5Text") and "linear_attn" not in name
+            is_around_one = "norm" in name and not adds_one
             param.data = is_around_one + (0.3 if "norm" in name else 0.5) * noise
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)

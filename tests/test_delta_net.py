@@ -1,0 +1,170 @@
+"""Gated delta nets: states of packed, shared, cached and reused sequences, and vision models' folders."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from minirl.errors import InputError
+from minirl.generation.kv_cache import KVCache
+from minirl.model.attention import PackedLayout
+from minirl.model.families import config_from_dict, read_config
+from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
+from minirl.plan.formulas import cached_bytes, state_bytes
+from support.engines import CPU, cached_model, make_engine, make_prompt, make_request, mixed_requests
+from support.families import DELTA_NET
+
+# Around the borders of chunks of 64; with parents that share with another one, also more than they have of their own.
+LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
+SHARED = ((0, 0), (1, 0), (1, 128), (2, 65), (1, 64), (4, 127), (1, 1), (1, 199))
+
+
+def tokens_of(lengths, shared):
+    """Random sequences that begin as `shared` says."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for length, (parent, num_shared) in zip(lengths, shared, strict=True):
+        own = torch.randint(48, (length,), generator=generator)
+        sequences.append(torch.cat([sequences[parent][:num_shared], own[num_shared:]]) if num_shared else own)
+    return sequences
+
+
+def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
+    """The chunk in which the shared tokens end is computed once more, from the state of the parent or of its parent."""
+    model = cached_model("states", torch.float32)
+    is_exact = model.config.is_batch_invariant(torch.float32, CPU)
+    sequences = tokens_of(LENGTHS, SHARED)
+    layout = PackedLayout(LENGTHS, CPU, shared=SHARED)
+    tokens = torch.cat(sequences)[layout.computed_tokens]
+    packed = model(tokens, layout.positions, layout)[layout.hidden_index]
+    gradients = []
+    for outputs in (packed, torch.cat([hidden_states(model, sequence) for sequence in sequences])):
+        assert torch.equal(outputs, packed) if is_exact else torch.allclose(outputs, packed, atol=1e-5)
+        loss = (outputs * torch.linspace(-1, 1, outputs.shape[1])).square().sum()
+        gradients.append(torch.autograd.grad(loss, model.parameters(), allow_unused=True))
+    for got, expected in zip(*gradients, strict=True):
+        assert expected is None or (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+def hidden_states(model, sequence):
+    layout = PackedLayout((len(sequence),), CPU)
+    return model(sequence, layout.positions, layout)
+
+
+def test_a_reused_slot_holds_nothing_of_the_sequence_before():
+    """Slots that no sequence has are NaN, from the first phase to the last; a prefill writes all of its own."""
+    model = cached_model("states", torch.float32)
+    expected = make_engine(model).generate(mixed_requests())
+    engine = make_engine(model, max_running_requests=3, keeps_cache=True)
+    engine.submit(mixed_requests())
+    rollouts = {}
+    while engine.is_busy:
+        cache = engine._cache
+        free = [row for row in cache._free_rows if row < engine.max_running_requests + 1]
+        for states in cache.states.values():
+            for pool in vars(states).values():
+                pool[free] = torch.nan
+        rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
+    for rollout in expected:
+        assert torch.equal(rollouts[rollout.rollout_id].sample_logprobs, rollout.sample_logprobs)
+
+
+def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_run():
+    """Else new requests would need more slots than there are, or wait for replies that wait for them."""
+    engine = make_engine(cached_model("states", torch.float32), max_running_requests=2)
+    requests = [
+        make_request(make_prompt(5), number=i, stop_ids=frozenset(), max_new_tokens=4) for i in range(4)
+    ]
+    requests[:2] = [replace(request, holds=True) for request in requests[:2]]
+    engine.submit(requests)
+    assert len(finish_all(engine, 2)) == 2
+    assert len(engine._held) == 2
+    assert len(finish_all(engine, 2)) == 2
+    assert engine.stats.drops >= 1
+    for request in requests[:2]:
+        engine.resume(request.rollout_id, [1, 2], max_new_tokens=2)
+    finish_all(engine, 2)
+
+
+def finish_all(engine, count):
+    rollouts = []
+    for _ in range(50):
+        rollouts += engine.step()
+        if len(rollouts) >= count:
+            return rollouts
+    raise AssertionError("no progress")
+
+
+def test_the_plan_has_the_bytes_of_the_cache_and_its_states():
+    config = cached_model("states", torch.float32).config
+    shape = {"num_kv_heads": 2, "head_dim": 32, "num_query_groups": 2, "num_tokens": 1024, "max_sequences": 5}
+    cache = KVCache(
+        config.attention_windows, delta_net=config.delta_net, dtype=torch.bfloat16, device=CPU, **shape
+    )
+    assert state_bytes(config, torch.bfloat16, requests=5) == sum(
+        pool.nbytes for states in cache.states.values() for pool in vars(states).values()
+    )
+    assert cached_bytes(config, torch.bfloat16, tokens=1024, requests=5) == sum(
+        pool.keys.nbytes + pool.values.nbytes for pool in cache.pools
+    )
+
+
+@pytest.fixture
+def vision_folder(tmp_path):
+    """A tiny vision model with weights to predict further tokens."""
+    text = DELTA_NET | {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = Qwen3_5Config(
+        text_config=text,
+        vision_config=vision | {"num_position_embeddings": 16},
+        tie_word_embeddings=True,
+        **{key: 80 + i for i, key in enumerate(ids)},
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "vision")
+    path = tmp_path / "vision" / "model.safetensors"
+    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2, 3)}, path, metadata={"format": "pt"})
+    return path.parent
+
+
+@torch.no_grad()
+def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(vision_folder, tmp_path):
+    """transformers loads the export as it does the original, with vision and as a language model."""
+    model = load_replica(vision_folder, dtype=torch.float32)
+    tokens = torch.arange(70)
+    expected = AutoModelForCausalLM.from_pretrained(vision_folder)(tokens[None]).logits[0]
+    got = model.lm_head(hidden_states(model, tokens))
+    assert (got - expected).norm() <= 2e-6 * expected.norm()
+    raw = json.loads((vision_folder / "config.json").read_text())
+    kept = kept_tensors(model.config, vision_folder)
+    save_folder(tmp_path / "saved", named_parameters(model), config=raw, tokenizer_from=None, kept=kept)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (vision_folder, tmp_path / "saved")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read_config(tmp_path / "saved") == model.config
+    again = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(again[name], before[name]) for name in before.keys() & again.keys())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"tie_word_embeddings": False}, "tie_word_embeddings differs"),
+        ({"text_config": {"model_type": "qwen3"}}, "text_config"),
+        ({"text_config": None}, "text_config"),
+        ({"architectures": ["Qwen3_5ForSequenceClassification"]}, "architectures"),
+        ({"rope_theta": 3.0}, "rope_theta=3.0"),
+    ],
+)
+def test_a_vision_models_config_that_says_otherwise_is_refused(vision_folder, changes, error):
+    raw = json.loads((vision_folder / "config.json").read_text())
+    config_from_dict(raw)
+    with pytest.raises(InputError, match=error):
+        config_from_dict(raw | changes)
