@@ -91,6 +91,13 @@ BASES = {
         {"rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.75}, "head_dim": 8},
     ),
     "granite": ("GraniteForCausalLM", THETA | dict.fromkeys(MULTIPLIERS, 0.7)),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        THETA
+        | dict.fromkeys(MULTIPLIERS, 0.7)
+        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 8}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48},
+    ),
     "ministral": ("MinistralForCausalLM", THETA | WINDOW | LAYERS | {"head_dim": 8}),
     "ministral3": (
         "Ministral3ForCausalLM",

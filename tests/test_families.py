@@ -127,7 +127,7 @@ def test_the_table_of_docs_has_every_family_with_its_features_and_cases():
     [
         ("Gemma2", "gemma2.*minirl lacks .*logits with a soft cap (final_logit_softcapping)"),
         ("Gemma4Text", "embeddings of each layer"),
-        ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok, num_local_experts)"),
+        ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok)"),
         ("DeepseekV3", "multi-head latent attention (kv_lora_rank, q_lora_rank)"),
         ("Mamba2", "convolutions (conv_kernel"),
         ("Cohere2", "what its other keys ask for (logit_scale), LayerNorm (layer_norm_eps)"),
