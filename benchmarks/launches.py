@@ -28,7 +28,7 @@ from minirl.generation import decode_step
 from minirl.kernels import launching, paged_attention
 from minirl.model import attention
 from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead
-from minirl.model.config import ModelConfig
+from minirl.model.config import Adapters, ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
@@ -277,9 +277,9 @@ def counting() -> Iterator[Counts]:
         yield counts
 
 
-def make_model(shape: str) -> Transformer:
+def make_model(shape: str, adapters: Adapters | None = None) -> Transformer:
     """A model of a shape in `SHAPES`, on the meta device in bf16."""
-    config = config_from_dict(COMMON | SHAPES[shape])
+    config = config_from_dict(COMMON | SHAPES[shape]).with_adapters(adapters)
     rope_table(config, META)  # made and uploaded once in a run
     with META:
         return Transformer(config).to(torch.bfloat16)

@@ -13,12 +13,14 @@ import train_grpo
 from minirl.generation.engine import Engine
 from minirl.kernels import paged_attention
 from minirl.model import device_kernels
+from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
 from minirl.model.portable_attention import BLOCK
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
+from minirl.rollouts import KeptIds
 from minirl.training import sharded_model
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
@@ -58,10 +60,14 @@ def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
             mixed()
 
 
-def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch):
+ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["", "adapters"])
+def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, adapters):
     """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
     monkeypatch.setattr(paged_attention, "decode", decode)
-    model = make_model("mixed", torch.float32)
+    model = make_model("mixed", torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)
     model.to(device)
@@ -92,7 +98,7 @@ def make_batch():
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
     batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
-    return batch.replace(**dict(zip(names, streams[1:], strict=True)))
+    return batch.replace(kept=KeptIds.none(len(tokens)), **dict(zip(names, streams[1:], strict=True)))
 
 
 OBJECTIVES = {
@@ -104,12 +110,16 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], [1], []], ids=str)
-@pytest.mark.parametrize("config", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, lengths):
+@pytest.mark.parametrize(
+    ("config", "adapters"),
+    [(OBJECTIVES["token"], None), (OBJECTIVES["sequence"], None), (OBJECTIVES["token"], ADAPTERS)],
+    ids=["token", "sequence", "adapters"],
+)
+def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, adapters, lengths):
     """Microbatches, logprobs, loss, metrics and gradients; also of a microbatch that is empty."""
     gradients = []
     for place in (CPU, device):
-        model = make_model("mixed", torch.float32).to(place)
+        model = make_model("mixed", torch.float64, adapters=adapters).to(place)
         micro = make_batch().to(place).select(lengths)
         new, entropy = score_batch(model, micro, temperature=0.7)
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
@@ -121,7 +131,8 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, len
         add_tokens(metrics, micro, new, ratio, entropy, sampled_version=1)
         add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
         metrics.refuse_nonfinite(update=0)
-        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+        trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
+        gradients.append([parameter.grad.cpu() for parameter in trained])
     assert_close(*gradients)
 
 

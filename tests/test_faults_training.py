@@ -18,8 +18,8 @@ SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-
 
 
 def take_stop_token(hidden, head, **options):
-    tokens, logprobs, _ = sample(hidden, head, **options)
-    return torch.zeros_like(tokens), logprobs
+    tokens, logprobs, kept_ids = sample(hidden, head, **options)
+    return torch.zeros_like(tokens), logprobs, kept_ids
 
 
 def ending_at_once():

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from minirl.model.config import LINEAR_LAYERS, Adapters
 from support.scripts import ROOT
 
 
@@ -45,6 +46,19 @@ def test_a_microbatch_stays_within_its_budget(launches, model):
     assert counts.launches <= 1850
     assert counts.bytes <= 140e9
     assert bytes_of(counts, "mm.dtype", "fused_head", "copy_") <= 40e9
+
+
+def test_adapters_launch_two_kernels_a_layer_more_and_write_no_second_product(launches):
+    """7B, with adapters on all 7 linear layers of 24 layers."""
+    base = launches.make_model("qwen2.5-7b")
+    model = launches.make_model("qwen2.5-7b", Adapters(16, 16.0, LINEAR_LAYERS))
+    alone, counts = launches.decode_counts(base), launches.decode_counts(model)
+    assert counts.launches == alone.launches + 2 * 7 * 24
+    assert counts.waits == 0
+    assert counts.bytes <= 1.08 * alone.bytes
+    counts = launches.microbatch_counts(model)
+    assert counts.waits <= 2
+    assert counts.launches <= 2680
 
 
 def test_what_makes_the_host_wait_is_counted(launches):

@@ -90,12 +90,16 @@ def train_one_update(rank, folder, options):
     model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
     reference = model.without_adapters()
     tokens = torch.arange(20) % 33
     loss = logprobs_of(model.module, tokens, (20,)).sum()
     model.backward(loss, is_last=True)
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)
     after = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
+    # A CUDA graph reads the adapters there.
+    assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
+    assert all(torch.equal(p, after[name]) for name, p in model.decoder.named_parameters())
     assert all(".lora_" in name for name in model.masters)
     for name, parameter in named_parameters(reference).items():
         weight = model.compute_weights[name]

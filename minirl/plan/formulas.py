@@ -130,8 +130,7 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
     """The most that a forward pass without gradient takes: in the MLP or the attention of a layer, or in the head."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = _channels(config)
-    # The product of an adapter is added to that of its layer.
-    mlp = (4 if config.adapters else 3) * inner + 4 * hidden
+    mlp = 3 * inner + 4 * hidden
     attention = 2 * hidden + queries + 2 * keys + 12 * queries / dtype.itemsize
     tables = 12 * rope_channels(config)
     mixing = max(dtype.itemsize * max(mlp, attention), _rule_bytes(config, is_backward=False))

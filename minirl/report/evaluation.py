@@ -41,8 +41,7 @@ def values_by_prompt(
 ) -> dict[str, list[float]]:
     """For each metric its values, one for each prompt that has one. Not collective.
 
-    records: of all ranks' completions. weights: of the rewards in `reward`. of_samples: also
-    those of `sample_numbers`.
+    records: of all ranks' completions. weights: of the rewards in `reward`. of_samples: also those of `sample_numbers`.
     """
     values: dict[str, list[float]] = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])

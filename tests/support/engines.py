@@ -8,6 +8,7 @@ import torch
 
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
+from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
@@ -28,7 +29,9 @@ DELTA_NET = {
 }
 
 
-def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transformer:
+def make_model(
+    attention: str, dtype: torch.dtype, *, seed: int = 0, adapters: Adapters | None = None
+) -> Transformer:
     """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
     raw = {
         **RAW_CONFIG,
@@ -43,7 +46,7 @@ def make_model(attention: str, dtype: torch.dtype, *, seed: int = 0) -> Transfor
         **(DELTA_NET if attention == "states" else {}),
     }
     config = config_from_dict(raw)
-    config = replace(config, layer_windows=WINDOWS[attention])
+    config = replace(config, layer_windows=WINDOWS[attention]).with_adapters(adapters)
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -139,6 +139,20 @@ CASES = {
         },
         (None, None),
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 131,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.6,
+            "mamba_n_heads": 8,
+        },
+        (None, None),
+    ),
     "ministral": ("Ministral", {"sliding_window": 37, "head_dim": 24}, (37, 37)),
     "ministral3": (
         "Ministral3",
@@ -337,6 +351,22 @@ PUBLISHED = {
         logits_scaling=16.0,
         rope_theta=1e7,
         tie_word_embeddings=True,
+    ),
+    "granite-4.0-micro": _published(
+        "granitemoehybrid",
+        "100352 2560 8192 40 40 8 131072",
+        3.4,
+        **GRANITE,
+        logits_scaling=10.0,
+        tie_word_embeddings=True,
+        layer_types=["attention"] * 40,
+        shared_intermediate_size=8192,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        normalization_function="rmsnorm",
+        mamba_n_heads=80,
+        rope_theta=1e7,
     ),
     "Ministral-8B": _published(
         "ministral", "131072 4096 12288 36 32 8 32768", 8.02, head_dim=128, rope_theta=1e8

@@ -1,7 +1,7 @@
 # ruff: noqa: F401
 """What a run imports sooner or later; the processes of `support.forked` begin with all of it."""
 
-import dataclasses
+import gc
 
 import pytest
 import torch._dynamo
@@ -14,10 +14,27 @@ from transformers import AutoTokenizer
 import support.scripts
 import train_grpo
 import train_ppo
+from minirl.data import prompts
 from minirl.run import embedded_model
 
 torch.set_num_threads(1)
-# To make 20,000 rows and to tokenize them takes a third of a short run. The model is still warm-started on all.
+# To make the 20,000 rows of the embedded task and to tokenize them takes a third of a short run. They are the same for
+# all runs with the same tokenizer.
 _task = embedded_model.load_sorting()
-_task = dataclasses.replace(_task, train_rows=_task.train_rows[: support.scripts.NUM_ROWS])
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
+_check_prompts = prompts._check_prompts
+_checked = {}
+
+
+def _check_prompts_once(rows, tokenizer, vocab_size, **options):
+    if rows is not _task.train_rows or tokenizer.chat or options:
+        return _check_prompts(rows, tokenizer, vocab_size, **options)
+    key = (vocab_size, (tokenizer.folder / "tokenizer.json").read_bytes())
+    if key not in _checked:
+        _checked[key] = _check_prompts(rows, tokenizer, vocab_size)
+    return _checked[key]
+
+
+prompts._check_prompts = _check_prompts_once
+gc.collect()
+gc.freeze()  # a collection in a forked process would copy the memory of all this

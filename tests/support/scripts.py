@@ -24,7 +24,6 @@ from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
 
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
-NUM_ROWS = 2000  # of the embedded task, in forked processes
 FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
