@@ -35,7 +35,10 @@ def tokens_of(lengths, shared):
 
 
 def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
-    """The chunk in which the shared tokens end is computed once more, from the state of the parent or of its parent."""
+    """The chunk in which the shared tokens end is computed once more, from the state of the parent or its parent.
+
+    Pitfall 65.
+    """
     model = cached_model("states", torch.float32)
     is_exact = model.config.is_batch_invariant(torch.float32, CPU)
     sequences = tokens_of(LENGTHS, SHARED)
@@ -58,7 +61,10 @@ def hidden_states(model, sequence):
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
-    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are as in training."""
+    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are those of training.
+
+    Pitfalls 65 and 66.
+    """
     model = cached_model("states", dtype)
     if not model.config.is_batch_invariant(dtype, CPU):
         pytest.skip("this machine's products are not batch-invariant")
