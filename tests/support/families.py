@@ -229,6 +229,32 @@ def _published(
     return {"model_type": model_type, "rms_norm_eps": rms_norm_eps, **shape, **keys}, billions
 
 
+def _beside_vision(
+    sizes: str, billions: float, num_value_heads: int, **keys: Any
+) -> tuple[dict[str, Any], float]:
+    """A Qwen3.5 within its vision model."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text, _ = _published(
+        "qwen3_5_text",
+        sizes,
+        billions,
+        head_dim=256,
+        full_attention_interval=4,
+        attn_output_gate=True,
+        linear_num_key_heads=16,
+        linear_num_value_heads=num_value_heads,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        mamba_ssm_dtype="float32",
+        mtp_num_hidden_layers=1,
+        rope_parameters=rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+        **keys,
+    )
+    ids = {"image_token_id": 248056, "vision_start_token_id": 248053}
+    return {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, **ids, **keys}, billions
+
+
 # Published models from memory: config.json without keys of the tokenizer, and billions of parameters.
 PUBLISHED = {
     "Qwen2.5-7B with YaRN": _published(
@@ -411,6 +437,8 @@ PUBLISHED = {
         attention_bias=False,
         auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
     ),
+    "Qwen3.5-0.8B": _beside_vision("248320 1024 3584 24 8 2 262144", 0.752, 16, tie_word_embeddings=True),
+    "Qwen3.5-27B": _beside_vision("248320 5120 17408 64 24 4 262144", 26.9, 48),
     "Seed-OSS-36B": _published(
         "seed_oss",
         "155136 5120 27648 64 80 8 524288",
