@@ -47,6 +47,19 @@ class Family:
     scales_embeddings: bool = False
 
 
+@dataclass(frozen=True)
+class VisionModel:
+    """A model of images and text, of which the text model is read."""
+
+    # The model_type of its text_config, and its class.
+    text: str
+    architecture: str
+    # What the names of the decoder's tensors begin with.
+    prefix: str
+    # Names of keys beside text_config that change nothing in the text model.
+    keys: str
+
+
 _AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GEMMA = LayerNorms(
     after_attention="post_attention_layernorm",
@@ -85,7 +98,12 @@ FAMILIES = {
     "gemma3_text": Family(
         "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
         "hidden_activation query_pre_attn_scalar rope_local_base_freq",
-        features={"norms": _GEMMA, "norm_adds_one": True, "qk_norm": True},
+        features={
+            "norms": _GEMMA,
+            "norm_adds_one": True,
+            "qk_norm": True,
+            "kept_weights": ("vision_tower.", "multi_modal_projector."),
+        },
         ignored_keys="cache_implementation",
         has_rope_of_kind=True,
         scales_embeddings=True,
@@ -101,6 +119,15 @@ FAMILIES = {
     ),
     "granite": Family(
         "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
+    ),
+    # Without experts and state-space layers, although transformers checks the sizes of these.
+    "granitemoehybrid": Family(
+        "attention_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling layer_types "
+        "shared_intermediate_size position_embedding_type num_local_experts mamba_n_heads mamba_d_head "
+        "mamba_expand",
+        features={"fused_gate_up": True, "mlp_names": ("shared_mlp", "input_linear", "output_linear")},
+        ignored_keys="num_experts_per_tok output_router_logits router_aux_loss_coef init_method mamba_n_groups "
+        "mamba_d_state mamba_d_conv mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
     ),
     "ministral": Family("sliding_window layer_types"),
     "ministral3": Family("sliding_window"),
@@ -135,13 +162,21 @@ FAMILIES = {
         ignored_keys="max_window_layers pretraining_tp",
     ),
 }
-# The model types of folders that hold a vision model too, and the type of the text model that is read.
-_TEXT_MODELS = {"qwen3_5": "qwen3_5_text"}
-# The keys of such a folder's config.json that change nothing in the text model.
-_VISION_KEYS = frozenset(
-    "model_type architectures text_config vision_config tie_word_embeddings image_token_id video_token_id "
-    "vision_start_token_id vision_end_token_id".split()
-)
+_KEYS_OF_VISION = ("model_type", "architectures", "text_config", "vision_config", "tie_word_embeddings")
+_VISION_MODELS = {
+    "qwen3_5": VisionModel(
+        "qwen3_5_text",
+        "Qwen3_5ForConditionalGeneration",
+        "model.language_model.",
+        "image_token_id video_token_id vision_start_token_id vision_end_token_id",
+    ),
+    "gemma3": VisionModel(
+        "gemma3_text",
+        "Gemma3ForConditionalGeneration",
+        "language_model.model.",
+        "image_token_index boi_token_index eoi_token_index mm_tokens_per_image",
+    ),
+}
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
     "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
@@ -165,6 +200,7 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     "lm_head_bias": False,
     "max_window_layers": None,
     "mlp_bias": False,
+    "normalization_function": "rmsnorm",
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "pruned_heads": {},
@@ -218,6 +254,7 @@ _SIZES = {
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
+    "shared_intermediate_size": 2**20,
     "sliding_window": 2**24,
     "query_pre_attn_scalar": 2**20,
 }
@@ -285,7 +322,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
-            f"(supported: {', '.join((*FAMILIES, *_TEXT_MODELS))}; docs/families.md shows how to add one)"
+            f"(supported: {', '.join((*FAMILIES, *_VISION_MODELS))}; docs/families.md shows how to add one)"
         )
     family = FAMILIES[name]
     known = _KEYS_OF_ALL.union(family.keys.split())
@@ -304,6 +341,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     )
     fields: dict[str, Any] = {
         **{key: getattr(config, key) for key in _KEPT_KEYS},
+        "intermediate_size": getattr(config, "shared_intermediate_size", config.intermediate_size),
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
@@ -324,34 +362,40 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
     """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
-    return "model.language_model." if raw.get("model_type") in list(_TEXT_MODELS) else "model."
+    vision = _VISION_MODELS.get(str(raw.get("model_type")))
+    return "model." if vision is None else vision.prefix
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
-    Raises InputError for keys that may change the text model.
+    Sizes that it leaves out are those of the family, as in Gemma 3's files. Raises InputError for keys that may change
+    the text model.
     """
-    name = raw.get("model_type")
-    if name not in list(_TEXT_MODELS):
+    from transformers import CONFIG_MAPPING
+
+    vision = _VISION_MODELS.get(str(raw.get("model_type")))
+    if vision is None:
         return raw
+    known = _HARMLESS_KEYS.union(_KEYS_OF_VISION, vision.keys.split())
     for key, value in raw.items():
-        is_known = key in _VISION_KEYS | _HARMLESS_KEYS
-        refuse(not is_known, f"config.json: {key}={value!r} is not supported beside text_config")
+        refuse(key not in known, f"config.json: {key}={value!r} is not supported beside text_config")
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != _TEXT_MODELS[name]:
-        raise InputError(f"config.json: text_config has not the model_type {_TEXT_MODELS[name]!r}")
+    if not isinstance(text, dict) or text.get("model_type") != vision.text:
+        raise InputError(f"config.json: text_config has not the model_type {vision.text!r}")
     classes = raw.get("architectures")
     refuse(
-        bool(classes) and classes != ["Qwen3_5ForConditionalGeneration"],
-        f"config.json: architectures={classes!r} is not supported; expected Qwen3_5ForConditionalGeneration",
+        bool(classes) and classes != [vision.architecture],
+        f"config.json: architectures={classes!r} is not supported; expected {vision.architecture}",
     )
-    tied = text.get("tie_word_embeddings", False)
+    defaults = CONFIG_MAPPING[vision.text]()
+    tied = text.get("tie_word_embeddings", defaults.tie_word_embeddings)
     refuse(
         raw.get("tie_word_embeddings", tied) != tied,
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
-    return {key: value for key, value in text.items() if key != "architectures"}
+    sizes = {key: getattr(defaults, key) for key in _REQUIRED_SIZES}
+    return sizes | {key: value for key, value in text.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +415,7 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _missing_features(raw: Mapping[str, Any]) -> str:
     """Say what a model of an unknown family asks for that no family here has, by its keys."""
-    of_families = [f"{family.keys} {family.ignored_keys}".split() for family in FAMILIES.values()]
+    of_families = (family.keys.split() for family in FAMILIES.values())
     known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
     features: dict[str, list[str]] = {}
     for key, value in raw.items():
@@ -412,6 +456,8 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
+    has_experts = raw["model_type"] == "granitemoehybrid" and raw.get("num_local_experts") != 0
+    refuse(has_experts, "config.json: num_local_experts is not 0; a mixture of experts is not supported")
     eps = raw.get("rms_norm_eps", 1.0)
     refuse(
         not _is_positive(eps),
@@ -540,7 +586,10 @@ def _max_positions(config: Any) -> int:
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        return min(max(num_positions, int(rope["factor"] * original)), _SIZES["max_position_embeddings"])
+        stretched = int(
+            original * (rope["factor"] or 1)
+        )  # without a factor it is that of the stated positions
+        return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
 
 
@@ -552,6 +601,8 @@ def _ropes_of_layers(
     ropes: of each kind of layers; "" is the kind of all.
     """
     listed = getattr(config, "no_rope_layers", None)
+    if getattr(config, "position_embedding_type", "rope") != "rope":
+        listed = [False] * len(kinds)
     if listed is None:
         only_windows = family.ropes_only_windows and config.sliding_window is not None
         listed = [not only_windows or kind == "sliding_attention" for kind in kinds]
@@ -564,10 +615,14 @@ def _ropes_of_layers(
     ]
     distinct = list(dict.fromkeys(of_layers))
     fields = {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
-    rope = config.rope_parameters
-    if "llama_4_scaling_beta" in rope:
-        period = rope["original_max_position_embeddings"]
-        fields |= {"query_growth": rope["llama_4_scaling_beta"], "query_period": period}
+    if config.model_type in _GROWTH_KEYS:
+        growth = config.rope_parameters.get("llama_4_scaling_beta")
+        period = config.rope_parameters.get("original_max_position_embeddings")
+        refuse(
+            growth is None or period is None,
+            "config.json: rope_parameters lacks llama_4_scaling_beta or original_max_position_embeddings",
+        )
+        fields |= {"query_growth": growth, "query_period": period}
     return fields
 
 
