@@ -3,19 +3,18 @@
 import contextlib
 import dataclasses
 import io
-import json
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from minirl import show
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
-from minirl.show import read_rollouts, step_file
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, evaluated, read_metrics, run_in_pool, run_script, untimed
+from support.scripts import ROOT, evaluated, read_metrics, read_rollouts, run_in_pool, run_script, untimed
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
 TOOL = f"--rollout {EXAMPLE}:calculator"
@@ -49,10 +48,6 @@ def calling(one_rank, tmp_path_factory) -> Path:
     return folder
 
 
-def rollouts_of(folder: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
-
-
 def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py") -> Path:
     """Train on all ranks of a pool; the folder of the run."""
     reward = f"--reward {runs}/mine.py:remainder"
@@ -78,8 +73,8 @@ def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
     """As training does, on any number of ranks: its results are appended, and the rollouts show them."""
     flags = f"--task calculator {TOOL} --samples 16 --eval-rows 6 --run-name"
     result = evaluated(one_rank, f"{flags} evaluated", runs=calling)
-    rollouts = rollouts_of(calling / "evaluated", 0)
-    assert rollouts == read_rollouts(step_file(str(calling / "evaluated"), None))
+    rollouts = read_rollouts(calling / "evaluated", 0)
+    assert rollouts == show.read_rollouts(show.step_file(str(calling / "evaluated"), None))
     called = [any(segment["kind"] == "environment" for segment in r.get("segments", [])) for r in rollouts]
     assert result["scores"]["eval/calls"]["mean"] >= sum(called) / len(called) > 0
     assert evaluated(two_ranks, f"{flags} evaluated-2", runs=calling) == result
@@ -106,7 +101,7 @@ def on_two_ranks(two_ranks, calling) -> Path:
 
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
     """Completions of one turn and of more; the gap is 0 in every step; what is appended is no part of the loss."""
-    rollouts = [line for step in (1, 2, 3) for line in rollouts_of(on_two_ranks, step)]
+    rollouts = [line for step in (1, 2, 3) for line in read_rollouts(on_two_ranks, step)]
     answered = [line for line in rollouts if "</calc>" in line["completion"][:-7]]
     assert 0 < len(answered) < len(rollouts)
     for line in answered:
@@ -118,7 +113,7 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
     assert all(line["optim/grad_norm"] > 0 for line in metrics)
     for line in metrics:
         assert line["count/tokens"] == sum(
-            rollout["num_tokens"] for rollout in rollouts_of(on_two_ranks, line["step"])
+            rollout["num_tokens"] for rollout in read_rollouts(on_two_ranks, line["step"])
         )
 
 
@@ -134,8 +129,8 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
 def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, calling, on_two_ranks, pool, more):
     name = f"{pool}{len(more)}"
     train(request.getfixturevalue(pool), calling, name, TOOL, "--num-steps 1", more)
-    assert without_advantages(rollouts_of(calling / name, 1)) == without_advantages(
-        rollouts_of(on_two_ranks, 1)
+    assert without_advantages(read_rollouts(calling / name, 1)) == without_advantages(
+        read_rollouts(on_two_ranks, 1)
     )
 
 

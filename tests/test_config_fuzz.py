@@ -17,7 +17,7 @@ from minirl.model.weights import load_replica
 from support.marks import slow
 
 NUM_TOKENS = 24  # more than the windows have
-NUM_CHANGED = 30  # per model; thousands by hand
+NUM_CHANGED = {"llama": 30, "mistral": 30, "qwen2": 30, "qwen3": 30}  # of a family; 1,000 of each by hand
 SHAPE = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -91,6 +91,13 @@ BASES = {
         {"rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.75}, "head_dim": 8},
     ),
     "granite": ("GraniteForCausalLM", THETA | dict.fromkeys(MULTIPLIERS, 0.7)),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        THETA
+        | dict.fromkeys(MULTIPLIERS, 0.7)
+        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 8}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48},
+    ),
     "ministral": ("MinistralForCausalLM", THETA | WINDOW | LAYERS | {"head_dim": 8}),
     "ministral3": (
         "Ministral3ForCausalLM",
@@ -312,7 +319,7 @@ def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_
     singles = mutations(raw)
     rng = random.Random(name)
     wrong = []
-    for _ in range(NUM_CHANGED):
+    for _ in range(NUM_CHANGED.get(raw["model_type"], 8)):
         changes = rng.sample(singles, rng.choice([1, 1, 1, 2]))
         result = verdict(folder, raw, changes)
         if result not in ("refused", "equal", "unchanged"):

@@ -14,8 +14,10 @@ from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
 from minirl.plan.formulas import cached_bytes, state_bytes
+from minirl.training.scoring import score
 from support.engines import CPU, cached_model, make_engine, make_prompt, make_request, mixed_requests
 from support.families import DELTA_NET
+from support.marks import slow
 
 # Around the borders of chunks of 64; with parents that share with another one, also more than they have of their own.
 LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
@@ -54,9 +56,12 @@ def hidden_states(model, sequence):
     return model(sequence, layout.positions, layout)
 
 
-def test_a_reused_slot_holds_nothing_of_the_sequence_before():
-    """Slots that no sequence has are NaN, from the first phase to the last; a prefill writes all of its own."""
-    model = cached_model("states", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
+def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
+    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are as in training."""
+    model = cached_model("states", dtype)
+    if not model.config.is_batch_invariant(dtype, CPU):
+        pytest.skip("this machine's products are not batch-invariant")
     expected = make_engine(model).generate(mixed_requests())
     engine = make_engine(model, max_running_requests=3, keeps_cache=True)
     engine.submit(mixed_requests())
@@ -69,7 +74,12 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before():
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:
-        assert torch.equal(rollouts[rollout.rollout_id].sample_logprobs, rollout.sample_logprobs)
+        sampled = rollouts[rollout.rollout_id].sample_logprobs
+        assert torch.equal(sampled, rollout.sample_logprobs)
+        layout = PackedLayout((len(rollout.tokens),), CPU)
+        temperature = (1.0, 0.7)[rollout.rollout_id.prompt_ordinal % 2]
+        how = {"select": rollout.loss_mask, "temperature": temperature}
+        assert torch.equal(score(model, rollout.tokens, layout, **how)[0], sampled)
 
 
 def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_run():

@@ -391,10 +391,10 @@ def test_row_37_a_slow_rank_is_no_hang_and_a_stopped_process_is(tmp_path):
 
 def test_row_37_a_beat_costs_a_microsecond():
     """It is called for every token that is decoded."""
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100_000):
         watchdog.heartbeat()
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize("into", ["| head -n 1", slow("> /dev/full 2>&1")])

@@ -15,6 +15,7 @@ import pytest
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.ranks import watchdog
+from minirl.rewards import reward_workers
 from minirl.rewards.functions import compute_rewards
 from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig
@@ -234,20 +235,23 @@ def test_row_25_a_hang_is_forgiven_like_an_error(load):
     assert math.isnan(failed)
 
 
-def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load):
+def test_row_25_waiting_for_a_call_within_its_deadline_is_no_hang_of_the_rank(load, monkeypatch):
     """--reward-timeout may be longer than --hang-timeout; a search among many completions is, too."""
-    function, before = load("hangs", timeout_s=1.6), watchdog.this_process.num_heartbeats
+    monkeypatch.setattr(reward_workers, "POLL_S", 0.1)
+    function, before = load("hangs", timeout_s=0.5), watchdog.this_process.num_heartbeats
     with pytest.raises(RewardError, match="killed"):
         rewards_of(function, ("bad",))
     assert watchdog.this_process.num_heartbeats >= before + 3
 
 
-def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load):
+def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load, monkeypatch):
     """A request of more than a pipe holds has the same deadline."""
-    function = load("good", timeout_s=1.0)
+    function = load("good")
     os.kill(function.pool.workers[0].pid, signal.SIGSTOP)
-    with pytest.raises(RewardError, match="took more than 1 s"):
+    monkeypatch.setattr(function.pool.workers[0], "_timeout_s", 0.5)
+    with pytest.raises(RewardError, match=r"took more than 0\.5 s"):
         function(completions=["x" * 1_000_000])
+    monkeypatch.undo()
     assert function(completions=["x" * 1_000_000] * 5) == [1e6] * 5
 
 
@@ -277,9 +281,6 @@ def test_row_26_changed_arguments_do_not_come_back(load):
     answer, completions = [1, 2], ["fine", "fine"]
     assert rewards_of(load("mutates"), completions, {"answer": answer}) == [1.0, 1.0]
     assert (answer, completions) == ([1, 2], ["fine", "fine"])
-
-
-# Row 29: nothing written
 
 
 # The file, and the process
@@ -326,13 +327,13 @@ def test_row_23_every_rank_prints_its_failures_and_rank_0_what_user_code_prints(
 
 
 def test_a_call_costs_milliseconds(load):
-    """128 completions, the median of ten calls; 0.5 ms where it was measured alone."""
+    """128 completions, the fastest of ten calls, so that no other load counts; 0.5 ms where it was measured alone."""
     function, taken = load("good"), []
     for _ in range(10):
         start = time.perf_counter()
         function(completions=["y" * 1000] * 128)
         taken.append(time.perf_counter() - start)
-    assert sorted(taken)[5] < 0.05
+    assert min(taken) < 0.01
 
 
 def test_row_46_hostile_completions_are_escaped_and_cut_in_errors():

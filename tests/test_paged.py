@@ -41,7 +41,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("window", "groups", "dim"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

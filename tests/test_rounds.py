@@ -198,7 +198,7 @@ def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(loa
 
 def test_nothing_is_kept_of_prompts_that_were_taken():
     collector = make_collector(make_prompts(), rollout=calculator, **OPTIONS)
-    collected(collector, 20, 2)
+    collected(collector, 12, 2)
     runner = collector._runner
     by_prompt = (
         collector._num_running,
@@ -276,7 +276,7 @@ def test_a_cache_that_is_too_small_for_all_in_flight_decodes_them_in_turns():
     prompts = Prompts(lambda one: 50 + one.sample, num_rows=50)
     engine_options = {"cache_tokens": 1024, "max_running_requests": 64}
     collector = make_collector(prompts, engine_options=engine_options, **OPTIONS)
-    collected(collector, 3, 4)
+    collected(collector, 2, 4)
     stats = collector.engine.take_stats()
     assert stats.decode_tokens / stats.decode_steps > 4
 

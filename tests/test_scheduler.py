@@ -15,7 +15,7 @@ from support.scheduling import Load, requests_of, stub_engine
 # Far more requests than places, in caches that have room and in tight ones.
 LOADS = {
     "room": Load(256, 65_536, 16, 8, 200, 350),
-    "long prompts, tight": Load(64, 16_384, 16, 16, 1000, 300),
+    "long prompts, tight": Load(64, 16_384, 8, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
 }
 LARGE_LOADS = {

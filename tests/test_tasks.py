@@ -182,12 +182,12 @@ def test_extraction_of_a_hostile_completion_takes_no_time():
 
     Pitfall 20.
     """
-    start = time.perf_counter()
+    start = time.process_time()
     for filler in ("\n", " ", "#", "9", "9,", "#### ", "#### 5 ", "-$"):
         text = "#### 5" + filler * 20_000 + "x"
         strict_answer(text)
         flexible_answer(text)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_scores_are_of_the_completion_alone():

@@ -7,8 +7,6 @@ import ast
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from minirl.episodes.program import Failed
 from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.rewards.reward_workers import load_reward
+from support.forked import fork, make_pipe
 from support.marks import slow
 from support.processes import is_alive
 
@@ -391,27 +390,26 @@ def test_no_process_is_left_after_stop(tmp_path, kind):
     assert_gone(pids)
 
 
+def hang_in_workers(pipe, folder):
+    """Start processes in all workers, send the workers' ids, and wait for one that hangs."""
+    functions = [load(kind, folder) for kind in (*KINDS, "rollout")]
+    for function in functions[:3]:
+        assert error_of(function, "starts") is None
+    pipe.send([function.pool.workers[0].pid for function in functions])
+    error_of(functions[3], "hangs")
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_after_the_trainer_was_killed(tmp_path):
     """SIGKILL while workers wait and while one hangs in its code; what user code started goes too."""
     (tmp_path / "mine.py").write_text(SOURCE)
-    program = (
-        "import sys\n"
-        f"sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
-        "from test_workers import *\n"
-        f"functions = [load(kind, {str(tmp_path)!r}) for kind in (*KINDS, 'rollout')]\n"
-        "for function in functions[:3]:\n"
-        "    assert error_of(function, 'starts') is None\n"
-        "print(*(function.pool.workers[0].pid for function in functions), flush=True)\n"
-        "error_of(functions[3], 'hangs')\n"
-    )
-    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    ours, theirs = make_pipe()
+    trainer = fork(hang_in_workers, theirs, tmp_path)
+    pids = ours.recv()
     pids += [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
     time.sleep(0.2)
     assert len(pids) == 4 + 3 * 3
     assert all(map(is_alive, pids))
     trainer.kill()
-    trainer.wait()
-    trainer.stdout.close()
+    trainer.join()
     assert_gone(pids)

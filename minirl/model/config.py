@@ -40,7 +40,8 @@ NORMS_BEFORE = LayerNorms()
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, "qkv_proj", "gate_up_proj", *_DELTA_LAYERS)
+_FUSED_LAYERS = ("qkv_proj", "gate_up_proj", "input_linear", "output_linear")
+LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, *_FUSED_LAYERS, *_DELTA_LAYERS)
 # A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
 MIN_ADAPTER_RANK = 8
 
@@ -102,6 +103,8 @@ class ModelConfig:
     # Query, key and value are one layer, and so are gate and up.
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    # The names of the feed-forward, of its fused layer and of its down-projection.
+    mlp_names: tuple[str, str, str] = ("mlp", "gate_up_proj", "down_proj")
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -130,7 +133,7 @@ class ModelConfig:
         if self.delta_net is not None:
             attention += _DELTA_LAYERS
         if self.fused_gate_up:
-            return (*attention, "gate_up_proj", "down_proj")
+            return (*attention, *self.mlp_names[1:])
         return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
 
     def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":

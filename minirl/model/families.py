@@ -102,6 +102,15 @@ FAMILIES = {
     "granite": Family(
         "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
     ),
+    # Without experts and state-space layers, although transformers checks the sizes of these.
+    "granitemoehybrid": Family(
+        "attention_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling layer_types "
+        "shared_intermediate_size position_embedding_type num_local_experts mamba_n_heads mamba_d_head "
+        "mamba_expand",
+        features={"fused_gate_up": True, "mlp_names": ("shared_mlp", "input_linear", "output_linear")},
+        ignored_keys="num_experts_per_tok output_router_logits router_aux_loss_coef init_method mamba_n_groups "
+        "mamba_d_state mamba_d_conv mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
+    ),
     "ministral": Family("sliding_window layer_types"),
     "ministral3": Family("sliding_window"),
     "olmo2": Family("attention_bias", _OLMO),
@@ -165,6 +174,7 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     "lm_head_bias": False,
     "max_window_layers": None,
     "mlp_bias": False,
+    "normalization_function": "rmsnorm",
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "pruned_heads": {},
@@ -218,6 +228,7 @@ _SIZES = {
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
+    "shared_intermediate_size": 2**20,
     "sliding_window": 2**24,
     "query_pre_attn_scalar": 2**20,
 }
@@ -304,6 +315,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     )
     fields: dict[str, Any] = {
         **{key: getattr(config, key) for key in _KEPT_KEYS},
+        "intermediate_size": getattr(config, "shared_intermediate_size", config.intermediate_size),
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
@@ -371,7 +383,7 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _missing_features(raw: Mapping[str, Any]) -> str:
     """Say what a model of an unknown family asks for that no family here has, by its keys."""
-    of_families = [f"{family.keys} {family.ignored_keys}".split() for family in FAMILIES.values()]
+    of_families = (family.keys.split() for family in FAMILIES.values())
     known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
     features: dict[str, list[str]] = {}
     for key, value in raw.items():
@@ -412,6 +424,8 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
+    has_experts = raw["model_type"] == "granitemoehybrid" and raw.get("num_local_experts") != 0
+    refuse(has_experts, "config.json: num_local_experts is not 0; a mixture of experts is not supported")
     eps = raw.get("rms_norm_eps", 1.0)
     refuse(
         not _is_positive(eps),
@@ -540,7 +554,10 @@ def _max_positions(config: Any) -> int:
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        return min(max(num_positions, int(rope["factor"] * original)), _SIZES["max_position_embeddings"])
+        stretched = int(
+            original * (rope["factor"] or 1)
+        )  # without a factor it is that of the stated positions
+        return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
 
 
@@ -552,6 +569,8 @@ def _ropes_of_layers(
     ropes: of each kind of layers; "" is the kind of all.
     """
     listed = getattr(config, "no_rope_layers", None)
+    if getattr(config, "position_embedding_type", "rope") != "rope":
+        listed = [False] * len(kinds)
     if listed is None:
         only_windows = family.ropes_only_windows and config.sliding_window is not None
         listed = [not only_windows or kind == "sliding_attention" for kind in kinds]
@@ -564,10 +583,14 @@ def _ropes_of_layers(
     ]
     distinct = list(dict.fromkeys(of_layers))
     fields = {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
-    rope = config.rope_parameters
-    if "llama_4_scaling_beta" in rope:
-        period = rope["original_max_position_embeddings"]
-        fields |= {"query_growth": rope["llama_4_scaling_beta"], "query_period": period}
+    if config.model_type in _GROWTH_KEYS:
+        growth = config.rope_parameters.get("llama_4_scaling_beta")
+        period = config.rope_parameters.get("original_max_position_embeddings")
+        refuse(
+            growth is None or period is None,
+            "config.json: rope_parameters lacks llama_4_scaling_beta or original_max_position_embeddings",
+        )
+        fields |= {"query_growth": growth, "query_period": period}
     return fields
 
 

@@ -221,26 +221,32 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.is_fused = config.fused_gate_up
         self.is_gated = config.gated_mlp
+        _, self.fused_name, self.down_name = config.mlp_names
         if self.is_fused:
-            self.gate_up_proj = Linear(hidden_size, 2 * inner_size, config.mlp_bias)
+            self.add_module(self.fused_name, Linear(hidden_size, 2 * inner_size, config.mlp_bias))
         else:
             if self.is_gated:
                 self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
             self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-        self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
+        self.add_module(self.down_name, Linear(inner_size, hidden_size, config.mlp_bias))
 
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = getattr(self, self.down_name)(self._inner(x))
+        return out
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """What the down-projection gets."""
         if not self.is_gated:
-            return self.down_proj(self._activate(self.up_proj(x)))
+            return self._activate(self.up_proj(x))
         if self.is_fused:
-            gate, up = self.gate_up_proj(x).chunk(2, 1)
+            gate, up = getattr(self, self.fused_name)(x).chunk(2, 1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         if self.activation == "silu" and device_kernels.are_used(x.device):
             from minirl.kernels.fused_gate import FusedGate
 
-            return self.down_proj(FusedGate.apply(gate, up))
-        return self.down_proj(self._activate(gate) * up)
+            return FusedGate.apply(gate, up)
+        return self._activate(gate) * up
 
     def _activate(self, x: Tensor) -> Tensor:
         return batch_invariance.activate(x, ACTIVATIONS[self.activation])
@@ -259,7 +265,8 @@ class DecoderLayer(nn.Module):
             self.self_attn = Attention(config, layer)
         else:
             self.linear_attn = GatedDeltaNet(config, layer)
-        self.mlp = MLP(config)
+        self.mlp_name = config.mlp_names[0]
+        self.add_module(self.mlp_name, MLP(config))
         self.norms = config.norms
         self.residual_multiplier = config.residual_multiplier
         for name in filter(None, config.norms):
@@ -270,7 +277,7 @@ class DecoderLayer(nn.Module):
         out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
         x = self._add(x, self._norm(out, self.norms.after_attention))
         out = self._norm(x, self.norms.before_mlp)
-        out = self.mlp(out)
+        out = getattr(self, self.mlp_name)(out)
         return self._add(x, self._norm(out, self.norms.after_mlp))
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:

@@ -44,7 +44,7 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     if given["max_running_requests"] == "auto":
         requests = MOST_REQUESTS[work.device_type]
         if work.policy.delta_net is not None:  # each place has a state, whether it is used or not
-            requests = min(requests, work.requests)
+            requests = min(requests, max(work.requests, work.in_flight))
         # At least half of the room is the cache's.
         while requests > 1 and sum(decoding_bytes(work, requests).values()) > room / 2:
             requests //= 2

@@ -25,7 +25,7 @@ DELTA_NET = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 28,
+    "linear_value_head_dim": 40,
 }
 
 

@@ -139,6 +139,20 @@ CASES = {
         },
         (None, None),
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 131,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.6,
+            "mamba_n_heads": 8,
+        },
+        (None, None),
+    ),
     "ministral": ("Ministral", {"sliding_window": 37, "head_dim": 24}, (37, 37)),
     "ministral3": (
         "Ministral3",
@@ -213,6 +227,32 @@ def _published(
     )
     shape = dict(zip(names.split(), map(int, sizes.split()), strict=True))
     return {"model_type": model_type, "rms_norm_eps": rms_norm_eps, **shape, **keys}, billions
+
+
+def _beside_vision(
+    sizes: str, billions: float, num_value_heads: int, **keys: Any
+) -> tuple[dict[str, Any], float]:
+    """A Qwen3.5 within its vision model."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text, _ = _published(
+        "qwen3_5_text",
+        sizes,
+        billions,
+        head_dim=256,
+        full_attention_interval=4,
+        attn_output_gate=True,
+        linear_num_key_heads=16,
+        linear_num_value_heads=num_value_heads,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        mamba_ssm_dtype="float32",
+        mtp_num_hidden_layers=1,
+        rope_parameters=rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+        **keys,
+    )
+    ids = {"image_token_id": 248056, "vision_start_token_id": 248053}
+    return {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, **ids, **keys}, billions
 
 
 # Published models from memory: config.json without keys of the tokenizer, and billions of parameters.
@@ -312,6 +352,22 @@ PUBLISHED = {
         rope_theta=1e7,
         tie_word_embeddings=True,
     ),
+    "granite-4.0-micro": _published(
+        "granitemoehybrid",
+        "100352 2560 8192 40 40 8 131072",
+        3.4,
+        **GRANITE,
+        logits_scaling=10.0,
+        tie_word_embeddings=True,
+        layer_types=["attention"] * 40,
+        shared_intermediate_size=8192,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        normalization_function="rmsnorm",
+        mamba_n_heads=80,
+        rope_theta=1e7,
+    ),
     "Ministral-8B": _published(
         "ministral", "131072 4096 12288 36 32 8 32768", 8.02, head_dim=128, rope_theta=1e8
     ),
@@ -361,6 +417,8 @@ PUBLISHED = {
         attention_bias=False,
         auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
     ),
+    "Qwen3.5-0.8B": _beside_vision("248320 1024 3584 24 8 2 262144", 0.752, 16, tie_word_embeddings=True),
+    "Qwen3.5-27B": _beside_vision("248320 5120 17408 64 24 4 262144", 26.9, 48),
     "Seed-OSS-36B": _published(
         "seed_oss",
         "155136 5120 27648 64 80 8 524288",
