@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from minirl.errors import InputError
 from minirl.generation.kv_cache import KVCache
@@ -35,7 +42,10 @@ def tokens_of(lengths, shared):
 
 
 def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
-    """The chunk in which the shared tokens end is computed once more, from the state of the parent or of its parent."""
+    """The chunk in which the shared tokens end is computed once more, from the state of the parent or its parent.
+
+    Pitfall 65.
+    """
     model = cached_model("states", torch.float32)
     is_exact = model.config.is_batch_invariant(torch.float32, CPU)
     sequences = tokens_of(LENGTHS, SHARED)
@@ -58,7 +68,10 @@ def hidden_states(model, sequence):
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
-    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are as in training."""
+    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are those of training.
+
+    Pitfalls 65 and 66.
+    """
     model = cached_model("states", dtype)
     if not model.config.is_batch_invariant(dtype, CPU):
         pytest.skip("this machine's products are not batch-invariant")
@@ -123,6 +136,32 @@ def test_the_plan_has_the_bytes_of_the_cache_and_its_states():
 
 
 @pytest.fixture
+def gemma_folder(tmp_path):
+    """A tiny vision model whose text_config leaves some sizes out, as those of Gemma 3 do."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "vocab_size": 90,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "gemma")
+    raw = json.loads((tmp_path / "gemma" / "config.json").read_text())
+    for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        del raw["text_config"][key]
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps(raw))
+    return tmp_path / "gemma"
+
+
+@pytest.fixture
 def vision_folder(tmp_path):
     """A tiny vision model with weights to predict further tokens."""
     text = DELTA_NET | {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2}
@@ -142,9 +181,11 @@ def vision_folder(tmp_path):
     return path.parent
 
 
+@pytest.mark.parametrize("fixture", ["vision_folder", "gemma_folder"])
 @torch.no_grad()
-def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(vision_folder, tmp_path):
+def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(fixture, tmp_path, request):
     """transformers loads the export as it does the original, with vision and as a language model."""
+    vision_folder = request.getfixturevalue(fixture)
     model = load_replica(vision_folder, dtype=torch.float32)
     tokens = torch.arange(70)
     expected = AutoModelForCausalLM.from_pretrained(vision_folder)(tokens[None]).logits[0]
@@ -159,8 +200,11 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(vision_fold
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_config(tmp_path / "saved") == model.config
-    again = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict()
-    assert all(torch.equal(again[name], before[name]) for name in before.keys() & again.keys())
+    again, original = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "saved", vision_folder)
+    )
+    assert all(torch.equal(again[name], original[name]) for name in original)
 
 
 @pytest.mark.parametrize(

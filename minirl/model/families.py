@@ -47,6 +47,19 @@ class Family:
     scales_embeddings: bool = False
 
 
+@dataclass(frozen=True)
+class VisionModel:
+    """A model of images and text, of which the text model is read."""
+
+    # The model_type of its text_config, and its class.
+    text: str
+    architecture: str
+    # What the names of the decoder's tensors begin with.
+    prefix: str
+    # Names of keys beside text_config that change nothing in the text model.
+    keys: str
+
+
 _AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GEMMA = LayerNorms(
     after_attention="post_attention_layernorm",
@@ -85,7 +98,12 @@ FAMILIES = {
     "gemma3_text": Family(
         "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
         "hidden_activation query_pre_attn_scalar rope_local_base_freq",
-        features={"norms": _GEMMA, "norm_adds_one": True, "qk_norm": True},
+        features={
+            "norms": _GEMMA,
+            "norm_adds_one": True,
+            "qk_norm": True,
+            "kept_weights": ("vision_tower.", "multi_modal_projector."),
+        },
         ignored_keys="cache_implementation",
         has_rope_of_kind=True,
         scales_embeddings=True,
@@ -144,13 +162,21 @@ FAMILIES = {
         ignored_keys="max_window_layers pretraining_tp",
     ),
 }
-# The model types of folders that hold a vision model too, and the type of the text model that is read.
-_TEXT_MODELS = {"qwen3_5": "qwen3_5_text"}
-# The keys of such a folder's config.json that change nothing in the text model.
-_VISION_KEYS = frozenset(
-    "model_type architectures text_config vision_config tie_word_embeddings image_token_id video_token_id "
-    "vision_start_token_id vision_end_token_id".split()
-)
+_KEYS_OF_VISION = ("model_type", "architectures", "text_config", "vision_config", "tie_word_embeddings")
+_VISION_MODELS = {
+    "qwen3_5": VisionModel(
+        "qwen3_5_text",
+        "Qwen3_5ForConditionalGeneration",
+        "model.language_model.",
+        "image_token_id video_token_id vision_start_token_id vision_end_token_id",
+    ),
+    "gemma3": VisionModel(
+        "gemma3_text",
+        "Gemma3ForConditionalGeneration",
+        "language_model.model.",
+        "image_token_index boi_token_index eoi_token_index mm_tokens_per_image",
+    ),
+}
 # Supported in every family.
 _KEYS_OF_ALL = frozenset(
     "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
@@ -296,7 +322,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
-            f"(supported: {', '.join((*FAMILIES, *_TEXT_MODELS))}; docs/families.md shows how to add one)"
+            f"(supported: {', '.join((*FAMILIES, *_VISION_MODELS))}; docs/families.md shows how to add one)"
         )
     family = FAMILIES[name]
     known = _KEYS_OF_ALL.union(family.keys.split())
@@ -336,34 +362,40 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
     """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
-    return "model.language_model." if raw.get("model_type") in list(_TEXT_MODELS) else "model."
+    vision = _VISION_MODELS.get(str(raw.get("model_type")))
+    return "model." if vision is None else vision.prefix
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
-    Raises InputError for keys that may change the text model.
+    Sizes that it leaves out are those of the family, as in Gemma 3's files. Raises InputError for keys that may change
+    the text model.
     """
-    name = raw.get("model_type")
-    if name not in list(_TEXT_MODELS):
+    from transformers import CONFIG_MAPPING
+
+    vision = _VISION_MODELS.get(str(raw.get("model_type")))
+    if vision is None:
         return raw
+    known = _HARMLESS_KEYS.union(_KEYS_OF_VISION, vision.keys.split())
     for key, value in raw.items():
-        is_known = key in _VISION_KEYS | _HARMLESS_KEYS
-        refuse(not is_known, f"config.json: {key}={value!r} is not supported beside text_config")
+        refuse(key not in known, f"config.json: {key}={value!r} is not supported beside text_config")
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != _TEXT_MODELS[name]:
-        raise InputError(f"config.json: text_config has not the model_type {_TEXT_MODELS[name]!r}")
+    if not isinstance(text, dict) or text.get("model_type") != vision.text:
+        raise InputError(f"config.json: text_config has not the model_type {vision.text!r}")
     classes = raw.get("architectures")
     refuse(
-        bool(classes) and classes != ["Qwen3_5ForConditionalGeneration"],
-        f"config.json: architectures={classes!r} is not supported; expected Qwen3_5ForConditionalGeneration",
+        bool(classes) and classes != [vision.architecture],
+        f"config.json: architectures={classes!r} is not supported; expected {vision.architecture}",
     )
-    tied = text.get("tie_word_embeddings", False)
+    defaults = CONFIG_MAPPING[vision.text]()
+    tied = text.get("tie_word_embeddings", defaults.tie_word_embeddings)
     refuse(
         raw.get("tie_word_embeddings", tied) != tied,
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
-    return {key: value for key, value in text.items() if key != "architectures"}
+    sizes = {key: getattr(defaults, key) for key in _REQUIRED_SIZES}
+    return sizes | {key: value for key, value in text.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -327,6 +327,26 @@ PUBLISHED = {
         final_logit_softcapping=None,
         cache_implementation="hybrid",
     ),
+    "gemma-3-4b-it": (
+        {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        3.88,
+    ),
     "GLM-4-9B-0414": _published(
         "glm4",
         "151552 4096 13696 40 32 2 32768",
