@@ -106,6 +106,12 @@ def train_one_update(rank, folder, options):
         assert parameter.data_ptr() == weight.data_ptr()
         assert weight.grad is None
         assert not weight.requires_grad
+    value_config = dataclasses.replace(config, scalar_head=True)
+    value = ShardedModel(value_config, folder, base=model, dtype=torch.float32, device=CPU, **options)
+    assert value.masters.keys() == {*model.masters, "score.weight"}
+    for name, weight in value.compute_weights.items():
+        is_shared = name in after and weight.data_ptr() == model.compute_weights[name].data_ptr()
+        assert is_shared == (name not in value.masters), name
     masters = model.full_masters()
     assert all(torch.equal(masters[name], after[name]) for name in masters)
     # What a checkpoint's thread writes does not change with the next update.

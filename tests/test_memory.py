@@ -16,12 +16,12 @@ from torch import Tensor
 from minirl.generation.kv_cache import KVCache
 from minirl.kernels import launching
 from minirl.model import attention
-from minirl.model.config import ModelConfig
+from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.plan import choice, formulas, needs
-from minirl.plan.formulas import layer_bytes
+from minirl.plan.formulas import layer_bytes, num_parameters, num_trained_parameters
 from minirl.plan.workload import Sizes, Workload
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
@@ -177,6 +177,15 @@ def make_workload(config: ModelConfig, **changes: Any) -> Workload:
         enough_tokens=8192,
     )
     return dataclasses.replace(work, **changes)
+
+
+def test_a_value_model_on_the_policys_base_holds_its_adapters_and_head():
+    """And one of another folder its base too."""
+    policy = QWEN_7B.with_adapters(Adapters(16, 16.0, LINEAR_LAYERS))
+    value = dataclasses.replace(policy, scalar_head=True)
+    for shares_base, count in ((True, num_trained_parameters), (False, num_parameters)):
+        work = make_workload(policy, trained=(policy, value), shares_base=shares_base)
+        assert needs.always_bytes(work)["weights"] == 4 * (num_parameters(policy) + count(value))
 
 
 def fitting(work: Workload, free: float) -> Sizes:

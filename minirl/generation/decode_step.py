@@ -70,4 +70,5 @@ def pack_sampled(tokens: Tensor, logprobs: Tensor, kept_ids: Tensor) -> Tensor:
     Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W].
     """
     bits = logprobs.float().view(torch.int32)
-    return torch.cat([torch.stack([tokens.int(), bits]), kept_ids.T])
+    packed = torch.stack([tokens.int(), bits])
+    return torch.cat([packed, kept_ids.T]) if kept_ids.shape[1] else packed

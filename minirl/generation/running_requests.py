@@ -180,9 +180,11 @@ class RunningRequests:
         self._logprobs[rows, index] = logprobs[is_wanted]
         self._weight_versions[rows, index] = pending.weight_version
         self._is_sampled[rows, index] = True
-        kept_ids = kept_ids[is_wanted, : self._kept_ids.shape[2]]
-        self._num_kept[rows, index] = (kept_ids >= 0).sum(1, dtype=torch.int32)
-        self._kept_ids[rows, index, : kept_ids.shape[1]] = kept_ids
+        self._num_kept[rows, index] = 0
+        if kept_ids.shape[1]:
+            kept_ids = kept_ids[is_wanted, : self._kept_ids.shape[2]]
+            self._num_kept[rows, index] = (kept_ids >= 0).sum(1, dtype=torch.int32)
+            self._kept_ids[rows, index, : kept_ids.shape[1]] = kept_ids
         self.counts[rows] += 1
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))

@@ -35,7 +35,6 @@ class Family:
     ignored_keys: str = ""
     # Each kind of layers has a rope, in `rope_parameters` by the kind.
     has_rope_of_kind: bool = False
-    has_partial_rope: bool = False
     has_interleaved_rope: bool = False
     # Where some layers have windows, the others have no rope.
     ropes_only_windows: bool = False
@@ -108,13 +107,10 @@ FAMILIES = {
         has_rope_of_kind=True,
         scales_embeddings=True,
     ),
-    "glm": Family(
-        "attention_bias partial_rotary_factor", _GLM, has_partial_rope=True, has_interleaved_rope=True
-    ),
+    "glm": Family("attention_bias partial_rotary_factor", _GLM, has_interleaved_rope=True),
     "glm4": Family(
         "attention_bias partial_rotary_factor",
         _GLM | {"norms": _GLM4},
-        has_partial_rope=True,
         has_interleaved_rope=True,
     ),
     "granite": Family(
@@ -137,7 +133,6 @@ FAMILIES = {
         "sliding_window original_max_position_embeddings partial_rotary_factor",
         features={"fused_qkv": True, "fused_gate_up": True},
         ignored_keys="auto_map full_attn_mod interpolate_factor",
-        has_partial_rope=True,
     ),
     "qwen3_5_text": Family(
         f"layer_types full_attention_interval attention_bias partial_rotary_factor {' '.join(_DELTA_SIZES.values())}",
@@ -149,7 +144,6 @@ FAMILIES = {
         },
         ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
         "mtp_use_dedicated_embeddings",
-        has_partial_rope=True,
         ignored_rope_keys="mrope_section mrope_interleaved",
         has_delta_net=True,
     ),
@@ -665,7 +659,7 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
     type_name, theta = keys.pop("rope_type", None), keys.pop("rope_theta", None)
     for ignored in ("type", *family.ignored_rope_keys.split()):
         keys.pop(ignored, None)
-    part = keys.pop("partial_rotary_factor", 1.0) if family.has_partial_rope else 1.0
+    part = keys.pop("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.keys else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
     known = _GROWTH_KEYS.get(config.model_type, set()).union(_ROPE_KEYS.get(str(type_name), "").split())
     refuse(

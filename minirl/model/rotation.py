@@ -1,7 +1,6 @@
 """Rotary position embedding of queries and keys."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,11 @@ class Rotation:
     sin: Tensor
     is_interleaved: bool = False
     query_scale: Tensor | None = None
+
+    def at(self, positions: Tensor) -> "Rotation":
+        """Of the rotation at all positions, that of tokens at `positions` int64 [T]."""
+        scale = None if self.query_scale is None else self.query_scale[positions]
+        return Rotation(self.cos[positions], self.sin[positions], self.is_interleaved, scale)
 
 
 @functools.cache
@@ -57,15 +61,6 @@ def _cos_and_signed_sin(rope: Rope, position: Tensor) -> tuple[Tensor, Tensor]:
     full_cos = torch.cat([cos, cos], -1).flatten(1)
     signed_sin = torch.cat([-sin, sin], -1).flatten(1)
     return (rope.amplitude * full_cos)[:, None], (rope.amplitude * signed_sin)[:, None]
-
-
-def rotations_at(tables: Sequence[Rotation], positions: Tensor) -> list[Rotation]:
-    """The rotations of tokens at `positions` int64 [T], from the tables of all positions."""
-    found = []
-    for table in tables:
-        scale = None if table.query_scale is None else table.query_scale[positions]
-        found.append(Rotation(table.cos[positions], table.sin[positions], table.is_interleaved, scale))
-    return found
 
 
 def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

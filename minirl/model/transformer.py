@@ -23,7 +23,7 @@ from minirl.model import batch_invariance, delta_rule, device_kernels, padding
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.delta_rule import DeltaRows
-from minirl.model.rotation import Rotation, rope_table, rotate_pair, rotations_at
+from minirl.model.rotation import Rotation, rope_table, rotate_pair
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -345,7 +345,7 @@ class Transformer(nn.Module):
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)
-        rotations = rotations_at(rope_table(self.config, tokens.device), padded_positions)
+        rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.embedding_multiplier != 1:
             # Rounded to the dtype of the states, as Gemma was trained.

@@ -25,7 +25,9 @@ CPU_FACTOR = 2.0
 
 def always_bytes(work: Workload) -> dict[str, float]:
     """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
-    held = {"weights": float(work.dtype.itemsize * sum(map(num_parameters, work.trained)))}
+    own = num_trained_parameters if work.shares_base else num_parameters
+    num_held = num_parameters(work.policy) + sum(map(own, work.trained[1:]))
+    held = {"weights": float(work.dtype.itemsize * num_held)}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}

@@ -37,6 +37,7 @@ class Workload:
 
     trains: false in an evaluation, where the policy has neither masters nor an update.
     trained: policy, then value models; frozen: reference, teacher and reward models, by name.
+    shares_base: value models have adapters on the policy's own weights.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
@@ -62,6 +63,7 @@ class Workload:
     in_flight: int = 0
     taught_tokens: int = 0
     trains: bool = True
+    shares_base: bool = False
 
     @property
     def policy(self) -> ModelConfig:

@@ -83,6 +83,7 @@ def workload(
         else 0,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
         trains=config.trains,
+        shares_base=config.adapters is not None and value_folder is None,
     )
 
 

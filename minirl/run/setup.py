@@ -125,7 +125,7 @@ class Setup:
         self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
-        self._policy: ShardedModel | None = None  # the first that is loaded
+        self._models: dict[Path, ShardedModel] = {}  # the first that is loaded of each folder
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
@@ -138,7 +138,10 @@ class Setup:
     def load_trainable(
         self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`."""
+        """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`.
+
+        Models of the same folder share the weights that none of them trains.
+        """
         model = ShardedModel(
             model_config,
             folder,
@@ -149,8 +152,9 @@ class Setup:
             num_shards=self._num_shards,
             offload_optimizer=self.config.offload_optimizer,
             is_frozen=is_frozen,
+            base=self._models.get(folder),
         )
-        self._policy = self._policy or model
+        self._models.setdefault(folder, model)
         optimizer = model.make_optimizer(
             betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
         )
@@ -164,8 +168,8 @@ class Setup:
         """
         source: Transformer | Path
         if folder is None and self.config.adapters:
-            assert self._policy is not None, "load the policy before its reference"
-            source = self._policy.without_adapters()
+            assert self._models, "load the policy before its reference"
+            source = next(iter(self._models.values())).without_adapters()
         else:
             kept = self.folder.path / REFERENCE
             is_kept = self.folder.checkpoint is not None and kept.is_dir()

@@ -55,6 +55,7 @@ class ShardedModel:
         num_shards: int | None = None,
         offload_optimizer: bool = False,
         is_frozen: Callable[[str], bool] | None = None,
+        base: "ShardedModel | None" = None,
     ):
         """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
 
@@ -70,6 +71,8 @@ class ShardedModel:
 
         is_frozen: whether the parameter of this name stays as it is, without master, gradient and moments; None: none
         does. All but the adapters and a scalar head stay if `config` has adapters.
+
+        base: a model of the same folder, whose storage this one has for what both leave as it is.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -83,6 +86,11 @@ class ShardedModel:
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
         frozen = self._freeze(dtype, is_frozen)
+        if base is not None:
+            held = base.module.named_parameters()
+            shared = {name: weight for name, weight in held if name in frozen and not weight.requires_grad}
+            self.module.load_state_dict(shared, strict=False, assign=True)
+            frozen |= shared
         self._num_shards = num_shards or world_size()
         mesh = _device_mesh(device.type, self._num_shards)
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -110,7 +118,10 @@ class ShardedModel:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if device.type == "cpu":
                 unit.set_custom_reduce_scatter(_CountedReduceScatter())
-        self.module.to_empty(device="cpu" if offload_optimizer else device)
+        place = "cpu" if offload_optimizer else device
+        self.module._apply(
+            lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+        )
         if frozen:
             self.module.tie_weights()  # FSDP does it for the parameters that it knows
         load_weights(self.module, folder)
