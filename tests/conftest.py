@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import support.interpreter  # noqa: F401  before any test imports triton
 from minirl.run.embedded_model import embedded_model_folder
 from support.rank_pool import RankPool, wait_for_replies
 

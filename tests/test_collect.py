@@ -22,7 +22,7 @@ from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.training.batch import pack
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score, score_batch
@@ -540,7 +540,9 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
         for sample, value in enumerate(values):
             mask = torch.arange(length) > 0
             streams = (torch.arange(length), mask, -mask.float(), mask.int())
-            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
+            rollouts.append(
+                Rollout(*streams, 1, RolloutId(ordinal, sample), "stop", kept=KeptIds.none(length))
+            )
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
     failed = torch.zeros(len(rollouts), dtype=torch.bool)

@@ -429,7 +429,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
     (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "complaint" in text)
     names = {}
     exec(source.replace("generate(", "generate(max_tokens=9, "), names)
-    rollouts = rollouts_of(names["rollout"], 8, prompts=chat_prompts(400))
+    rollouts = rollouts_of(names["rollout"], 16, prompts=chat_prompts(400))
     num_errors = 0
     for rollout in rollouts:
         told = [turn.parse_error for turn in rollout.episode.turns]

@@ -206,8 +206,9 @@ def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
     assert sum(prefills) == len(requests) * 31
 
 
-def test_a_request_that_is_aborted_takes_17_bytes_a_token():
-    """An id, a logprob, a version of the weights and whether it was sampled; nothing of the arrays of the batch."""
+def test_a_request_that_is_aborted_takes_21_bytes_a_token():
+    """An id, a logprob, a version of the weights, the number of kept ids and whether it was sampled; nothing of the
+    arrays of the batch."""
     engine = make_engine(cached_model("full", torch.float32))
     request = make_request(make_prompt(9), max_new_tokens=20, stop_ids=frozenset())
     engine.submit([request])
@@ -215,8 +216,9 @@ def test_a_request_that_is_aborted_takes_17_bytes_a_token():
         engine.step()
     (paused,) = engine.abort()
     assert len(paused.sampled) > 15
-    streams = vars(paused.sampled).values()
-    assert sum(stream.untyped_storage().nbytes() for stream in streams) == 17 * len(paused.sampled)
+    *streams, kept = vars(paused.sampled).values()
+    streams += vars(kept).values()
+    assert sum(stream.untyped_storage().nbytes() for stream in streams) == 21 * len(paused.sampled)
 
 
 def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():

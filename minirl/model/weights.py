@@ -111,7 +111,7 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
     None are saved with a scalar head.
     """
-    if config.scalar_head:
+    if config.scalar_head or not config.kept_weights:
         return {}
     kept = {}
     for name, path in _file_of_each_tensor(folder).items():
