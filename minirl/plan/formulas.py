@@ -83,13 +83,13 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
-    normed = sum(name is not None for name in config.norms) * config.hidden_size
-    normed += (queries + keys) * config.qk_norm
-    if config.norm_adds_one:  # its input in fp32
-        normed *= max(1, 4 // dtype.itemsize)
-    mixing: float = (7 if config.attention_gate else 4) * queries
+    # The input of a norm, in fp32 if it adds one.
+    of_norm = max(1, 4 // dtype.itemsize) if config.norm_adds_one else 1
+    normed = of_norm * sum(name is not None for name in config.norms) * config.hidden_size
+    mixing: float = (6 if config.attention_gate else 4) * queries
+    mixing += of_norm * (queries + keys) * config.qk_norm
     if (delta := config.delta_net) is not None:
-        of_delta = delta.num_channels + (2 + 20 / dtype.itemsize) * delta.num_values
+        of_delta = delta.num_channels + (1 + 16 / dtype.itemsize) * delta.num_values
         mixing += len(delta.layers) / config.num_hidden_layers * (of_delta - mixing)
     return dtype.itemsize * (2 * config.hidden_size + normed + inner + mixing + adapters)
 
