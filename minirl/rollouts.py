@@ -63,8 +63,8 @@ class KeptIds:
 
     @staticmethod
     def none(n: int) -> "KeptIds":
-        """Return none for each of n tokens."""
-        return KeptIds(torch.zeros(n, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
+        """Return none for each of n tokens; they share one zero in memory."""
+        return KeptIds(torch.zeros(1, dtype=torch.int32).expand(n), torch.empty(0, dtype=torch.int32))
 
     @staticmethod
     def of_rows(rows: Tensor, counts: Tensor) -> "KeptIds":
@@ -74,6 +74,8 @@ class KeptIds:
     @staticmethod
     def join(parts: Sequence["KeptIds"]) -> "KeptIds":
         """Return those of all parts, end to end; one part or more."""
+        if not any(len(part.ids) for part in parts):
+            return KeptIds.none(sum(map(len, parts)))
         return KeptIds(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
 
     def __len__(self) -> int:
