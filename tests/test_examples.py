@@ -103,6 +103,7 @@ def test_reward_model(two_ranks, runs, pairs):
 COST = f"--reward {EXAMPLES}/no_nines.py:right {EXAMPLES}/no_nines.py:cost --cost-threshold 0.1"
 
 
+@pytest.mark.slow
 def test_safe_ppo(two_ranks, runs, tmp_path):
     """The multiplier is in the checkpoint, and grows while the cost is above its threshold."""
     fork = forked(tmp_path, "safe_ppo")

@@ -24,6 +24,7 @@ from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel, after_prompts
 from minirl.training.scoring import score, score_batch
 from support.collecting import make_collector, make_frozen
+from support.marks import slow
 from support.memory import allocated_bytes
 from support.resuming import digests, interrupted_copy
 from support.rollouts import in_two_branches
@@ -92,7 +93,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("form", ["sampled", "reverse", pytest.param("forward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["sampled", slow("reverse"), slow("forward")])
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):

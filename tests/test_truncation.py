@@ -339,7 +339,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [slow("top-k"), "partial", "lora", slow("ppo")])
+@pytest.mark.parametrize("case", [slow("top-k"), "partial", slow("lora"), slow("ppo")])
 def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bits(two_ranks, runs, case):
     """Two ranks. The first update's ratio is exactly 1, and the KL to a reference with the same weights exactly 0."""
     script, flags = CASES[case]
