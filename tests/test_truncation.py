@@ -41,7 +41,7 @@ def columns(truncations):
 def truncated(logits, truncations):
     """The kept ids of each row, and the logprobs of the truncated distributions."""
     masked = logits.clone()
-    ids = truncate(masked, torch.zeros(len(logits), dtype=torch.bool), *columns(truncations))
+    ids = truncate(masked, torch.ones(len(logits)), *columns(truncations))
     return [row[row >= 0].tolist() for row in ids], masked.log_softmax(-1)
 
 

@@ -463,7 +463,7 @@ class KVCache:
             if self.kernel != "portable":
                 # Void columns hold numbers of other blocks. The kernels read no further than the keys.
                 inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
-        return inputs + [rows] * bool(self.states)
+        return [*inputs, rows] if self.states else inputs
 
     def decode_layout(
         self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None

@@ -144,23 +144,23 @@ def sample(
     [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
-    is_greedy = temperature == 0
-    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
     kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
     if device_kernels.are_used(head.device):
         from minirl.kernels.fused_sampling import sample_logits
 
         logits = head_logits(hidden, head)
         if truncation:
-            logits.div_(divisor)
-            kept_ids = truncate(logits, is_greedy, *truncation)
-            temperature = torch.where(is_greedy, 0.0, 1.0)
+            logits.div_(_divisor(temperature))
+            kept_ids = truncate(logits, temperature, *truncation)
+            # The logits are divided; 0 still takes the likeliest token.
+            temperature = (temperature > 0).float()
         return *sample_logits(logits, temperature, uniform), kept_ids
+    divisor = _divisor(temperature)
     head_chunks = head.split(vocab_chunk)
     logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
     logits = logit_chunks[0] if len(logit_chunks) == 1 else torch.cat(logit_chunks, -1)
     if truncation:
-        kept_ids = truncate(logits, is_greedy, *truncation)
+        kept_ids = truncate(logits, temperature, *truncation)
         logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
         logprobs = log_softmax(logits, None)
@@ -168,6 +168,7 @@ def sample(
         chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
         logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
+    is_greedy = temperature == 0
     if is_greedy.any():
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
@@ -175,19 +176,24 @@ def sample(
     return tokens, token_logprobs[:, 0], kept_ids
 
 
-def truncate(logits: Tensor, is_greedy: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _divisor(temperature: Tensor) -> Tensor:
+    """What logits [B, V] are divided by, [B, 1]: 1 where the temperature is 0."""
+    return torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the ids int32 [B, MAX_KEPT] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
 
     The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`. A row's ids
-    begin with the likeliest, and -1 follows the last; a greedy row keeps all tokens and has no ids. The rules and
-    their order are those of transformers' logits processors.
+    begin with the likeliest, and -1 follows the last; a row of temperature 0 keeps all tokens and has no ids. The rules
+    and their order are those of transformers' logits processors.
     """
     num_missing = max(0, MAX_KEPT - logits.shape[1])
     top_logits, ids = logits.topk(MAX_KEPT - num_missing)
     top_logits = F.pad(top_logits, (0, num_missing), value=-torch.inf)
     ids = F.pad(ids, (0, num_missing), value=-1)
     place = torch.arange(MAX_KEPT, device=logits.device)
-    is_kept = (place < top_k[:, None]) & ~is_greedy[:, None] & (ids >= 0)
+    is_kept = (place < top_k[:, None]) & (temperature > 0)[:, None] & (ids >= 0)
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     share_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.

@@ -2,12 +2,11 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape, so five rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, no linear layer is computed
-with fewer than MIN_COLUMNS columns, long bf16 reductions
-run in tiles of `TILE_ROWS` rows, bf16 is multiplied in fp32 where the CPU has no bf16 instructions
-(`product_dtype`), and a rank computes on one thread (`ranks.process_group.start`). `is_batch_invariant` checks
-whether these rules suffice on this machine for linear layers and the head, `portable_attention.min_queries` for
-attention.
+shape, so five rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, no linear layer is
+computed with fewer than `MIN_COLUMNS` columns, long bf16 reductions run in tiles of `TILE_ROWS` rows, bf16 is
+multiplied in fp32 where the CPU has no bf16 instructions (`product_dtype`), and a rank computes on one thread
+(`ranks.process_group.start`). `is_batch_invariant` checks whether these rules suffice on this machine for linear
+layers and the head, `portable_attention.min_queries` for attention.
 
 On CUDA none of this is done, and the bits may differ. The gap between the logprobs is measured at every step
 instead.

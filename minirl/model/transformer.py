@@ -157,9 +157,8 @@ class GatedDeltaNet(nn.Module):
         num_rows = len(layout.positions)
         mixed = self.in_proj_qkv(x)[:num_rows]
         beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
-        step = batch_invariance.activate(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide), F.softplus)[
-            :num_rows
-        ]
+        step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
+        step = batch_invariance.activate(step, F.softplus)[:num_rows]
         decay = -self.A_log.to(wide).exp() * step
         if isinstance(layout, PackedLayout):
             # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.

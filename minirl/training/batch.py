@@ -371,6 +371,8 @@ def exchange(
 
 def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
     """Those of the tokens at these places, in this order."""
+    if not len(kept.ids):  # the sums below would cover the whole batch for each of its microbatches
+        return KeptIds.none(len(places))
     starts = kept.counts.cumsum(0) - kept.counts
     counts = kept.counts[places]
     return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
