@@ -17,6 +17,7 @@ class Sizes:
     max_tokens_per_microbatch: int
     recompute_layers: bool
     shard_gradients: bool
+    decode_group: int = 1
 
     def flags(self, *, trains: bool = True) -> str:
         """The sizes as flags of a command line; trains: also those of an update."""
@@ -28,6 +29,8 @@ class Sizes:
             f"--recompute-layers {'on' if self.recompute_layers else 'off'} "
             f"--shard-gradients {'on' if self.shard_gradients else 'off'}"
         )
+        if self.decode_group > 1:
+            of_update += f" --shard-decode on --decode-group {self.decode_group}"
         return of_generation + (of_update if trains else "")
 
 

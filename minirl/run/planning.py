@@ -99,6 +99,7 @@ def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, 
     recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay.
     """
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
+    given["decode_group"] = 1
     for name in _SWITCHES:
         if given[name] != "auto":
             given[name] = given[name] == "on"
