@@ -14,11 +14,10 @@ from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.logprobs import MAX_KEPT
 from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
-from minirl.rollouts import Truncation
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
+from minirl.truncation import Truncation
 
 # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
@@ -213,7 +212,6 @@ POSITIVE = (
     "group_size",
     "max_new_tokens",
     "temperature",
-    "top_p",
     "max_running_requests",
     "cache_tokens",
     "lr",
@@ -230,9 +228,6 @@ POSITIVE = (
 )
 # A larger size is a typo, which would use up the host's memory or processes before anything fails.
 MOST = {
-    "top_k": MAX_KEPT,
-    "top_p": 1,
-    "min_p": 1,
     "threads": 1024,
     "reward_workers": 1024,
     "rollout_workers": 1024,
@@ -517,12 +512,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
             target not in LINEAR_LAYERS,
             f"--lora-targets {target}: one of {' '.join(LINEAR_LAYERS)}; head and embeddings have no adapters",
         )
-    for name in config.truncation.active:
-        refuse(
-            not config.top_k,
-            f"{flag_of(name)} {getattr(config, name)}: needs --top-k, which bounds the tokens that a sample is taken "
-            f"among: training needs their ids; add --top-k {MAX_KEPT}, the most",
-        )
+    config.truncation.checked(flag_of)
     refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))
     refuse(
