@@ -20,6 +20,7 @@ from minirl.rollouts import (
     rollout_of,
     token_tensor,
 )
+from minirl.truncation import Truncation
 
 
 class NextTurn(NamedTuple):
@@ -33,6 +34,7 @@ class NextTurn(NamedTuple):
     max_new_tokens: int
     stop_test: StopTest | None
     turn_start: int
+    truncation: Truncation
 
 
 class RunningRequests:
@@ -43,7 +45,8 @@ class RunningRequests:
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
     turn_starts int64: tokens after the prompt before the present turn
-    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling
+    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling the
+    present turn
     past_requests int64: how many requests had this row before, which tells the tokens of one from those of the next
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
@@ -102,15 +105,14 @@ class RunningRequests:
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
         kept = request.sampled.kept.rows()
-        top_k, top_p, min_p = request.truncation
-        self._make_room(row, request.max_new_tokens, max(top_k, kept.shape[1]))
+        self._make_room(row, request.max_new_tokens, max(request.truncation.top_k, kept.shape[1]))
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
         self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
-        self.top_ks[row], self.top_ps[row], self.min_ps[row] = top_k, top_p, min_p
+        self._set_truncations([row], [request.truncation])
         count = len(request.sampled)
         self.counts[row] = count
         if count:
@@ -130,7 +132,10 @@ class RunningRequests:
         starts = self.counts[rows]
         ends = starts + num_appended
         limits = ends + torch.tensor([turn.max_new_tokens for turn in turns])
-        self._make_room(int(rows.max()), int(limits.max()))
+        truncations = [turn.truncation for turn in turns]
+        num_kept = max(truncation.top_k for truncation in truncations)
+        self._make_room(int(rows.max()), int(limits.max()), num_kept)
+        self._set_truncations(rows, truncations)
         columns = concatenated_ranges(starts, num_appended)
         places = (rows.repeat_interleave(num_appended), columns)
         self._tokens[places] = token_tensor(
@@ -209,6 +214,7 @@ class RunningRequests:
             max_new_tokens=int(self.limits[row]),
             stop_test=self._stop_tests.get(row),
             turn_start=int(self.turn_starts[row]),
+            truncation=self.truncation(row),
         )
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
@@ -233,6 +239,15 @@ class RunningRequests:
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped += itertools.compress(tested, test(turns))
         return stopped
+
+    def truncation(self, row: int) -> Truncation:
+        """That of the present turn."""
+        return Truncation(int(self.top_ks[row]), float(self.top_ps[row]), float(self.min_ps[row]))
+
+    def _set_truncations(self, rows: Tensor | Sequence[int], truncations: Sequence[Truncation]) -> None:
+        columns = zip(*truncations, strict=True)
+        for array, column in zip((self.top_ks, self.top_ps, self.min_ps), columns, strict=True):
+            array[rows] = torch.tensor(column, dtype=array.dtype)
 
     def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
         if stop_test is None:

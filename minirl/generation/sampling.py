@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import MAX_KEPT, VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
+from minirl.truncation import MAX_KEPT
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
@@ -136,7 +137,7 @@ def sample(
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
-    likeliest token and records its logprob at temperature 1; truncation: the fields of `rollouts.Truncation`,
+    likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
     top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request has any; vocab_chunk: tokens of the vocabulary
     per product with the head; CUDA has one product.
 
