@@ -20,7 +20,9 @@ ORDER = (
 ).split()
 # Parts that a default run does not need: others import them late, within functions.
 ANNEXES = ("kernels", "agents", "plot", "show", "evaluate", "merge")
-HEAVY = "matplotlib transformers wandb flash_attn torch.distributed.fsdp huggingface_hub tokenizers".split()
+HEAVY = (
+    "matplotlib transformers wandb flash_attn fla torch.distributed.fsdp huggingface_hub tokenizers".split()
+)
 
 
 def module_name(path):

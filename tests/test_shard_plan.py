@@ -1,6 +1,8 @@
 """The plan of runs that decode from shards: bytes by hand for large models, and which ranks decode together."""
 
 import dataclasses
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from minirl.plan.workload import Sizes, Workload
 from minirl.run.config import RunConfig
 from minirl.run.planning import possible_decode_groups
 from support import models
+from support.memory import formula
 
+ROOT = Path(__file__).parent.parent
 QWEN_7B, QWEN_14B, QWEN_32B, LLAMA_70B = (
     config_from_dict(raw) for raw in (models.QWEN_7B, models.QWEN_14B, models.QWEN_32B, models.LLAMA_70B)
 )
@@ -190,6 +194,43 @@ def test_reward_models_are_whole_and_parked_where_the_reference_is_sharded():
     assert "reference" not in phases["score (reference)"]
     assert phases["score (reward model)"]["reward model"] == 2 * formulas.num_parameters(judge)
     assert needs.host_bytes(work)["parked models"] == formulas.pinned_bytes(judge, 2)
+
+
+def test_the_plan_computes_what_the_page_says():
+    """Every row of its table on shards."""
+    work = make_workload(QWEN_32B, num_ranks=8, kl=True)
+    sizes = Sizes(64, 10_000, 4096, recompute_layers=False, shard_gradients=True)
+    always, phases = needs.always_bytes(work), needs.phase_bytes(work, sizes)
+    computed = {
+        "rows to decode from": always["weights"],
+        "sharded reference": always["reference"],
+        "gathered weights, with U parameters in a layer": phases["update"]["gathered weights"],
+        "cached token in a group": phases["generate"]["cache"] / 10_000,
+    }
+    letters = {
+        "P": formulas.num_parameters(QWEN_32B),
+        "U": formulas.layer_parameters(QWEN_32B),
+        "L": 64,
+        "K": 1024,
+        "W": 8,
+    }
+    assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}
+    whole = needs.phase_bytes(dataclasses.replace(work, decode_group=1), sizes)["generate"]["decode logits"]
+    assert phases["generate"]["decode logits"] == 2 * whole
+
+
+def test_the_model_of_a_decode_step_gathers_what_the_plan_counts(monkeypatch):
+    """By hand, 64 rows of 2,048 tokens, 32B on 8 ranks: 258 gathers, of 7 / 8 of all columns and logits."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    model = importlib.import_module("shard_decode")
+    parts = model.step_parts(model.SHAPES["32B"], 8, rows=64, context=2048, gather_s=1e-5)
+    columns = 2 * 64 * (40 * 128 + 27648 + 2 * 5120) + 4 * 152064 + 2 * 5120
+    assert formulas.num_gathers(QWEN_32B) == 258
+    assert parts["gathers"] == pytest.approx(258 * 1e-5 + 64 * columns * 7 / 8 / 350e9)
+    assert parts["cache"] == pytest.approx(64 * 2048 * 4 * 64 * 128 / 3e12)
+    # No faster than the rows of the weights are read.
+    assert parts["products"] > 2 * (64 * formulas.layer_parameters(QWEN_32B) + 152064 * 5120) / 8 / 3e12
+    assert sum(parts.values()) == pytest.approx(10.3e-3, abs=0.1e-3)
 
 
 AUTO, ON, OFF = ({"shard_decode": mode} for mode in ("auto", "on", "off"))
