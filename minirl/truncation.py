@@ -25,11 +25,7 @@ class Truncation(NamedTuple):
     @property
     def active(self) -> dict[str, float]:
         """The fields that leave tokens out, by name."""
-        return {
-            name: getattr(self, name)
-            for name, off in self._field_defaults.items()
-            if getattr(self, name) != off
-        }
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
     def checked(self, named: Callable[[str], str] = str) -> "Truncation":
         """Return these. Raises InputError naming a field out of its range, or one that needs top_k.

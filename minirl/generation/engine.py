@@ -224,7 +224,7 @@ class Engine:
             self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
             turn_start = num_tokens if turn_start is None else turn_start
-            truncation = truncation or self._running.truncation(row)
+            truncation = truncation or self._running.requests[row].truncation
             turn = NextTurn(row, tokens, max_new_tokens, stop_test, turn_start, truncation)
             self._next_turns.append(turn)
             self._resumed.append(row)

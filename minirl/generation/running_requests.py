@@ -112,7 +112,7 @@ class RunningRequests:
         self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
-        self._set_truncations([row], [request.truncation])
+        self.top_ks[row], self.top_ps[row], self.min_ps[row] = request.truncation
         count = len(request.sampled)
         self.counts[row] = count
         if count:
@@ -132,10 +132,8 @@ class RunningRequests:
         starts = self.counts[rows]
         ends = starts + num_appended
         limits = ends + torch.tensor([turn.max_new_tokens for turn in turns])
-        truncations = [turn.truncation for turn in turns]
-        num_kept = max(truncation.top_k for truncation in truncations)
+        num_kept = max(turn.truncation.top_k for turn in turns)
         self._make_room(int(rows.max()), int(limits.max()), num_kept)
-        self._set_truncations(rows, truncations)
         columns = concatenated_ranges(starts, num_appended)
         places = (rows.repeat_interleave(num_appended), columns)
         self._tokens[places] = token_tensor(
@@ -150,6 +148,10 @@ class RunningRequests:
         self.limits[rows] = limits
         for turn in turns:
             self._set_stop_test(turn.row, turn.stop_test)
+            request = self.requests[turn.row]
+            if turn.truncation != request.truncation:
+                self.requests[turn.row] = replace(request, truncation=turn.truncation)
+                self.top_ks[turn.row], self.top_ps[turn.row], self.min_ps[turn.row] = turn.truncation
 
     def run(self, rows: Tensor) -> None:
         """Let the requests in these rows int64 [n] run, as the youngest."""
@@ -214,7 +216,6 @@ class RunningRequests:
             max_new_tokens=int(self.limits[row]),
             stop_test=self._stop_tests.get(row),
             turn_start=int(self.turn_starts[row]),
-            truncation=self.truncation(row),
         )
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
@@ -239,15 +240,6 @@ class RunningRequests:
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped += itertools.compress(tested, test(turns))
         return stopped
-
-    def truncation(self, row: int) -> Truncation:
-        """That of the present turn."""
-        return Truncation(int(self.top_ks[row]), float(self.top_ps[row]), float(self.min_ps[row]))
-
-    def _set_truncations(self, rows: Tensor | Sequence[int], truncations: Sequence[Truncation]) -> None:
-        columns = zip(*truncations, strict=True)
-        for array, column in zip((self.top_ks, self.top_ps, self.min_ps), columns, strict=True):
-            array[rows] = torch.tensor(column, dtype=array.dtype)
 
     def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
         if stop_test is None:

@@ -150,12 +150,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """Where each sequence starts in the stream, and where the last one ends; int32 [N + 1]."""
-        return upload(_cumulative(self.lengths), self.device)
+        return self._upload(_cumulative(self.lengths))
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same among the T' tokens that the model computes; int32 [N + 1]."""
-        return upload(_cumulative(self.num_own), self.device)
+        return self._upload(_cumulative(self.num_own))
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
@@ -163,6 +163,11 @@ class PackedLayout:
 
         Lengths (3, 5) of which the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
         """
+        return self._upload(self._hidden_index)
+
+    @functools.cached_property
+    def _hidden_index(self) -> Tensor:
+        """The same on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
         for i, length in enumerate(self.lengths):
@@ -173,19 +178,19 @@ class PackedLayout:
                 index = torch.cat([indices[parent][:num_shared], index])
             indices.append(index)
             num_hidden += num_own
-        return upload(torch.cat([torch.arange(0), *indices]), self.device)
+        return torch.cat([torch.arange(0), *indices])
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
         ends = itertools.accumulate(self.lengths)
         starts = [end - num_own for end, num_own in zip(ends, self.num_own, strict=True)]
-        return upload(concatenated_ranges(starts, self.num_own), self.device)
+        return self._upload(concatenated_ranges(starts, self.num_own))
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        return upload(concatenated_ranges(self.num_shared, self.num_own), self.device)
+        return self._upload(concatenated_ranges(self.num_shared, self.num_own))
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
@@ -216,16 +221,17 @@ class PackedLayout:
     @functools.cached_property
     def chunk_index(self) -> ChunkIndex:
         """The chunks of the gated delta rule."""
-        index = index_chunks(self.lengths, self.parents, self.num_shared, self.hidden_index.cpu())
-        return index.map(lambda tensor: upload(tensor, self.device))
+        return index_chunks(self.lengths, self.parents, self.num_shared, self._hidden_index, self._upload)
 
     @functools.cached_property
     def segment_index(self) -> "SegmentIndex":
         """The segments of the gated delta rule, for fla's kernels."""
         from minirl.kernels.fla_delta_rule import index_segments
 
-        place = functools.partial(upload, device=self.device)
-        return index_segments(self.num_own, self.num_shared, self.parents, place)
+        return index_segments(self.num_own, self.num_shared, self.parents, self._upload)
+
+    def _upload(self, x: Tensor) -> Tensor:
+        return upload(x, self.device)
 
     def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
         """Return the portable kernel's index for layers with this window and number of key heads.

@@ -67,8 +67,8 @@ class LoraLinear(Linear):
 
     def __init__(self, base: Linear, adapters: Adapters):
         super().__init__(base.in_features, base.out_features, base.bias is not None)
-        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.padded_rank, base.in_features))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.padded_rank))
+        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
         self._scale = adapters.alpha / adapters.rank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
-    adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
+    adapters = len(config.adapters.targets) * config.adapters.rank if config.adapters else 0
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
