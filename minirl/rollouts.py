@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
 # The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
@@ -25,30 +26,6 @@ class RolloutId(NamedTuple):
     prompt_ordinal: int
     sample: int
     branch: int = 0
-
-
-class Truncation(NamedTuple):
-    """Which tokens may be sampled: the `top_k` likeliest; of these the smallest set with at least the share `top_p`
-    of their probability; of these the ones at least `min_p` times as likely as the likeliest.
-
-    The kept tokens' probabilities are then divided by their sum. top_k 0: all tokens may be sampled.
-    """
-
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def active(self) -> dict[str, float]:
-        """The fields that leave tokens out, by name."""
-        return {
-            name: getattr(self, name)
-            for name, off in self._field_defaults.items()
-            if getattr(self, name) != off
-        }
-
-
-NO_TRUNCATION = Truncation()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minirl.generation.kv_cache import KVCache
-from minirl.model import attention
+from minirl.model import attention, device_kernels
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
 from support.caches import length_of, poison
@@ -245,11 +245,11 @@ FLASH_FUNCTIONS = "flash_attn_varlen_func = flash_attn_with_kvcache = print"
 @pytest.fixture
 def unloaded_flash_attn():
     """It is imported again, and what a test has found is forgotten."""
-    attention.has_flash_attn.cache_clear()
+    device_kernels.can_import.cache_clear()
     with mock.patch.dict(sys.modules):
         sys.modules.pop("flash_attn", None)
         yield
-    attention.has_flash_attn.cache_clear()
+    device_kernels.can_import.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""Gated delta nets: states of packed, shared, cached and reused sequences, and vision models' folders."""
+"""Gated delta nets: states of packed, shared and cached sequences; fla's kernels; vision models' folders."""
 
 import json
+import sys
+import types
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +20,15 @@ from transformers import (
 
 from minirl.errors import InputError
 from minirl.generation.kv_cache import KVCache
+from minirl.model import delta_rule, device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, read_config
+from minirl.model.transformer import Transformer
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
 from minirl.plan.formulas import cached_bytes, state_bytes
 from minirl.training.scoring import score
-from support.engines import CPU, cached_model, make_engine, make_prompt, make_request, mixed_requests
+from support import stub_fla
+from support.engines import CPU, cached_model, finish, make_engine, make_prompt, make_request, mixed_requests
 from support.families import DELTA_NET
 from support.marks import slow
 
@@ -59,6 +65,86 @@ def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_eac
         gradients.append(torch.autograd.grad(loss, model.parameters(), allow_unused=True))
     for got, expected in zip(*gradients, strict=True):
         assert expected is None or (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """It is used where a test calls this."""
+    return lambda: stub_fla.install(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared"), [(LENGTHS, ()), (LENGTHS, SHARED), ((5, 5), ((0, 0), (0, 5)))]
+)
+def test_fla_is_asked_for_what_the_chunks_compute_and_once_for_each_row(lengths, shared, fla, monkeypatch):
+    """Outputs and gradients, also of sequences that begin where others are not at an end."""
+    model = cached_model("states", torch.float64)
+    layout = PackedLayout(lengths, CPU, shared=shared)
+    tokens = torch.cat(tokens_of(lengths, shared or ((0, 0),) * len(lengths)))[layout.computed_tokens]
+    results = []
+    for install in (lambda: None, fla):
+        install()
+        outputs = model(tokens, layout.positions, layout)[layout.hidden_index]
+        loss = (outputs * torch.linspace(-1, 1, outputs.shape[1])).square().sum()
+        gradients = torch.autograd.grad(loss, model.parameters(), allow_unused=True)
+        results.append([outputs, *(gradient for gradient in gradients if gradient is not None)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+    computed = torch.cat([part.rows for part in layout.segment_index.rounds])
+    assert computed.sort().values.equal(torch.arange(len(tokens)))
+
+
+def test_requests_decode_on_from_states_that_fla_prefilled(fla):
+    """Wherever in a chunk the prompt ends. Slots hold NaN before, so that a prefill writes all of its own."""
+    model = cached_model("states", torch.float64)
+    expected = make_engine(model).generate(mixed_requests())
+    fla()
+    engine = make_engine(model, keeps_cache=True)
+    engine.submit(mixed_requests())
+    for states in engine._cache.states.values():
+        for pool in vars(states).values():
+            pool.fill_(torch.nan)
+    rollouts = {rollout.rollout_id: rollout for rollout in finish(engine, len(expected))}
+    for twin in expected:
+        rollout = rollouts[twin.rollout_id]
+        assert rollout.tokens.equal(twin.tokens)
+        torch.testing.assert_close(rollout.sample_logprobs, twin.sample_logprobs, rtol=0, atol=1e-6)
+
+
+def test_fla_is_used_on_cuda_in_16_bits_if_it_can_be_imported(monkeypatch, capsys):
+    """Else torch's form; an installed package that lacks the function is said once."""
+    places = [
+        ("cuda", torch.bfloat16),
+        ("cuda", torch.float16),
+        ("cuda", torch.float32),
+        ("cpu", torch.bfloat16),
+    ]
+    for functions, note in (({"chunk_gated_delta_rule": print}, ""), ({}, "'chunk_gated_delta_rule'")):
+        device_kernels.can_import.cache_clear()
+        monkeypatch.setitem(sys.modules, stub_fla.MODULE, types.SimpleNamespace(**functions))
+        chosen = [device_kernels.has_fla(torch.device(device), dtype) for device, dtype in places]
+        assert chosen == [bool(functions)] * 2 + [False] * 2
+        output = capsys.readouterr().out
+        assert note in output
+        assert output.count("\n") == bool(note)
+    device_kernels.can_import.cache_clear()
+
+
+@pytest.mark.parametrize("recompute_layers", [False, True])
+def test_the_rule_runs_twice_in_a_step_whether_or_not_its_layer_is_recomputed(recompute_layers, monkeypatch):
+    """Once in forward and once in backward, with the same gradients."""
+    model = cached_model("states", torch.float32)
+    twin = Transformer(model.config, recompute_layers=recompute_layers)
+    twin.load_state_dict(model.state_dict())
+    run_chunks = mock.Mock(wraps=delta_rule.run_chunks)
+    gradients = []
+    for each in (model, twin):
+        monkeypatch.setattr(delta_rule, "run_chunks", run_chunks)
+        run_chunks.reset_mock()
+        hidden_states(each, torch.arange(40)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
+        assert run_chunks.call_count == 2 * len(model.config.delta_net.layers)
+        each.zero_grad()
+    assert all(map(torch.equal, *gradients))
 
 
 def hidden_states(model, sequence):

@@ -12,7 +12,7 @@ from torch import Tensor
 import train_grpo
 from minirl.generation.engine import Engine
 from minirl.kernels import paged_attention
-from minirl.model import device_kernels
+from minirl.model import device_kernels, transformer
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
 from minirl.model.portable_attention import BLOCK
@@ -28,6 +28,7 @@ from minirl.training.distillation import score_with_teacher, teacher_states
 from minirl.training.frozen_models import FrozenModel, after_prompts, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
+from support import stub_fla
 from support.engines import make_engine, make_model, mixed_requests
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
@@ -63,14 +64,20 @@ def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
 ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
 
 
-@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["", "adapters"])
-def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, adapters):
+@pytest.mark.parametrize(
+    ("attention", "adapters", "has_fla"),
+    [("mixed", None, False), ("mixed", ADAPTERS, False), slow("states", None, False), ("states", None, True)],
+    ids=["", "adapters", "states", "fla"],
+)
+def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
     """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
     monkeypatch.setattr(paged_attention, "decode", decode)
-    model = make_model("mixed", torch.float32, adapters=adapters)
+    model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)
     model.to(device)
+    if has_fla:
+        stub_fla.install(monkeypatch)
     engine = Engine(model, max_running_requests=64, cache_tokens=8192, dtype=torch.float32, device=device)
     assert (engine.async_decoding, engine.cuda_graphs) == (True, True)
     for rollout, twin in zip(engine.generate(requests), expected, strict=True):
@@ -111,15 +118,28 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], [1], []], ids=str)
 @pytest.mark.parametrize(
-    ("config", "adapters"),
-    [(OBJECTIVES["token"], None), (OBJECTIVES["sequence"], None), (OBJECTIVES["token"], ADAPTERS)],
-    ids=["token", "sequence", "adapters"],
+    ("config", "adapters", "has_fla"),
+    [
+        (OBJECTIVES["token"], None, None),
+        (OBJECTIVES["sequence"], None, None),
+        (OBJECTIVES["token"], ADAPTERS, None),
+        slow(OBJECTIVES["token"], None, False),
+        (OBJECTIVES["token"], None, True),
+    ],
+    ids=["token", "sequence", "adapters", "states", "fla"],
 )
-def test_an_update_on_a_device_has_the_gradients_of_the_host(device, config, adapters, lengths):
+def test_an_update_on_a_device_has_the_gradients_of_the_host(
+    device, monkeypatch, config, adapters, has_fla, lengths
+):
     """Microbatches, logprobs, loss, metrics and gradients; also of a microbatch that is empty."""
+    # In backward nothing is pretended, so nothing can be computed again there.
+    monkeypatch.setattr(transformer, "checkpoint", lambda function, *args, use_reentrant: function(*args))
     gradients = []
     for place in (CPU, device):
-        model = make_model("mixed", torch.float64, adapters=adapters).to(place)
+        attention = "mixed" if has_fla is None else "states"
+        model = make_model(attention, torch.float64, adapters=adapters).to(place)
+        if has_fla and place == device:
+            stub_fla.install(monkeypatch)
         micro = make_batch().to(place).select(lengths)
         new, entropy = score_batch(model, micro, temperature=0.7)
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)

@@ -20,7 +20,7 @@ from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
 from minirl.run.setup import Setup
-from support.models import QWEN_05B, QWEN_7B
+from support.models import QWEN_05B, QWEN_7B, QWEN_32B
 from support.scripts import run_in_pool
 
 REWARD = """
@@ -60,6 +60,31 @@ def dry_run(module, **fields):
 def number(printed, name):
     """The number after a name, as it stands there."""
     return float(re.search(rf"{re.escape(name)} ([\d.,]+)", printed)[1].replace(",", ""))
+
+
+def test_it_says_what_decoding_from_shards_saves_and_costs_and_why_it_is_chosen(flags):
+    """By hand, 32B: 2 P = 65.5 GB, and 64 x 4 + 2 gathers."""
+    large = flags(QWEN_32B) | {"max_new_tokens": 4096, "kl_coef": 0.1, "gpus": "8x80"}
+    printed, code = dry_run(train_grpo, **large, offload_optimizer=True)
+    assert code == 0
+    assert (
+        "decode   8 ranks together: 8.19 GB of weights on each instead of 65.5 GB, 258 gathers a step; "
+        "whole they do not fit: phase score (reference) needs 13" in printed
+    )
+    assert "--shard-gradients on --shard-decode on --decode-group 8" in printed
+    assert number(printed, "weights") == 8.19
+    # All 1,024 completions of the group: a cached token takes a rank 4 x 64 x 128 bytes.
+    assert number(printed, "--max-running-requests") == 1024
+    with pytest.raises(InputError, match=r"phase update needs 96.4 GB of the 72 GB .* --offload-optimizer"):
+        dry_run(train_grpo, **large)
+    whole, _ = dry_run(train_grpo, **large | {"gpus": "8x200"}, offload_optimizer=True)
+    assert (
+        "decode   each rank alone, as whole weights fit; 8 together (--shard-decode on): 8.19 GB of weights on each "
+        "instead of 65.5 GB, 258 gathers a step" in whole
+    )
+    assert number(whole, "weights") == 65.5
+    with pytest.raises(InputError, match="--shard-decode on, --offload-optimizer, a smaller --model"):
+        dry_run(train_grpo, **large, shard_decode="off")
 
 
 def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):

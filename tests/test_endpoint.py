@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 import resource
@@ -191,6 +193,24 @@ print(len(messages))
 '''
 
 @serve
+def client_truncated(url, episode):
+    client = openai.OpenAI(base_url=url, api_key="-")
+    messages = [{"role": "user", "content": episode.row.prompt}]
+    fields = [
+        {"extra_body": {"top_k": 5}},
+        {"top_p": 1},
+        {"top_p": 0.7, "extra_body": {"top_k": 9, "min_p": 0.05}},
+    ]
+    for number in range(3):
+        asked = {"model": "m", "messages": messages, "max_tokens": 5 + number, "stop": "e"}
+        try:
+            client.chat.completions.create(**asked, top_p=0.9)
+        except openai.BadRequestError as error:
+            assert "top_p 0.9: needs top_k" in error.body["message"]
+        message = client.chat.completions.create(**asked, **fields[number]).choices[0].message
+        messages += [message, {"role": "user", "content": message.content[:3] + " go on"}]
+
+@serve
 async def client_program(url, episode):
     import sys
     printed = await run_program(url, sys.executable, "-c", AGENT, text=episode.row.prompt)
@@ -206,6 +226,29 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
     assert rollouts_of(rollout, num_groups=1, group_size=2) == rollouts_of(
         in_turns, num_groups=1, group_size=2
     )
+
+
+def test_values_of_the_openai_package_truncate_the_distributions_of_their_turn_alone(load, tmp_path):
+    """As those of a function of this process; an answer says why others are refused, and the episode goes on."""
+    pytest.importorskip("openai")
+
+    def truncated(episode):
+        turns = in_turns(episode)
+        asked = turns.send(None)
+        for truncation in ({"top_k": 5}, {}, {"top_k": 9, "top_p": 0.7, "min_p": 0.05}):
+            turn = yield dataclasses.replace(asked, truncation=truncation)
+            with contextlib.suppress(StopIteration):
+                asked = turns.send(turn)
+
+    (tmp_path / "mine.py").write_text(OPENAI)
+    expected = rollouts_of(truncated, num_groups=1, group_size=2)
+    assert rollouts_of(load("client_truncated", timeout_s=60), num_groups=1, group_size=2) == expected
+    for _, _, _, loss_mask, _, counts, *_ in expected[0]:
+        parts = itertools.groupby(zip(loss_mask, counts, strict=True), lambda pair: pair[0])
+        first, second, third = ({count for _, count in part} for is_sampled, part in parts if is_sampled)
+        assert first == {5}
+        assert second == {0}
+        assert 1 <= min(third) <= max(third) <= 9
 
 
 SHARED = """
@@ -482,7 +525,9 @@ REFUSED = {
         '{"prompt": [true]}': "prompt: expected token ids",
         '{"prompt": [-1]}': "prompt: expected token ids",
         '{"prompt": [1], "stream": true}': "stream: only chat completions",
-        '{"prompt": [1], "top_k": 5}': "top_k: only -1 is possible",
+        '{"prompt": [1], "top_k": 257}': "top_k 257: must be a number from 0 to 256",
+        '{"prompt": [1], "top_k": 5.0}': "top_k 5.0: must be a number",
+        '{"prompt": [1], "top_k": true}': "top_k True: must be a number",
         '{"prompt": [1], "features": 3}': "'features': not known here",
     },
     "v1/chat/completions": {
@@ -503,7 +548,11 @@ REFUSED = {
         '{"messages": [{"role": "user", "mood": 3}]}': "messages[0]: 'mood': not known here",
         '{"n": 2}': "n: only 1 is possible here; leave it out",
         '{"n": true}': "n: only 1 is possible here",
-        '{"top_p": 0.9}': "top_p: only 1 is possible here",
+        '{"top_p": 0.9}': "top_p 0.9: needs top_k, which bounds",
+        '{"top_p": 0, "top_k": 5}': "top_p 0: must be greater than 0",
+        '{"top_p": NaN, "top_k": 5}': "top_p nan: must be a number from 0 to 1",
+        '{"min_p": "0.1", "top_k": 5}': "min_p '0.1': must be a number from 0 to 1",
+        '{"min_p": 0.1, "top_k": -1}': "min_p 0.1: needs top_k",
         '{"logit_bias": {"3": 4}}': "logit_bias: only {} is possible here",
         '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is possible",
         '{"tool_choice": "required"}': "tool_choice: only 'auto' is possible here",
@@ -555,17 +604,19 @@ def test_fields_that_change_nothing_are_taken(fields, temperature):
     assert read_request("v1/chat/completions", body, episode).prompt == [HI]
 
 
-def test_a_program_may_ask_for_the_truncation_of_the_run_and_for_no_other():
-    episode = made_episode(is_chat=True, truncation={"top_k": 20, "top_p": 0.95})
-    for fields in ({}, {"top_k": 20}, {"top_p": 0.95, "min_p": 0}):
-        read_request("v1/chat/completions", json.dumps({"messages": [HI], **fields}).encode(), episode)
-    for fields, said in (
-        ({"top_p": 1}, "top_p: only 0.95"),
-        ({"top_k": -1}, "top_k: only 20"),
-        ({"min_p": 0.1}, "min_p: only 0"),
+def test_a_request_asks_for_a_part_of_its_turns_truncation_and_the_run_gives_the_rest():
+    """vLLM's -1 stands for all tokens."""
+    episode = made_episode(is_chat=True, truncation=(20, 0.95, 0.0))
+    for fields, asked in (
+        ({"top_p": None}, {}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_p": 1, "top_k": -1}, {"top_p": 1, "top_k": 0}),
     ):
-        with pytest.raises(HttpError, match=f"{said} is possible here; leave it out"):
-            read_request("v1/chat/completions", json.dumps({"messages": [HI], **fields}).encode(), episode)
+        body = json.dumps({"messages": [HI], **fields}).encode()
+        assert read_request("v1/chat/completions", body, episode).truncation == asked
+    with pytest.raises(HttpError, match=r"top_p 0\.95: needs top_k") as raised:
+        read_request("v1/completions", b'{"prompt": [1], "top_k": -1}', episode)
+    assert raised.value.status == HTTPStatus.BAD_REQUEST
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}

@@ -212,6 +212,26 @@ def test_greedy_texts_are_those_of_transformers(one_rank, embedded_model, runs, 
     assert "eval/majority" not in result["scores"]
 
 
+def test_samples_among_the_likeliest_token_alone_are_greedy(one_rank, runs):
+    """By each of the three flags, however high the temperature; the JSON says which."""
+    flags = "--eval-rows 8 --samples 1 --temperature 3"
+
+    def answers(name, flags):
+        result = evaluated(one_rank, flags, f"--run-name {name}", runs=runs)
+        rollouts = read_rollouts(step_file(str(runs / name), 0))
+        return [rollout["completion"] for rollout in rollouts], result
+
+    greedy, _ = answers("likeliest", "--eval-rows 8")
+    assert answers("any", flags)[0] != greedy
+    for truncation in ({"top_k": 1}, {"top_k": 256, "top_p": 1e-6}, {"top_k": 256, "min_p": 0.9999}):
+        added = " ".join(f"{flag_of(name)} {value}" for name, value in truncation.items())
+        name = f"only-{'-'.join(truncation)}"
+        texts, result = answers(name, f"{flags} {added}")
+        assert texts == greedy
+        assert result.items() >= truncation.items()
+    assert refused("--top-k 5") == "--top-k 5: has no effect without --eval-samples"
+
+
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
     """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""

@@ -165,6 +165,16 @@ DRY = {"dry_run": True}
         (DRY | {"gpus": "8x80", "device": "cpu"}, "--gpus 8x80: with --device cpu"),
         (DRY | {"gpus": "0x80"}, "--gpus 0x80: give the number of ranks"),
         (DRY | {"gpus": "16x80", "shard_over": "node"}, "--gpus 16x80: does not say how many are in a node"),
+        (DRY | {"gpus": "8x80", "decode_group": 3}, "--decode-group 3: 8 ranks do not make groups of 3"),
+        (DRY | {"gpus": "8x80", "decode_group": 16}, "--decode-group 16: 8 ranks do not make groups of 16"),
+        *(
+            (DRY | {"gpus": "8x80", "decode_group": group}, f"--decode-group {group}: must ")
+            for group in (-2, 0, 1)
+        ),
+        (
+            DRY | {"gpus": "8x80", "shard_decode": "on", "shard_gradients": "off"},
+            "--shard-decode on: gradients are sharded too; leave out --shard-gradients off",
+        ),
         ({"reward_weights": (0.0,)}, "--reward-weights: all are 0"),
         ({"adam_betas": (0.9, 1.0)}, "--adam-betas 0.9 1.0: each must be at least 0 and below 1"),
         ({"reward_weights": (1.0, 2.0)}, "--reward-weights: there are 1 rewards"),
@@ -216,6 +226,9 @@ JSONL = "--data of --task jsonl"
         ({"prompt_field": "text"}, JSONL, {"data": "a.jsonl"}),
         ({"prompt_field": "text", "data": "a.jsonl", "task": "gsm8k"}, JSONL, {"task": "jsonl"}),
         ({"shard_over": "node"}, "a second rank", {}),
+        ({"shard_decode": "on"}, "a second rank", {}),
+        ({"decode_group": 2}, "a second rank", {}),
+        ({"decode_group": 2, "shard_decode": "off"}, "--shard-decode", {"shard_decode": "auto"}),
         ({"kl_reward_level": "token"}, "--kl-reward-coef", {"kl_reward_coef": 0.1}),
         (
             {"advantage_eps": 0.1, "advantage_norm": "none"},
@@ -225,7 +238,7 @@ JSONL = "--data of --task jsonl"
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused(monkeypatch, options, needed, cure):
-    """With what it needs it is taken: on two ranks, for --shard-over. Fault 43."""
+    """With what it needs it is taken: on two ranks, for --shard-over and the like. Fault 43."""
     flag = flag_of(next(iter(options)))
     with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
         train_grpo.check(train_grpo.Config(**options))

@@ -8,12 +8,14 @@ import torch
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import inverse_cdf
 from minirl.kernels import paged_attention
+from minirl.kernels.fla_delta_rule import run_segments
 from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_head import FusedLogprobs
 from minirl.kernels.fused_sampling import sample_logits
-from minirl.model import portable_attention
+from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
+from minirl.model.delta_rule import DeltaRows, normalized, run_chunks
 from minirl.model.rotation import Rotation, rotate_pair
 from minirl.training.frozen_models import unparked
 from minirl.training.scoring import ChunkedLogprobs, score
@@ -56,6 +58,26 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
         out = attend(*leaves, here, layer=0, window=window)
         gradients = torch.autograd.grad(out, leaves, upstream.bfloat16().to(here.device, dtype))
         results.append([out, *gradients])
+    assert_near(results[1], results[0], 2e-2)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
+    """bf16 on CUDA against fp32 on the CPU, on the same values."""
+    pytest.importorskip("fla")
+    assert device_kernels.has_fla(CUDA, torch.bfloat16)
+    layout = shared_layout(FAMILIES) if shares else PackedLayout((1, 17, 128, 300), torch.device("cpu"))
+    tokens = len(layout.computed_tokens)
+    q, k, v, upstream = random_tensors(*((tokens, 4, 128),) * 4)
+    decay, beta = (x.abs() for x in random_tensors((tokens, 4), (tokens, 4), seed=1))
+    leaves = [normalized(q), normalized(k), v, -decay, beta.sigmoid()]
+    results = []
+    for device, name in (("cpu", "chunk_index"), ("cuda", "segment_index")):
+        here = dataclasses.replace(layout, device=torch.device(device))
+        placed = [x.bfloat16().float().to(device).requires_grad_() for x in leaves]
+        rows, index = DeltaRows(*placed), getattr(here, name)
+        out = run_chunks(rows, index) if device == "cpu" else run_segments(rows, index, torch.bfloat16)
+        results.append([out, *torch.autograd.grad(out, placed, upstream.to(device))])
     assert_near(results[1], results[0], 2e-2)
 
 

@@ -31,11 +31,10 @@ from support import models
 from support.engines import make_engine, make_request
 from support.families import PUBLISHED
 from support.marks import slow
-from support.memory import allocated_bytes, saved_bytes
+from support.memory import PAGE, allocated_bytes, formula, saved_bytes
 from support.models import make_folder
 from support.rank_pool import RankPool
 
-PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 CPU = torch.device("cpu")
 SHAPES = [
     # hidden, MLP, layers, query heads, key heads, channels of a head, tokens
@@ -43,15 +42,6 @@ SHAPES = [
     (512, 1024, 2, 4, 2, 64, 512),
     (384, 2048, 4, 6, 2, 64, 1024),
 ]
-
-
-def formula(row: str, **sizes: float) -> float:
-    """The value of the formula in the table's row that begins with `row`, by the letters of the page."""
-    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row} |")]
-    text = re.split(r"[;a-z]|\([a-z]", line.split("|")[2])[0].strip()
-    assert re.fullmatch(r"[A-Z0-9 .+*/()-]+", text), text
-    product = re.sub(r"(?<=[A-Z0-9)]) (?=[A-Z0-9(])", " * ", text)
-    return eval(product, {}, sizes)
 
 
 def raw_config(shape: tuple[int, ...], vocab: int = 64) -> dict[str, Any]:

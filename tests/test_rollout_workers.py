@@ -21,6 +21,7 @@ from support.collecting import (
     in_workers,
     make_collector,
     make_frozen,
+    truncating,
 )
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
@@ -140,6 +141,7 @@ strange = hostile(lambda episode: 7)
 strange_text = hostile(lambda episode: episode.generate(after=[1.5]))
 strange_object = hostile(lambda episode: episode.generate(after=[object()]))
 strange_stop = hostile(lambda episode: episode.generate(stop=[7]))
+strange_truncation = hostile(lambda episode: episode.generate(top_p=0.9))
 strange_limit = hostile(lambda episode: episode.generate(max_tokens="7"))
 foreign_ids = hostile(lambda episode: episode.generate(after=[10_000]))
 huge = hostile(lambda episode: episode.generate(after="a" * 10_000_000))
@@ -230,6 +232,7 @@ HOSTILE = {
     "strange_text": r"generate\(after=...\): expected text, token ids or messages",
     "strange_object": "yields .*; expected text, numbers and lists of them",
     "strange_stop": r"generate\(stop=\(7,\)\): expected a tuple of texts",
+    "strange_truncation": "top_p 0.9: needs top_k, .* add top_k 256, the most",
     "strange_limit": r"generate\(max_tokens='7'\): must be at least 1",
     "foreign_ids": f"token id 10000, and the model has {VOCAB}",
     "huge": r"asks for a turn with 1000\d{4} characters; at most",
@@ -246,7 +249,7 @@ FORGIVEN = ("raises", "dies_async", "hangs", "foreign_ids", "returns", "gives_na
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
-    copies = inspect.getsource(chatting) + inspect.getsource(branching)
+    copies = "\n".join(map(inspect.getsource, (chatting, branching, truncating)))
     (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", "") + AT_A_URL)
     monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
@@ -292,6 +295,7 @@ def test_a_worker_loads_neither_torch_nor_the_tokenizer_and_shows_all_of_an_epis
 PROGRAMS = {
     "overlapped": calculator_here,
     "in_thread": in_turns,
+    "truncating": truncating,
 }
 SLOW_PROGRAMS = {
     "slow": calculator_here,

@@ -14,11 +14,12 @@ from minirl.generation.sampling import sample, truncate
 from minirl.kernels.fused_head import FusedLogprobs
 from minirl.model import batch_invariance, device_kernels
 from minirl.model.attention import PackedLayout
-from minirl.model.logprobs import MAX_KEPT
-from minirl.rollouts import KeptIds, Truncation
+from minirl.rollouts import KeptIds
 from minirl.run.config import check_shared
 from minirl.training.batch import pack
+from minirl.training.distillation import score_with_teacher
 from minirl.training.scoring import ChunkedLogprobs, score, score_batch
+from minirl.truncation import MAX_KEPT, Truncation
 from support.engines import cached_model, finish, make_engine, make_prompt, make_request, mixed_requests, run
 from support.interpreter import mend_interpreter, needs_interpreter
 from support.marks import slow
@@ -309,6 +310,43 @@ def test_a_rollout_in_parts_keeps_what_each_part_sampled_among():
     assert (logprobs - rollout.sample_logprobs).abs().max() == 0
 
 
+def in_turns(leaves_after, abort_after):
+    """A rollout of four turns, the second and third truncated alike, whose request leaves the cache in between."""
+    model = cached_model("full", torch.float32)
+    request = make_request(make_prompt(20), stop_ids=frozenset(), max_new_tokens=6)
+    engine = make_engine(model)
+    engine.submit([dataclasses.replace(request, holds=True)])
+    for number, truncation in enumerate((MIXED, None, Truncation())):
+        finish(engine, 1)
+        if number in leaves_after:
+            assert engine.abort() == []
+        options = {} if truncation is None else {"truncation": truncation}
+        engine.resume(request.rollout_id, [4, 5, 6], max_new_tokens=8, **options)
+        if number == abort_after:
+            for _ in range(3):
+                engine.step()
+            engine.submit(engine.abort())
+    (rollout,) = finish(engine, 1)
+    return model, rollout
+
+
+def test_a_turn_has_its_own_truncation_and_one_that_names_none_that_of_the_turn_before():
+    """Held in the cache, dropped from it, or aborted in the middle: the same bits, scored as sampled."""
+    model, rollout = in_turns((), None)
+    is_truncated = torch.zeros(20 + 6 + 3 * (3 + 8), dtype=torch.bool)
+    for start in (20 + 6 + 3, 20 + 6 + 3 + 8 + 3):
+        is_truncated[start : start + 8] = True
+    assert torch.equal(rollout.kept.counts > 0, is_truncated)
+    assert int(rollout.kept.counts.max()) <= MIXED.top_k
+    layout = PackedLayout((len(rollout.tokens),), CPU)
+    options = {"select": rollout.loss_mask, "temperature": 1.0, "kept": rollout.kept}
+    logprobs, _ = score(model, rollout.tokens, layout, **options)
+    assert (logprobs - rollout.sample_logprobs).abs().max() == 0
+    for leaves_after, abort_after in (((0, 1, 2), None), ((1,), 0), ((), 1), ((2,), 2)):
+        _, other = in_turns(leaves_after, abort_after)
+        assert all_of(other) == all_of(rollout), (leaves_after, abort_after)
+
+
 def test_a_token_without_kept_tokens_is_scored_over_the_whole_vocabulary():
     """As in a run that is resumed with other flags, whose rollouts in flight were sampled before."""
     model = cached_model("full", torch.float32)
@@ -357,15 +395,62 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
     assert digests(copy) == digests(runs / f"truncated-{case}")
 
 
+AGENT = """
+import openai
+from minirl.agents.endpoint import serve
+
+@serve
+def agent(url, episode):
+    client = openai.OpenAI(base_url=url, api_key="-")
+    ids = episode.prompt_ids
+    turns = [
+        {"extra_body": {"top_k": 5}},
+        {},
+        {"extra_body": {"top_k": 1}},
+        {"top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01}},
+    ]
+    for fields in turns:
+        extra = {**fields.pop("extra_body", {}), "return_token_ids": True}
+        asked = {"model": "m", "prompt": ids, "max_tokens": 2, "logprobs": 1}
+        (choice,) = client.completions.create(**asked, **fields, extra_body=extra).choices
+        if extra.get("top_k") == 1 and episode.temperature:
+            assert not any(choice.logprobs.token_logprobs)
+        ids = [*ids, *choice.token_ids]
+        if choice.finish_reason == "stop":
+            break
+"""
+
+
+@pytest.mark.parametrize("flags", ["", slow("--top-k 30 --top-p 0.95")])
+def test_turns_that_a_program_truncates_leave_no_gap_and_a_killed_run_goes_on_with_the_same_bits(
+    two_ranks, runs, tmp_path, flags
+):
+    """Beside untruncated turns, in a run with truncated distributions and in one without. Rollouts are in flight."""
+    pytest.importorskip("openai")
+    (tmp_path / "mine.py").write_text(AGENT)
+    name = f"asked{len(flags)}"
+    flags = (
+        f"{TINY} {flags} --rollout {tmp_path}/mine.py:agent --max-staleness 1 --correction none --kl-coef 0.1"
+    )
+    run_in_pool(two_ranks, "train_grpo.py", flags, f"--run-name {name}", runs=runs)
+    lines = read_metrics(runs / name)
+    assert {line["policy/logp_gap_max"] for line in lines if "policy/logp_gap_max" in line} == {0.0}
+    first = next(line for line in lines if "policy/ratio_max" in line)
+    assert (first["policy/ratio_max"], first["policy/kl_ref_k3"]) == (1.0, 0.0)
+    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
+    run_in_pool(two_ranks, "train_grpo.py", flags, f"--run-name {copy.name}", runs=runs)
+    assert digests(copy) == digests(runs / name)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"top_p": 0.9}, r"--top-p 0.9: needs --top-k, .* add --top-k 256"),
         ({"min_p": 0.1}, r"--min-p 0.1: needs --top-k"),
-        ({"top_k": 257}, "--top-k 257: must be at most 256"),
+        ({"top_k": 257}, "--top-k 257: must be a number from 0 to 256"),
         ({"top_k": 5, "top_p": 0.0}, "--top-p 0.0: must be greater than 0"),
-        ({"top_k": 5, "top_p": 1.5}, "--top-p 1.5: must be at most 1"),
-        ({"top_k": 5, "min_p": 1.5}, "--min-p 1.5: must be at most 1"),
+        ({"top_k": 5, "top_p": 1.5}, "--top-p 1.5: must be a number from 0 to 1"),
+        ({"top_k": 5, "min_p": 1.5}, "--min-p 1.5: must be a number from 0 to 1"),
         ({"top_k": 5, "min_p": math.nan}, "--min-p nan: must be finite"),
     ],
 )
@@ -375,6 +460,12 @@ def test_truncations_without_a_meaning_or_a_bound_are_refused(flags, message):
 
 
 def test_a_divergence_over_the_vocabulary_is_refused_with_truncation():
+    """Of the run, by its flags; of a turn that asked for it, where the divergence would be computed."""
     config = train_grpo.Config(top_k=5, teacher="x", teacher_kl="reverse")
     with pytest.raises(InputError, match="--teacher-kl reverse: compares whole vocabularies, and --top-k 5"):
         train_grpo.check(config)
+    batch = pack(run(make_engine(cached_model("full", torch.float32)), truncated_requests()[:1]))
+    with pytest.raises(
+        InputError, match="--teacher-kl: compares whole vocabularies, and a turn was sampled with"
+    ):
+        score_with_teacher(None, batch, None, temperature=1.0, is_forward=False)

@@ -207,7 +207,10 @@ class Endpoint:
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        return branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens), answer
+        generate = branch.generate(
+            after=after, stop=asked.stop, max_tokens=asked.max_tokens, **asked.truncation
+        )
+        return generate, answer
 
     def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
         """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""

@@ -1,6 +1,7 @@
 """Requests of programs in OpenAI's format, and the answers.
 
-A prompt is messages or, in a text completion, token ids. Fields that would change how the run samples are refused.
+A prompt is messages or, in a text completion, token ids. A request may ask for the truncation of its turn; other fields
+that would change how the run samples are refused.
 
 Standard library only.
 """
@@ -17,16 +18,14 @@ from minirl.agents.loopback import Answer, HttpError
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode
 from minirl.episodes.turn import Turn
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
+from minirl.truncation import Truncation
 
 MODEL = "policy"
 # The values that change nothing; others are refused. None counts as absent.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -40,7 +39,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "logprobs": (False, True, 0, 1),
 }
-_TRUNCATION = ("top_k", "top_p", "min_p")
 # Ignored: keys of randomness and tokens that end a turn are the run's own.
 _WITHOUT_EFFECT = {
     *("model", "user", "seed", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"),
@@ -62,7 +60,9 @@ _DROPPED_KEYS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. prompt: all messages or token ids from the first one on. stop, max_tokens: as in `Generate`.
+    """A request. prompt: all messages or token ids from the first one on.
+
+    stop, max_tokens, truncation: as in `Generate`.
 
     fields: the request as it came, for the form of its answer. tools: those that a prompt of messages shows.
     """
@@ -70,6 +70,7 @@ class Asked:
     prompt: list[Any]
     stop: tuple[str, ...]
     max_tokens: int | None
+    truncation: dict[str, Any]
     fields: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
 
@@ -120,13 +121,21 @@ def read_request(path: str, body: bytes, episode: Episode) -> Asked:
     if path not in readers:
         raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there are /{', /'.join(readers)}")
     try:
+        fields = _json_object(body)
+        return readers[path]({key: value for key, value in fields.items() if value is not None}, episode)
+    except InputError as error:
+        raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"the request is no JSON: {error}") from None
-    _refuse(not isinstance(fields, dict), "the request is no JSON object")
+        raise InputError(f"the request is no JSON: {error}") from None
+    refuse(not isinstance(fields, dict), "the request is no JSON object")
     for key, value in fields.items():
         _check_characters(value, ascii(key)[1:-1])
-    return readers[path]({key: value for key, value in fields.items() if value is not None}, episode)
+    return fields
 
 
 def models(episode: Episode) -> Answer:
@@ -184,15 +193,12 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     what = (
         "messages: the run's prompts are text, to which no template is applied; see --chat, or send token ids"
     )
-    _refuse(not episode.is_chat, what)
-    try:
-        tools = tool_schemas(fields.get("tools", [])) or episode.tools
-    except InputError as error:
-        raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
+    refuse(not episode.is_chat, what)
+    tools = tool_schemas(fields.get("tools", [])) or episode.tools
     messages = fields.get("messages")
-    _refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
+    refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
     assert isinstance(messages, list)
-    _refuse(type(fields.get("stream", False)) is not bool, "stream: expected true or false")
+    refuse(type(fields.get("stream", False)) is not bool, "stream: expected true or false")
     prompt = [_read_message(message, i) for i, message in enumerate(messages)]
     return Asked(prompt, *sampling, fields, tools)
 
@@ -200,65 +206,68 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
 def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
     """A request with token ids as its prompt."""
     sampling = _read_sampling(fields, episode, "prompt", "stream")
-    _refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
+    refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
     ids = fields.get("prompt")
     is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
-    _refuse(not is_ids, "prompt: expected token ids; text becomes tokens in chat completions only")
+    refuse(not is_ids, "prompt: expected token ids; text becomes tokens in chat completions only")
     assert isinstance(ids, list)
     return Asked(ids, *sampling, fields)
 
 
 def _read_sampling(
     fields: dict[str, Any], episode: Episode, *others: str
-) -> tuple[tuple[str, ...], int | None]:
-    """Return the stop strings and the limit of a turn. others: fields that are read elsewhere."""
-    unknown = fields.keys() - {*others, *_READ, *_ONLY, *_WITHOUT_EFFECT}
-    _refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
+) -> tuple[tuple[str, ...], int | None, dict[str, Any]]:
+    """Return the stop strings, the limit and the truncation of a turn. others: fields that are read elsewhere."""
+    unknown = fields.keys() - {*others, *_READ, *Truncation._fields, *_ONLY, *_WITHOUT_EFFECT}
+    refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
     # Evaluations may be greedy, which programs do not know.
     is_greedy = episode.temperature == 0
-    only = _ONLY | {key: (value,) for key, value in episode.truncation.items()}
-    for key, values in only.items():
-        if is_greedy and key in _TRUNCATION and type(fields.get(key)) in (int, float):
-            continue
+    for key, values in _ONLY.items():
         is_same = any(
             type(fields.get(key)) in (type(value), float) and fields[key] == value for value in values
         )
-        _refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
+        refuse(key in fields and not is_same, f"{key}: only {values[0]!r} is possible here; leave it out")
     temperature = fields.get("temperature", episode.temperature)
     is_number = type(temperature) in (int, float)
     is_same = is_number and (temperature == episode.temperature or (is_greedy and temperature >= 0))
-    _refuse(
+    refuse(
         not is_same,
         f"temperature: this run samples with {episode.temperature:g}; leave it out",
     )
     stop = fields.get("stop", [])
     strings = [stop] if isinstance(stop, str) else stop
     is_list = isinstance(strings, list) and all(isinstance(string, str) for string in strings)
-    _refuse(not is_list, "stop: expected text or a list of texts")
+    refuse(not is_list, "stop: expected text or a list of texts")
     for string in strings:
-        _refuse(not string or "\ufffd" in string, "stop: '' and U+FFFD end no text")
+        refuse(not string or "\ufffd" in string, "stop: '' and U+FFFD end no text")
     limits = [fields[key] for key in ("max_completion_tokens", "max_tokens") if key in fields]
     for limit in limits:
-        _refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
-    return tuple(strings), min(limits, default=None)
+        refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
+    truncation = {name: fields[name] for name in Truncation._fields if name in fields}
+    if truncation.get("top_k") == -1:
+        # vLLM's name for all tokens.
+        truncation["top_k"] = 0
+    if not is_greedy:
+        episode.truncation._replace(**truncation).checked()
+    return tuple(strings), min(limits, default=None), truncation
 
 
 def _read_message(message: Any, i: int) -> dict[str, Any]:
     """Return a message as chat templates take it, with JSON text as arguments of calls."""
     place = f"messages[{i}]"
-    _refuse(not isinstance(message, dict), f"{place}: expected an object")
+    refuse(not isinstance(message, dict), f"{place}: expected an object")
     message = {key: value for key, value in message.items() if value is not None and key not in _DROPPED_KEYS}
     unknown = message.keys() - _MESSAGE_KEYS
-    _refuse(bool(unknown), f"{place}: {', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
+    refuse(bool(unknown), f"{place}: {', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
     content = message.get("content", "")
     if isinstance(content, list):
         content = "".join(_part_text(part, place) for part in content)
     message["content"] = content
     for key in message.keys() - {"tool_calls"}:
-        _refuse(not isinstance(message[key], str), f"{place}: {key}: expected text")
-    _refuse("role" not in message, f"{place}: has no role")
+        refuse(not isinstance(message[key], str), f"{place}: {key}: expected text")
+    refuse("role" not in message, f"{place}: has no role")
     calls = message.pop("tool_calls", [])
-    _refuse(
+    refuse(
         not isinstance(calls, list) or not all(map(_is_call, calls)), f"{place}: tool_calls: expected calls"
     )
     for call in calls:
@@ -271,7 +280,7 @@ def _read_message(message: Any, i: int) -> dict[str, Any]:
 
 def _part_text(part: Any, place: str) -> str:
     is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    _refuse(not is_text, f"{place}: content: only text is possible here")
+    refuse(not is_text, f"{place}: content: only text is possible here")
     text: str = part["text"]
     return text
 
@@ -288,14 +297,9 @@ def _check_characters(value: Any, place: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: half a surrogate pair is not text") from None
+        raise InputError(f"{place}: half a surrogate pair is not text") from None
     except RecursionError:
-        raise HttpError(HTTPStatus.BAD_REQUEST, f"{place}: is nested too deeply") from None
-
-
-def _refuse(is_wrong: bool, message: str) -> None:
-    if is_wrong:
-        raise HttpError(HTTPStatus.BAD_REQUEST, message)
+        raise InputError(f"{place}: is nested too deeply") from None
 
 
 def answer_of(sampled: Sampled) -> Answer:

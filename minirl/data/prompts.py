@@ -26,7 +26,8 @@ from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
-from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
+from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.truncation import NO_TRUNCATION, Truncation
 
 # Rows that are tokenized together when they are checked.
 ROWS_PER_CHECK = 64

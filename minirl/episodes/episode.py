@@ -23,6 +23,7 @@ from minirl.episodes.generate import END_REASONS, End, Generate
 from minirl.episodes.refusals import REWARD, check_name, checked_reward
 from minirl.episodes.turn import Turn
 from minirl.errors import refuse
+from minirl.truncation import NO_TRUNCATION, Truncation
 
 
 @dataclass
@@ -101,10 +102,14 @@ class Branch:
         after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
     ) -> Generate:
         """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. Raises InputError after `end`, and for a `stop` of no such type.
+        after: also a single message; None for nothing. top_k, top_p, min_p: see `Truncation`; None for the run's.
+        Raises InputError after `end`, and for a `stop` of no such type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
         refuse(
@@ -113,9 +118,13 @@ class Branch:
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         after = "" if appended is None else appended
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        truncation = {name: value for name, value in given.items() if value is not None}
         if self.number == 0:
-            return Generate(after, strings, max_tokens)
-        return Generate(after, strings, max_tokens, self.number, self.prompt, tools=self.tools)
+            return Generate(after, strings, max_tokens, truncation=truncation)
+        return Generate(
+            after, strings, max_tokens, self.number, self.prompt, tools=self.tools, truncation=truncation
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return its prompt, number and limit, as JSON values."""
@@ -129,8 +138,8 @@ class Episode(Branch):
 
     row: the prompt's row of the data. seed: this episode's, for all that is random in it; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. truncation: of these top_k, top_p and min_p that leave tokens out, the same in all
-    turns. all_turns: those of all branches, in order. given: rewards by name, which belong to all branches.
+    temperature: that of all turns. truncation: that of turns that ask for no other. all_turns: those of all branches,
+    in order. given: rewards by name, which belong to all branches.
     rewarded: to which of `rewards` the function gave something since `take_given`.
     is_closed: whether the function ended, or is being ended.
     environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
@@ -147,7 +156,7 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
-        truncation: dict[str, float] | None = None,
+        truncation: Iterable[Any] = NO_TRUNCATION,
         environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
@@ -156,7 +165,7 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
-        self.truncation = truncation or {}
+        self.truncation = Truncation(*truncation)
         self.environment = environment
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []

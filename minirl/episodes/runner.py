@@ -203,7 +203,7 @@ class EpisodeRunner:
             prompt_ids=list(request.prompt_ids),
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
-            truncation=request.truncation.active,
+            truncation=request.truncation,
             environment={} if self._shows_environment else None,
         )
         turns: list[Turn] = []
@@ -330,6 +330,7 @@ class EpisodeRunner:
                 max_new_tokens=running.part_limit - running.part_start,
                 stop_test=running.stop_test,
                 turn_start=turn.start,
+                truncation=running.truncation,
             )
 
     def _take_up_first(self, running: RunningEpisode) -> None:
@@ -356,6 +357,7 @@ class EpisodeRunner:
                 holds=True,
                 stop_test=running.stop_test,
                 turn_start=turn.start,
+                truncation=running.truncation,
             )
             requests.append(request)
             self._number_of[request.rollout_id] = running.number

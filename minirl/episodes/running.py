@@ -11,6 +11,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.turn import Turn
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended
+from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
 NO_BUDGET = sys.maxsize
@@ -72,9 +73,10 @@ class RunningEpisode:
     request: of the row's prompt, as it was given. number: that its function's replies have.
     branches: those that have begun, by number.
     turn: that the function asks for; None before the first one. branch: that of the turn; None where a new branch has
-    no room for its prompt. stop_test: ends the turn. turn_limit: how many tokens there are after the branch's prompt
-    when the turn ends, at the latest. part_start: how many there were when the engine took up the turn, in this round.
-    budget: how many tokens the episode may sample in this round from the beginning of the turn's part on.
+    no room for its prompt. stop_test: ends the turn. truncation: of it. turn_limit: how many tokens there are after
+    the branch's prompt when the turn ends, at the latest. part_start: how many there were when the engine took up the
+    turn, in this round. budget: how many tokens the episode may sample in this round from the beginning of the turn's
+    part on.
     """
 
     request: Request
@@ -84,6 +86,7 @@ class RunningEpisode:
     turn: Turn | None = None
     branch: RunningBranch | None = None
     stop_test: StopStrings | None = None
+    truncation: Truncation = NO_TRUNCATION
     turn_limit: int = 0
     part_start: int = 0
     budget: int = NO_BUDGET

@@ -49,6 +49,9 @@ class TurnMaker:
         room_to_sample = max(1, self._limits.room_to_sample(episode))
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
         running.stop_test = self._stop_test(asked.stop) if asked.stop else None
+        request = running.request
+        if request.temperature:
+            running.truncation = request.truncation._replace(**asked.truncation).checked()
         running.turn = Turn(
             branch.number, start, appended=new_ids, inserted=asked.inserted, asked=asked.digest
         )

@@ -39,6 +39,7 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
+from minirl.truncation import Truncation
 
 if TYPE_CHECKING:
     from minirl.kernels.cuda_graphs import DecodeGraphs
@@ -189,11 +190,12 @@ class Engine:
         max_new_tokens: int,
         stop_test: StopTest | None = None,
         turn_start: int | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """Go on with a request that holds: append tokens, then sample up to `max_new_tokens`.
 
         turn_start: as in `Request`, that of a turn which goes on; None begins another turn.
-        stop_test: for this turn; the previous one is dropped.
+        stop_test, truncation: for this turn; without them it has no test, and the truncation of the turn before.
         Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
         InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
         """
@@ -210,6 +212,7 @@ class Engine:
                 max_new_tokens=len(sampled) + max_new_tokens,
                 stop_test=stop_test,
                 turn_start=len(sampled) if turn_start is None else turn_start,
+                truncation=truncation or request.truncation,
             )
             self._check(request, request.max_new_tokens)
             del self._dropped[rollout_id]
@@ -221,7 +224,9 @@ class Engine:
             self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
             turn_start = num_tokens if turn_start is None else turn_start
-            self._next_turns.append(NextTurn(row, tokens, max_new_tokens, stop_test, turn_start))
+            truncation = truncation or self._running.requests[row].truncation
+            turn = NextTurn(row, tokens, max_new_tokens, stop_test, turn_start, truncation)
+            self._next_turns.append(turn)
             self._resumed.append(row)
 
     def release(self, *rollout_ids: RolloutId) -> None:

@@ -20,6 +20,7 @@ from minirl.rollouts import (
     rollout_of,
     token_tensor,
 )
+from minirl.truncation import Truncation
 
 
 class NextTurn(NamedTuple):
@@ -33,6 +34,7 @@ class NextTurn(NamedTuple):
     max_new_tokens: int
     stop_test: StopTest | None
     turn_start: int
+    truncation: Truncation
 
 
 class RunningRequests:
@@ -43,7 +45,8 @@ class RunningRequests:
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
     turn_starts int64: tokens after the prompt before the present turn
-    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling
+    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling the
+    present turn
     past_requests int64: how many requests had this row before, which tells the tokens of one from those of the next
     token_index int64: where its newest token is among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
@@ -102,15 +105,14 @@ class RunningRequests:
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
         kept = request.sampled.kept.rows()
-        top_k, top_p, min_p = request.truncation
-        self._make_room(row, request.max_new_tokens, max(top_k, kept.shape[1]))
+        self._make_room(row, request.max_new_tokens, max(request.truncation.top_k, kept.shape[1]))
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
         self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
-        self.top_ks[row], self.top_ps[row], self.min_ps[row] = top_k, top_p, min_p
+        self.top_ks[row], self.top_ps[row], self.min_ps[row] = request.truncation
         count = len(request.sampled)
         self.counts[row] = count
         if count:
@@ -130,7 +132,8 @@ class RunningRequests:
         starts = self.counts[rows]
         ends = starts + num_appended
         limits = ends + torch.tensor([turn.max_new_tokens for turn in turns])
-        self._make_room(int(rows.max()), int(limits.max()))
+        num_kept = max(turn.truncation.top_k for turn in turns)
+        self._make_room(int(rows.max()), int(limits.max()), num_kept)
         columns = concatenated_ranges(starts, num_appended)
         places = (rows.repeat_interleave(num_appended), columns)
         self._tokens[places] = token_tensor(
@@ -145,6 +148,10 @@ class RunningRequests:
         self.limits[rows] = limits
         for turn in turns:
             self._set_stop_test(turn.row, turn.stop_test)
+            request = self.requests[turn.row]
+            if turn.truncation != request.truncation:
+                self.requests[turn.row] = replace(request, truncation=turn.truncation)
+                self.top_ks[turn.row], self.top_ps[turn.row], self.min_ps[turn.row] = turn.truncation
 
     def run(self, rows: Tensor) -> None:
         """Let the requests in these rows int64 [n] run, as the youngest."""

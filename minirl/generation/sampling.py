@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import MAX_KEPT, VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
+from minirl.truncation import MAX_KEPT
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
@@ -136,12 +137,11 @@ def sample(
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
-    likeliest token and records its logprob at temperature 1; truncation: the fields of `rollouts.Truncation`,
+    likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
     top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request has any; vocab_chunk: tokens of the vocabulary
     per product with the head; CUDA has one product.
 
-    Also returns the tokens that the truncated distributions kept, int32 [B, MAX_KEPT] with -1 after the last one;
-    [B, 0] without `truncation`.
+    Also returns the tokens that the truncated distributions kept, as of `truncate`; int32 [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
     kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
@@ -182,18 +182,16 @@ def _divisor(temperature: Tensor) -> Tensor:
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the ids int32 [B, MAX_KEPT] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
+    """Return the ids int32 [B, W] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
 
-    The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`. A row's ids
-    begin with the likeliest, and -1 follows the last; a row of temperature 0 keeps all tokens and has no ids. The rules
-    and their order are those of transformers' logits processors.
+    The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`; W is
+    MAX_KEPT, or V if that is less. A row's ids begin with the likeliest, and -1 follows the last; a row of temperature
+    0 keeps all tokens and has no ids. The rules and their order are those of transformers' logits processors.
     """
-    num_missing = max(0, MAX_KEPT - logits.shape[1])
-    top_logits, ids = logits.topk(MAX_KEPT - num_missing)
-    top_logits = F.pad(top_logits, (0, num_missing), value=-torch.inf)
-    ids = F.pad(ids, (0, num_missing), value=-1)
-    place = torch.arange(MAX_KEPT, device=logits.device)
-    is_kept = (place < top_k[:, None]) & (temperature > 0)[:, None] & (ids >= 0)
+    width = min(MAX_KEPT, logits.shape[1])
+    top_logits, ids = logits.topk(width)
+    place = torch.arange(width, device=logits.device)
+    is_kept = (place < top_k[:, None]) & (temperature > 0)[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     share_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.

@@ -43,15 +43,12 @@ _PLAIN_VALUES = {
 }
 
 
-def first_values(name: str, shape: torch.Size, rank: int) -> Tensor:
-    """The first values of an adapter as in PEFT: A uniform, B 0, so that it adds nothing. They depend on its name.
-
-    Rows of A and columns of B beyond the rank are 0, and stay so: their gradients are 0.
-    """
+def first_values(name: str, shape: torch.Size) -> Tensor:
+    """The first values of an adapter as in PEFT: A uniform, B 0, so that it adds nothing. They depend on its name."""
     values = torch.zeros(shape)
     if name.endswith("lora_A"):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        torch.nn.init.kaiming_uniform_(values[:rank], a=math.sqrt(5), generator=generator)
+        torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
     return values
 
 
@@ -128,10 +125,6 @@ def write_adapters(
     assert adapters is not None
     stored = {}
     for name, tensor in tensors.items():
-        if name.endswith("lora_A"):
-            tensor = tensor[: adapters.rank]
-        elif name.endswith("lora_B"):
-            tensor = tensor[:, : adapters.rank].contiguous()
         stored[f"{_PREFIX}{name}.weight" if is_adapter(name) else f"{_PREFIX}{name}"] = tensor
     peft_config = {
         "peft_type": "LORA",

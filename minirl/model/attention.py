@@ -21,42 +21,30 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import portable_attention
+from minirl.model import device_kernels, portable_attention
 from minirl.model.delta_rule import ChunkIndex, DeltaStates, index_chunks
-from minirl.ranks.process_group import print0
+
+if TYPE_CHECKING:
+    from minirl.kernels.fla_delta_rule import SegmentIndex
 
 # Tokens of a cache block for flash-attn.
 FLASH_BLOCK = 256
 
 
-@functools.cache
-def has_flash_attn() -> bool:
-    """Return whether flash-attn's functions (the extra `flash`) can be imported.
-
-    If it is installed and they cannot, rank 0 prints why, once: it was built for another torch, or a folder has its
-    name. Not collective.
-    """
-    try:
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
-    except Exception as error:  # a mismatched build may raise anything
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
-            reason = " ".join(str(error).split())
-            print0(f"note: torch's kernels replace flash-attn, which cannot be imported: {reason}")
-        return False
-    return True
-
-
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    if not device_kernels.may_be_of_packages(device, dtype):
         return "portable"
-    return "flash" if has_flash_attn() else "varlen"
+    has_flash_attn = device_kernels.can_import(
+        "flash_attn", "flash_attn_varlen_func", "flash_attn_with_kvcache"
+    )
+    return "flash" if has_flash_attn else "varlen"
 
 
 def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -162,12 +150,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """Where each sequence starts in the stream, and where the last one ends; int32 [N + 1]."""
-        return upload(_cumulative(self.lengths), self.device)
+        return self._upload(_cumulative(self.lengths))
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same among the T' tokens that the model computes; int32 [N + 1]."""
-        return upload(_cumulative(self.num_own), self.device)
+        return self._upload(_cumulative(self.num_own))
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
@@ -175,6 +163,11 @@ class PackedLayout:
 
         Lengths (3, 5) of which the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
         """
+        return self._upload(self._hidden_index)
+
+    @functools.cached_property
+    def _hidden_index(self) -> Tensor:
+        """The same on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
         for i, length in enumerate(self.lengths):
@@ -185,19 +178,24 @@ class PackedLayout:
                 index = torch.cat([indices[parent][:num_shared], index])
             indices.append(index)
             num_hidden += num_own
-        return upload(torch.cat([torch.arange(0), *indices]), self.device)
+        return torch.cat([torch.arange(0), *indices])
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
         ends = itertools.accumulate(self.lengths)
         starts = [end - num_own for end, num_own in zip(ends, self.num_own, strict=True)]
-        return upload(concatenated_ranges(starts, self.num_own), self.device)
+        return self._upload(concatenated_ranges(starts, self.num_own))
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        return upload(concatenated_ranges(self.num_shared, self.num_own), self.device)
+        return self._upload(concatenated_ranges(self.num_shared, self.num_own))
+
+    @functools.cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The sequence that each one shares its first tokens with; its own number if it shares none."""
+        return tuple(parent for parent, _ in self.shared) or tuple(range(len(self.lengths)))
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
@@ -223,9 +221,17 @@ class PackedLayout:
     @functools.cached_property
     def chunk_index(self) -> ChunkIndex:
         """The chunks of the gated delta rule."""
-        parents = [parent for parent, _ in self.shared] or range(len(self.lengths))
-        index = index_chunks(self.lengths, parents, self.num_shared, self.hidden_index.cpu())
-        return index.map(lambda tensor: upload(tensor, self.device))
+        return index_chunks(self.lengths, self.parents, self.num_shared, self._hidden_index, self._upload)
+
+    @functools.cached_property
+    def segment_index(self) -> "SegmentIndex":
+        """The segments of the gated delta rule, for fla's kernels."""
+        from minirl.kernels.fla_delta_rule import index_segments
+
+        return index_segments(self.num_own, self.num_shared, self.parents, self._upload)
+
+    def _upload(self, x: Tensor) -> Tensor:
+        return upload(x, self.device)
 
     def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
         """Return the portable kernel's index for layers with this window and number of key heads.

@@ -23,7 +23,8 @@ from torch import Tensor
 from minirl.model.padding import pad_rows
 
 TILE_ROWS = 64
-# With fewer columns a product may be computed as one of a matrix and vectors.
+# With fewer columns a product may be computed as one of a matrix and vectors; with fewer than twice as many its bits
+# may depend on the number of rows, unless the sums have a multiple of 4 terms.
 MIN_COLUMNS = 8
 # Longest bf16 reduction that is not tiled. oneDNN splits longer ones by a rule that depends on the number of
 # rows.
@@ -69,9 +70,10 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
-    num_columns = len(weight)
-    if num_columns < MIN_COLUMNS and x.device.type == "cpu":
-        product = linear(x, F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns)))[:, :num_columns]
+    num_columns, num_terms = weight.shape
+    least = MIN_COLUMNS if num_terms % 4 == 0 else 2 * MIN_COLUMNS
+    if num_columns < least and x.device.type == "cpu":
+        product = linear(x, F.pad(weight, (0, 0, 0, least - num_columns)))[:, :num_columns]
         return product if bias is None else product + bias
     is_tiled = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[1] > MAX_UNTILED_BF16
     if not is_tiled and not _is_widened(x):

@@ -42,8 +42,6 @@ _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _FUSED_LAYERS = ("qkv_proj", "gate_up_proj", "input_linear", "output_linear")
 LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, *_FUSED_LAYERS, *_DELTA_LAYERS)
-# A product with a matrix of one row is a matrix-vector product, which is not batch-invariant.
-MIN_ADAPTER_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,6 @@ class Adapters:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-
-    @property
-    def padded_rank(self) -> int:
-        """Rows of A and columns of B: those beyond the rank are 0."""
-        return max(self.rank, MIN_ADAPTER_RANK)
 
 
 def is_adapter(name: str) -> bool:
@@ -169,7 +162,7 @@ class ModelConfig:
         if self.fused_gate_up:
             layers.append((hidden, 2 * inner))
         if self.adapters is not None:
-            rank = self.adapters.padded_rank
+            rank = self.adapters.rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
         head = [(hidden, self.vocab_size)]
         if not batch_invariance.is_batch_invariant(layers, dtype, device):

@@ -67,17 +67,6 @@ class DeltaRows:
 
 
 @dataclass(frozen=True)
-class ChunkStep:
-    """The chunks of all sequences that have the same number, in a slice of all chunks.
-
-    previous int64 [n]: which of the chunks of the step before each one follows; in the first step there is none.
-    """
-
-    chunks: slice
-    previous: Tensor | None
-
-
-@dataclass(frozen=True)
 class ChunkIndex:
     """The chunks of packed sequences, in order of their number within their sequence.
 
@@ -86,42 +75,42 @@ class ChunkIndex:
 
     rows int64 [chunks, CHUNK]: which of the T' rows that the model computes each row is; T' where a chunk has none.
     places int64 [T']: where each row is in the chunks, end to end.
+    steps: of the chunks with the same number int64 [n], which chunk of the step before each one follows. In the first
+    step 0, for a state of zeros.
     last int64 [sequences]: the last chunk of each sequence.
     """
 
     rows: Tensor
     places: Tensor
-    steps: tuple[ChunkStep, ...]
+    steps: tuple[Tensor, ...]
     last: Tensor
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "ChunkIndex":
-        """The same index with another place for each tensor."""
-        steps = [
-            ChunkStep(step.chunks, None if step.previous is None else function(step.previous))
-            for step in self.steps
-        ]
-        return ChunkIndex(function(self.rows), function(self.places), tuple(steps), function(self.last))
 
 
 def index_chunks(
-    lengths: Sequence[int], parents: Sequence[int], num_shared: Sequence[int], hidden_index: Tensor
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    num_shared: Sequence[int],
+    hidden_index: Tensor,
+    upload: Callable[[Tensor], Tensor],
 ) -> ChunkIndex:
-    """The chunks of packed sequences, on the host; `PackedLayout` explains the arguments.
+    """The chunks of packed sequences; `PackedLayout` explains the arguments, which are on the host.
 
     parents: of each sequence the one that it shares its first `num_shared` tokens with.
+    upload: copies a tensor from the host to where the rows are.
     """
     firsts = [shared // CHUNK for shared in num_shared]
     ends = [-(-length // CHUNK) for length in lengths]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    of_sequences = hidden_index.split(list(lengths))
     num_rows = sum(lengths) - sum(num_shared)
     rows: list[Tensor] = []
     places = torch.zeros(num_rows, dtype=torch.int64)
     last = [0] * len(lengths)
-    steps: list[ChunkStep] = []
+    steps: list[Tensor] = []
     in_step: dict[int, int] = {}
     for number in range(max(ends, default=0)):
-        previous, in_last_step, in_step = [], in_step, {}
-        for i, length in enumerate(lengths):
+        previous = []
+        in_last_step, in_step = in_step, {}
+        for i in range(len(lengths)):
             if not firsts[i] <= number < ends[i]:
                 continue
             owner = i
@@ -130,17 +119,21 @@ def index_chunks(
             previous.append(in_last_step.get(owner, 0))
             in_step[i] = len(in_step)
             begin = number * CHUNK
-            own = hidden_index[starts[i] + begin : starts[i] + min(begin + CHUNK, length)]
+            own = of_sequences[i][begin : begin + CHUNK]
             first_own = max(0, num_shared[i] - begin)
             places[own[first_own:]] = len(rows) * CHUNK + torch.arange(first_own, len(own))
             last[i] = len(rows)
             rows.append(F.pad(own, (0, CHUNK - len(own)), value=num_rows))
-        chunks = slice(len(rows) - len(in_step), len(rows))
-        steps.append(ChunkStep(chunks, torch.tensor(previous) if number else None))
+        steps.append(torch.tensor(previous))
     if not rows:  # one chunk without rows, so that every parameter has a gradient
         rows = [torch.zeros(CHUNK, dtype=torch.int64)]
-        steps = [ChunkStep(slice(0, 1), None)]
-    return ChunkIndex(torch.stack(rows), places, tuple(steps), torch.tensor(last, dtype=torch.int64))
+        steps = [torch.zeros(1, dtype=torch.int64)]
+    return ChunkIndex(
+        upload(torch.stack(rows)),
+        upload(places),
+        tuple(map(upload, steps)),
+        upload(torch.tensor(last, dtype=torch.int64)),
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,8 @@ def run_chunks(
     num_heads = rows.v.shape[1]
     q, k, v, decay, beta = (_in_chunks(x, index.rows) for x in vars(rows).values())
     total = decay.cumsum(1)
-    pairs = (total[:, :, None] - total[:, None, :]).clamp(max=0).exp()
+    between = total[:, :, None] - total[:, None, :]
+    pairs = between.clamp(max=0).exp()
     grown = total.exp()
     keys_t = k.transpose(1, 2)
     a = (torch.bmm(k, keys_t) * beta[..., None] * pairs).tril(-1)
@@ -199,18 +193,24 @@ def run_chunks(
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     v_in = v * beta[..., None]
-    state = k.new_zeros(index.steps[0].chunks.stop, num_heads, k.shape[-1], v.shape[-1])
-    outputs, updates, begins, ends = [], [], [], []
-    for step in index.steps:
-        begin = (state if step.previous is None else state[step.previous]).flatten(0, 1)
-        heads = slice(step.chunks.start * num_heads, step.chunks.stop * num_heads)
-        update = _Solve.apply(a[heads], v_in[heads] - torch.bmm(k_in[heads], begin))
-        outputs.append(torch.bmm(q_in[heads], begin) + torch.bmm(weights[heads], update))
-        end = _next_state(begin, k[heads], update, total[heads])
-        state = end.unflatten(0, (-1, num_heads))
+    sizes = [num_heads * len(previous) for previous in index.steps]
+    of_steps = (x.split(sizes) for x in (a, weights, k_in, q_in, v_in, k, total))
+    state = k.new_zeros(1, num_heads, k.shape[-1], v.shape[-1])
+    outputs: list[Tensor] = []
+    updates: list[Tensor] = []
+    begins: list[Tensor] = []
+    ends: list[Tensor] = []
+    for previous, a_i, weights_i, k_in_i, q_in_i, v_in_i, k_i, total_i in zip(
+        index.steps, *of_steps, strict=True
+    ):
+        begin = state[previous].flatten(0, 1)
+        update = _Solve.apply(a_i, v_in_i - torch.bmm(k_in_i, begin))
+        end = _next_state(begin, k_i, update, total_i)
+        outputs.append(torch.bmm(q_in_i, begin) + torch.bmm(weights_i, update))
         updates.append(update)
         begins.append(begin)
         ends.append(end)
+        state = end.unflatten(0, (-1, num_heads))
     if states is not None:
         parts = (torch.cat(begins), torch.cat(ends), k, torch.cat(updates), decay)
         begun, ended, *kept = (x.unflatten(0, (-1, num_heads))[index.last] for x in parts)
@@ -234,7 +234,8 @@ def run_row(rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tens
     own = at.repeat_interleave(num_heads)[:, None]
     column = torch.arange(CHUNK, device=own.device)
     total = decays.cumsum(1)
-    pairs = (total.gather(1, own) - total).clamp(max=0).exp()
+    between = total.gather(1, own) - total
+    pairs = between.clamp(max=0).exp()
     grown = total.exp().gather(1, own)
     of_keys = torch.bmm(_padded(k, q), keys.transpose(1, 2))
     a = torch.where(column < own, of_keys[:, 0] * beta[:, None] * pairs, 0.0)
@@ -323,7 +324,8 @@ def is_batch_invariant(shape: DeltaNet) -> bool:
     q, k, v = (F.normalize(torch.randn(*heads, size, generator=generator), dim=-1) for size in sizes)
     decay = -torch.rand(heads, generator=generator)
     rows = DeltaRows(q, k, v, decay, beta=torch.rand(heads, generator=generator))
-    expected = run_chunks(rows, index_chunks((length,) * 3, (0, 1, 2), (0, 0, 0), torch.arange(3 * length)))
+    index = index_chunks((length,) * 3, range(3), (0, 0, 0), torch.arange(3 * length), lambda tensor: tensor)
+    expected = run_chunks(rows, index)
     for num_sequences in (1, 3):
         slots = torch.arange(num_sequences)
         states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))

@@ -14,7 +14,6 @@ VOCAB_CHUNK = 2048
 # head's dtype; then they are freed.
 MAX_LOGITS = 1 << 26
 MIN_WIDTH = 512  # of a chunk on CUDA, also where the tokens are very many
-MAX_KEPT = 256  # tokens that a truncated distribution keeps
 
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:

@@ -67,8 +67,8 @@ class LoraLinear(Linear):
 
     def __init__(self, base: Linear, adapters: Adapters):
         super().__init__(base.in_features, base.out_features, base.bias is not None)
-        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.padded_rank, base.in_features))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.padded_rank))
+        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
         self._scale = adapters.alpha / adapters.rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,15 +132,19 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs."""
+    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs.
 
-    def __init__(self, config: ModelConfig, layer: int):
+    recomputes: run the rule's forward again in backward, instead of keeping its inputs in fp32 and its chunks.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, recomputes: bool):
         super().__init__()
         shape = config.delta_net
         assert shape is not None
         hidden_size = config.hidden_size
         self.layer = layer
         self.shape = shape
+        self.recomputes = recomputes
         self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
         self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
         self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
@@ -160,11 +164,12 @@ class GatedDeltaNet(nn.Module):
         step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
         step = batch_invariance.activate(step, F.softplus)[:num_rows]
         decay = -self.A_log.to(wide).exp() * step
-        if isinstance(layout, PackedLayout):
-            # Of one layer at a time the rule's inputs, in fp32, and its chunks are kept.
+        if isinstance(layout, DecodeLayout):
+            out = self._decoded(mixed, decay, beta, layout)
+        elif self.recomputes:
             out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
         else:
-            out = self._decoded(mixed, decay, beta, layout)
+            out = self._packed(mixed, decay, beta, layout)
         normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
         gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
         gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
@@ -180,6 +185,10 @@ class GatedDeltaNet(nn.Module):
             last = layout.cu_seqlens[1:].long() - 1
             states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
+        if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
+            from minirl.kernels import fla_delta_rule
+
+            return fla_delta_rule.run_segments(rows, layout.segment_index, mixed.dtype, states, layout.slots)
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
@@ -254,16 +263,16 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
 
-    Norms stand before them, after them or both.
+    Norms stand before them, after them or both. is_recomputed: the model runs the whole layer again in backward.
     """
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):
         super().__init__()
         self.has_attention = layer in config.attention_windows
         if self.has_attention:
             self.self_attn = Attention(config, layer)
         else:
-            self.linear_attn = GatedDeltaNet(config, layer)
+            self.linear_attn = GatedDeltaNet(config, layer, recomputes=not is_recomputed)
         self.mlp_name = config.mlp_names[0]
         self.add_module(self.mlp_name, MLP(config))
         self.norms = config.norms
@@ -292,12 +301,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm. It only holds them: `Transformer.forward` runs them."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, recompute_layers: bool):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
-            self.layers.append(DecoderLayer(config, layer))
+            self.layers.append(DecoderLayer(config, layer, is_recomputed=recompute_layers))
         self.norm = RMSNorm(config.hidden_size, config)
 
 
@@ -311,7 +320,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_layers = recompute_layers
-        self.model = Decoder(config)
+        self.model = Decoder(config, recompute_layers=recompute_layers)
         if config.adapters is not None:
             self._add_adapters(config.adapters)
         if config.scalar_head:

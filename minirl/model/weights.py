@@ -76,9 +76,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
     for name, param in named_parameters(model).items():
         if is_adapter(name):
-            assert model.config.adapters is not None
-            values = first_values(name, param.shape, model.config.adapters.rank)
-            fill(param, values, name)
+            fill(param, first_values(name, param.shape), name)
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied_head(files, _stored_name("model.embed_tokens.weight", model.config.weight_prefix))
     if "score.weight" in params and "score.weight" in adapters:

@@ -135,9 +135,11 @@ def too_large(work: Workload, sizes: Sizes, free: float) -> str | None:
     always = sum(always_bytes(work).values())
     can_offload = work.trains and work.is_cuda and not work.offloads_optimizer
     if always > usable:
-        over_all = "" if work.num_shards == work.num_ranks else "--shard-over world, "
+        wider = "a greater --decode-group" if work.shards_weights else "--shard-over world"
+        over_all = "" if work.num_shards == work.num_ranks else f"{wider}, "
         on_host = "--offload-optimizer, " if can_offload else ""
-        further = f"more ranks (--nproc-per-node), {over_all}{on_host}" if work.trains else ""
+        by_rows = "" if work.shards_weights or work.num_ranks == 1 else "--shard-decode on, "
+        further = f"more ranks (--nproc-per-node), {over_all}{by_rows}{on_host}" if work.trains else ""
         return (
             f"the models need {gb(always)} of the {gb(usable)} that a rank can use: take {further}a smaller --model "
             "or --dtype bfloat16"

@@ -53,6 +53,16 @@ def layer_parameters(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in layers.parameters()) // len(layers)
 
 
+def num_gathers(config: ModelConfig) -> int:
+    """How often ranks that decode together gather columns of activations, embedding and logits in a step."""
+    # Before and after the last projection; of all heads where they are split, or have their norm, after the first.
+    attention = 2 + config.fused_qkv + 3 * config.qk_norm_over_heads
+    num_attention = len(config.attention_windows)
+    delta_net = 4 + 1
+    num_layers = config.num_hidden_layers
+    return num_attention * attention + (num_layers - num_attention) * delta_net + 2 * num_layers + 2
+
+
 def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, requests: int) -> float:
     """The key/value cache. A layer with a window keeps no more blocks than the requests' windows touch."""
     channels = config.num_key_value_heads * config.head_dim
@@ -79,7 +89,7 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """What a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
-    adapters = len(config.adapters.targets) * config.adapters.padded_rank if config.adapters else 0
+    adapters = len(config.adapters.targets) * config.adapters.rank if config.adapters else 0
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size

@@ -25,15 +25,12 @@ CPU_FACTOR = 2.0
 
 def always_bytes(work: Workload) -> dict[str, float]:
     """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
-    own = num_trained_parameters if work.shares_base else num_parameters
-    num_held = num_parameters(work.policy) + sum(map(own, work.trained[1:]))
-    held = {"weights": float(work.dtype.itemsize * num_held)}
+    held = {"weights": work.dtype.itemsize * _num_held(work)}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
     held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
-    if not work.is_cuda or not work.parks_frozen:
-        held |= _frozen_bytes(work)
+    held |= {name: size for name, size in _frozen_bytes(work).items() if not _is_on_host(work, name)}
     if not work.is_cuda:
         held["checkpoint copies"] = save_bytes(work)
     return held
@@ -44,8 +41,42 @@ def num_trained(work: Workload) -> int:
     return sum(map(num_trained_parameters, work.trained))
 
 
+def _num_held(work: Workload) -> float:
+    """Parameters that a rank holds in the compute dtype: those that the policy decodes from, and of value models.
+
+    Where weights are sharded these have masters only, and below their adapters shards that nothing trains.
+    """
+    if not work.shards_weights:
+        own = num_trained_parameters if work.shares_base else num_parameters
+        return float(num_parameters(work.policy) + sum(map(own, work.trained[1:])))
+    values = () if work.offloads_optimizer else work.trained[1:]
+    bases = sum(num_parameters(config) - num_trained_parameters(config) for config in values)
+    return (num_parameters(work.policy) + bases) / work.decode_group
+
+
 def _frozen_bytes(work: Workload) -> dict[str, float]:
-    return {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
+    """Of each frozen model: whole, or this rank's shards of it."""
+    whole = {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
+    return {name: size / _num_holders(work, name) for name, size in whole.items()}
+
+
+def _num_holders(work: Workload, name: str) -> int:
+    """The ranks that hold a frozen model together; reward models are whole."""
+    return work.decode_group if name in ("reference", "teacher") else 1
+
+
+def _is_on_host(work: Workload, name: str) -> bool:
+    """Whether a frozen model is on the host: whole between its uses, or its shards beside the optimizer's state."""
+    is_parked = work.is_cuda and work.parks_frozen
+    return work.offloads_optimizer if _num_holders(work, name) > 1 else is_parked
+
+
+def _gathered(work: Workload, *configs: ModelConfig) -> dict[str, float]:
+    """What a rank gathers of sharded weights: those outside of the layers, a layer's and the next one's."""
+    if not work.shards_weights:
+        return {}
+    most = max(num_parameters(c) - (c.num_hidden_layers - 2) * layer_parameters(c) for c in configs)
+    return {"gathered weights": float(work.dtype.itemsize * most)}
 
 
 def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> dict[str, dict[str, float]]:
@@ -56,24 +87,29 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
     cache = cached_bytes(
         work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
     )
+    cache /= work.decode_group  # key/value heads
     phases = {"generate": {"cache": cache} | decoding_bytes(work, sizes.max_running_requests)}
     tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
-    unparked = _frozen_bytes(work) if work.is_cuda and work.parks_frozen else {}
+    frozen = _frozen_bytes(work)
     for name, config in work.frozen.items():
         phase = {"forward": _forward(work, config, tokens)}
-        if name in unparked:
-            phase[name] = unparked[name]
+        if _num_holders(work, name) > 1:
+            phase |= _gathered(work, config)
+        elif _is_on_host(work, name):
+            phase[name] = frozen[name]
         phases[f"score ({name})"] = phase
     if work.taught_tokens:
         phases["score (teacher)"]["teacher's states"] = _teacher_state_bytes(work)
     if len(work.trained) > 1:
-        phases["score (value model)"] = {"forward": _forward(work, work.trained[1], tokens)}
+        value = work.trained[1]
+        phases["score (value model)"] = {"forward": _forward(work, value, tokens)} | _gathered(work, value)
     if work.trains:
         phases["update"] = {
             "gradients": _gradient_bytes(work, sizes),
             "activations and logits": max(
                 _backward_bytes(work, sizes, config, tokens) for config in work.trained
             ),
+            **_gathered(work, *work.trained),
         }
     if work.taught_tokens:
         phases["update"]["teacher's states"] = _teacher_state_bytes(work)
@@ -91,7 +127,7 @@ def _teacher_state_bytes(work: Workload) -> float:
 
 def _teacher_head_bytes(work: Workload) -> float:
     """The teacher's head on the device, unless it is always there, and a second gradient of the policy's head."""
-    is_copied = work.is_cuda and work.parks_frozen
+    is_copied = work.shards_weights or (work.is_cuda and work.parks_frozen)
     channels = work.policy.hidden_size + is_copied * work.frozen["teacher"].hidden_size
     return work.dtype.itemsize * work.policy.vocab_size * channels
 
@@ -134,6 +170,7 @@ def decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float
     # A preempted sequence is prefilled with nearly all its tokens.
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest), requests * work.longest)
     logits = _cpu_factor(work) * requests * decode_logits_bytes(work.policy)
+    logits *= 1 + work.shards_weights  # gathered by ranks, then in order
     needed = {"prefill": _forward(work, work.policy, prefill_tokens), "decode logits": logits}
     if work.policy.delta_net is not None:
         needed["states"] = state_bytes(work.policy, work.dtype, requests=max_running_requests)
@@ -163,10 +200,16 @@ def save_bytes(work: Workload) -> float:
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
     """The host memory that `num_ranks` ranks need beside their GPUs, by name. Rank 0 is among them."""
-    needed = {}
-    if work.parks_frozen and work.frozen:
-        parked = sum(pinned_bytes(config, work.dtype.itemsize) for config in work.frozen.values())
-        needed["parked models"] = float(num_ranks * parked)
+    needed: dict[str, float] = {}
+    frozen = [
+        (work.frozen[name], _num_holders(work, name)) for name in work.frozen if _is_on_host(work, name)
+    ]
+    if work.shards_weights and work.offloads_optimizer and work.policy.adapters:
+        frozen += [(config, work.num_shards) for config in work.trained]
+    for config, num_shards in frozen:
+        kind = "parked models" if num_shards == 1 else "frozen shards"
+        shards = num_ranks * pinned_bytes(config, work.dtype.itemsize, num_shards=num_shards)
+        needed[kind] = needed.get(kind, 0.0) + shards
     if work.offloads_optimizer:
         # Masters and gradients are pinned, moments are not.
         pinned = sum(
@@ -177,8 +220,8 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
             pinned + 8 * num_trained(work) / work.num_shards
         )
     if work.trains:
-        shards = 12 * num_trained(work) / work.num_shards
-        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
+        copied = 12 * num_trained(work) / work.num_shards
+        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * copied
     return needed
 
 

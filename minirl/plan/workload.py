@@ -17,6 +17,7 @@ class Sizes:
     max_tokens_per_microbatch: int
     recompute_layers: bool
     shard_gradients: bool
+    decode_group: int = 1  # as in `Workload`
 
     def flags(self, *, trains: bool = True) -> str:
         """The sizes as flags of a command line; trains: also those of an update."""
@@ -28,6 +29,8 @@ class Sizes:
             f"--recompute-layers {'on' if self.recompute_layers else 'off'} "
             f"--shard-gradients {'on' if self.shard_gradients else 'off'}"
         )
+        if self.decode_group > 1:
+            of_update += f" --shard-decode on --decode-group {self.decode_group}"
         return of_generation + (of_update if trains else "")
 
 
@@ -40,9 +43,10 @@ class Workload:
     shares_base: value models have adapters on the policy's own weights.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
+    decode_group: the same ranks, where they decode together from their shards; 1: each decodes from whole weights.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
-    requests: completions that a rank decodes in one phase. in_flight: those that decode in rounds, so that the cache
+    requests: completions that an engine decodes in one phase. in_flight: those that decode in rounds, so that the cache
     should hold all of them. update_tokens: tokens that it trains on in one update.
     enough_tokens: see the function of that name. taught_tokens: those of a step whose states of the teacher are kept.
     """
@@ -64,6 +68,7 @@ class Workload:
     taught_tokens: int = 0
     trains: bool = True
     shares_base: bool = False
+    decode_group: int = 1
 
     @property
     def policy(self) -> ModelConfig:
@@ -74,6 +79,11 @@ class Workload:
     def is_cuda(self) -> bool:
         """Whether the models are computed on a GPU, which frozen ones leave between their uses."""
         return self.device_type == "cuda"
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank holds whole weights, but those that it gathers for a while."""
+        return self.decode_group > 1
 
     @property
     def can_shard_gradients(self) -> bool:

@@ -14,11 +14,10 @@ from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.logprobs import MAX_KEPT
 from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
-from minirl.rollouts import Truncation
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
+from minirl.truncation import Truncation
 
 # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
@@ -197,6 +196,9 @@ class UpdateMemoryFlags:
     """sum gradients over the ranks in each microbatch, so a rank holds only its share; auto: if all do not fit"""
     shard_over: Literal["world", "node"] = "world"
     """ranks that share a model's shards: all, or those of each node, for slow networks between nodes"""
+    shard_decode: Literal["auto", "on", "off"] = "auto"
+    """decode from the shards that training holds, several ranks together; auto: if whole weights do not fit"""
+    decode_group: int | None = None  # ranks that decode one model together; none: those of a node
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
@@ -210,7 +212,6 @@ POSITIVE = (
     "group_size",
     "max_new_tokens",
     "temperature",
-    "top_p",
     "max_running_requests",
     "cache_tokens",
     "lr",
@@ -227,9 +228,6 @@ POSITIVE = (
 )
 # A larger size is a typo, which would use up the host's memory or processes before anything fails.
 MOST = {
-    "top_k": MAX_KEPT,
-    "top_p": 1,
-    "min_p": 1,
     "threads": 1024,
     "reward_workers": 1024,
     "rollout_workers": 1024,
@@ -413,6 +411,7 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
     of_rollouts = (given, "--rollout, --tools or --environment")
     of_turns = (given or rollout is None or not asks_for_one_turn(rollout), of_rollouts[1])
     of_correction = (config.importance_correction != "none", "--correction")
+    of_ranks = (world_size() > 1 or config.gpus, "a second rank")
     reads_jsonl = config.task == "jsonl" or (config.task == "auto" and config.data)
     check_needed(
         config,
@@ -432,7 +431,9 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
             "tool_format": of_turns,
             "correction_low": of_correction,
             "correction_high": of_correction,
-            "shard_over": (world_size() > 1 or config.gpus, "a second rank"),
+            "shard_over": of_ranks,
+            "shard_decode": (of_ranks[0] or config.shard_decode == "off", of_ranks[1]),
+            "decode_group": of_ranks if config.shard_decode != "off" else (False, "--shard-decode"),
         },
     )
 
@@ -450,6 +451,23 @@ def check_sizes(config: RunConfig) -> None:
     )
     num_minibatches = config.minibatches_per_epoch
     refuse(num_minibatches > num_rollouts, f"--num-minibatches {num_minibatches}: fewer rollouts")
+
+
+def check_group(config: RunConfig) -> None:
+    """Refuse groups that decode from shards and cannot be made of the ranks. Raises InputError."""
+    refuse(
+        config.shard_decode == "on" and config.shard_gradients == "off",
+        "--shard-decode on: gradients are sharded too; leave out --shard-gradients off",
+    )
+    group = config.decode_group
+    if group is None:
+        return
+    num_ranks = world_size() if config.gpus is None else ranks_and_bytes(config.gpus)[0]
+    refuse(
+        group < 2,
+        f"--decode-group {group}: must be at least 2; on its own a rank decodes with --shard-decode off",
+    )
+    refuse(num_ranks % group, f"--decode-group {group}: {num_ranks} ranks do not make groups of {group}")
 
 
 def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> None:
@@ -470,6 +488,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
             f"--gpus {config.gpus}: does not say how many are in a node, which --shard-over node needs; leave out "
             "one of the two (a single node needs the memory that --shard-over world reports for its GPUs)",
         )
+    check_group(config)
     refuse(
         len(config.reward_weights) not in (0, config.num_rewards),
         f"--reward-weights: there are {config.num_rewards} rewards",
@@ -493,12 +512,7 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
             target not in LINEAR_LAYERS,
             f"--lora-targets {target}: one of {' '.join(LINEAR_LAYERS)}; head and embeddings have no adapters",
         )
-    for name in config.truncation.active:
-        refuse(
-            not config.top_k,
-            f"{flag_of(name)} {getattr(config, name)}: needs --top-k, which bounds the tokens that a sample is taken "
-            f"among: training needs their ids; add --top-k {MAX_KEPT}, the most",
-        )
+    config.truncation.checked(flag_of)
     refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))
     refuse(

@@ -19,13 +19,12 @@ from minirl.plan.choice import (
     USABLE,
     can_keep_cache,
     can_score_beside_cache,
-    choose_sizes,
     host_too_small,
     largest,
     room_bytes,
     too_large,
 )
-from minirl.plan.formulas import num_parameters
+from minirl.plan.formulas import num_gathers, num_parameters
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb, listed, sum_of
 from minirl.plan.needs import always_bytes, host_bytes, phase_bytes
 from minirl.plan.workload import Sizes, Workload
@@ -35,7 +34,7 @@ from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, workload
+from minirl.run.planning import given_sizes, plan, possible_decode_groups
 from minirl.run.setup import compute_dtype
 
 SHOWN_PROMPTS = 2
@@ -80,8 +79,18 @@ def dry_run(
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
         streams = load_prompts(config, task, folder, model_config, tools=tools, workers=workers)
-        work = workload(
+        groups = possible_decode_groups(
             config,
+            model_config,
+            num_ranks=capacity.num_ranks,
+            of_node=capacity.num_ranks if config.gpus else capacity.host_ranks,
+            recorded={},
+        )
+        work, sizes, refusals = plan(
+            config,
+            given_sizes(config, recorded={}),
+            decode_groups=groups,
+            free=capacity.free,
             policy_folder=folder,
             value_folder=None,
             streams=streams,
@@ -90,8 +99,8 @@ def dry_run(
             num_ranks=capacity.num_ranks,
             num_shards=capacity.host_ranks if config.shard_over == "node" else capacity.num_ranks,
         )
-    sizes = choose_sizes(work, capacity.free, given_sizes(config, recorded={}))
     _print_work(config, work, streams)
+    _print_decoding(work, groups, refusals)
     _print_memory(work, sizes, capacity)
     _print_prompts(task, streams[0])
     reason = too_large(work, sizes, capacity.free)
@@ -141,6 +150,20 @@ def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStrea
 def _ranks(work: Workload) -> str:
     kind = "GPU" if work.is_cuda else "CPU rank"
     return kind if work.num_ranks == 1 else f"{kind}s"
+
+
+def _print_decoding(work: Workload, groups: Sequence[int], refusals: Sequence[str]) -> None:
+    """What decoding from shards saves and costs, and why the run does it or not, if it can."""
+    group = groups[-1]
+    whole = work.dtype.itemsize * num_parameters(work.policy)
+    effect = f"{gb(whole / group)} of weights on each instead of {gb(whole)}, {num_gathers(work.policy)} gathers a step"
+    if work.shards_weights:
+        why = f"; whole they do not fit: {refusals[0]}" if len(groups) > 1 else ""
+        print0(f"decode   {group} ranks together: {effect}{why}")
+    elif group > 1:
+        print0(
+            f"decode   each rank alone, as whole weights fit; {group} together (--shard-decode on): {effect}"
+        )
 
 
 def _print_memory(work: Workload, sizes: Sizes, capacity: _Capacity) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from minirl.data.prompts import PromptStream
+from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
+from minirl.plan.choice import choose_sizes, too_large
 from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.run.config import RunConfig
 
@@ -29,11 +31,13 @@ def workload(
     device_type: str,
     num_ranks: int,
     num_shards: int,
+    decode_group: int = 1,
 ) -> Workload:
     """The workload of a run. Reads the models' config.json only.
 
-    value_folder: of a run that is resumed; None: --value-model, or the policy's. streams: training prompts, and
-    held-out ones. Raises InputError for models that cannot be used.
+    num_shards: where ranks decode together, it is their number. value_folder: of a run that is resumed; None:
+    --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
+    cannot be used.
     """
     policy = read_config(policy_folder).with_adapters(config.adapters)
     trained = [policy]
@@ -59,8 +63,9 @@ def workload(
     num_rollouts = config.prompts_per_step * config.group_size
     # With --max-staleness the prompts of two steps are open.
     num_prompts = config.prompts_per_step * (2 if config.max_staleness else 1)
-    # A rank samples whole groups, with a greedy completion on top of each perhaps.
-    requests_in_training = math.ceil(num_prompts / num_ranks) * (config.group_size + 1)
+    # An engine samples whole groups, with a greedy completion on top of each perhaps.
+    num_engines = num_ranks // decode_group
+    requests_in_training = math.ceil(num_prompts / num_engines) * (config.group_size + 1)
     rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
     return Workload(
         trained=tuple(trained),
@@ -68,13 +73,13 @@ def workload(
         dtype=dtype,
         device_type=device_type,
         num_ranks=num_ranks,
-        num_shards=num_shards,
+        num_shards=num_shards if decode_group == 1 else decode_group,
         parks_frozen=config.park_frozen,
         offloads_optimizer=config.offload_optimizer and device_type == "cuda",
         longest_prompt=longest_prompt,
         longest=longest,
         requests=max(
-            requests_in_training, math.ceil(held_out.num_prompts / num_ranks) * (config.eval_samples or 1)
+            requests_in_training, math.ceil(held_out.num_prompts / num_engines) * (config.eval_samples or 1)
         ),
         in_flight=requests_in_training if config.max_staleness else 0,
         update_tokens=rollouts_per_update * longest,
@@ -84,7 +89,65 @@ def workload(
         enough_tokens=enough_tokens(prompts.max_new_tokens),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
+        decode_group=decode_group,
     )
+
+
+def plan(
+    config: RunConfig,
+    given: Mapping[str, Any],
+    *,
+    decode_groups: Sequence[int],
+    free: float,
+    **options: Any,
+) -> tuple[Workload, Sizes, list[str]]:
+    """The workload of a run with the first of `decode_groups` that fits, or the last; its sizes; what does not fit.
+
+    That is a sentence of `too_large` for each group that was tried and does not fit. given: `given_sizes`. free: bytes
+    of a rank. options: see `workload`.
+    """
+    refusals = []
+    for group in decode_groups:
+        work = workload(config, **options, decode_group=group)
+        forced = {"shard_gradients": True} if work.shards_weights else {}
+        sizes = choose_sizes(work, free, {**given, **forced, "decode_group": group})
+        refusal = too_large(work, sizes, free)
+        if refusal is None:
+            break
+        refusals.append(refusal)
+    return work, sizes, refusals
+
+
+def possible_decode_groups(
+    config: RunConfig, policy: ModelConfig, *, num_ranks: int, of_node: int, recorded: Mapping[str, Any]
+) -> list[int]:
+    """The numbers of ranks that may decode together, the preferred one first.
+
+    of_node: the ranks of a node. recorded: see `given_sizes`. Raises InputError if the flags ask for a number that
+    cannot be.
+    """
+    if config.shard_decode == "off" or not config.trains:
+        return [1]
+    group = config.decode_group or of_node
+    heads = policy.num_key_value_heads
+    is_on = config.shard_decode == "on"
+    if is_on or config.decode_group:
+        refuse(
+            group == 1,
+            "--shard-decode on: each node has one rank; --decode-group says how many of them decode together",
+        )
+        possible = [f"--decode-group {n}" for n in range(2, heads + 1) if heads % n == 0 == num_ranks % n]
+        refuse(
+            heads % group,
+            f"--decode-group {group}: the model's {heads} key/value heads cannot be split among {group} ranks; take "
+            f"{' or '.join([*possible, '--shard-decode off'])}",
+        )
+    if is_on:
+        return [group]
+    known = recorded.get("decode_group")
+    if known in (1, group):
+        return [known]
+    return [1, group] if group > 1 and heads % group == 0 and config.shard_gradients != "off" else [1]
 
 
 def teacher_folder(config: RunConfig) -> Path | None:
@@ -96,9 +159,11 @@ def teacher_folder(config: RunConfig) -> Path | None:
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """`Sizes` by name as the flags give them, "auto" where they leave one open.
 
-    recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay.
+    recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay. `plan`
+    says how many ranks decode together.
     """
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)}
+    names = {field.name for field in dataclasses.fields(Sizes)} - {"decode_group"}
+    given = {name: getattr(config, name) for name in names}
     for name in _SWITCHES:
         if given[name] != "auto":
             given[name] = given[name] == "on"

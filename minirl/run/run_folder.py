@@ -264,7 +264,7 @@ def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None
     if not changes:
         return
     listed = ", ".join(changes)
-    # Up to a rank of 8 the tensors have the same shapes: forced, a lower one would drop what was trained.
+    # The tensors of another rank have other shapes.
     is_fixed = resume == "exact" or old.get("lora_rank", 0) != new.get("lora_rank", 0)
     or_force = "" if is_fixed else ", or --resume force to continue with the new flags"
     refuse(

@@ -4,6 +4,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 """
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
-from minirl.plan.choice import can_keep_cache, can_score_beside_cache, choose_sizes, host_too_small, too_large
+from minirl.plan.choice import can_keep_cache, can_score_beside_cache, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
 from minirl.ranks import process_group
@@ -52,7 +53,7 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, teacher_folder, workload
+from minirl.run.planning import given_sizes, plan, possible_decode_groups, teacher_folder
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
@@ -363,8 +364,19 @@ class Setup:
         """
         recorded = broadcast_object(read_args(self.folder.path) if rank() == 0 else None)
         given = given_sizes(self.config, recorded=recorded)
-        work = workload(
+        free = min(gather_objects(free_bytes(self.device)))
+        groups = possible_decode_groups(
             self.config,
+            self.model_config,
+            num_ranks=world_size(),
+            of_node=math.gcd(*gather_objects(local_world_size())),
+            recorded=recorded,
+        )
+        work, self.sizes, _ = plan(
+            self.config,
+            given,
+            decode_groups=groups,
+            free=free,
             policy_folder=self.model_folder,
             value_folder=self.saved_folder("value"),
             streams=(self.prompts, self.held_out),
@@ -373,8 +385,7 @@ class Setup:
             num_ranks=world_size(),
             num_shards=self._num_shards,
         )
-        free = min(gather_objects(free_bytes(self.device)))
-        self.sizes = sizes = choose_sizes(work, free, given)
+        sizes, self._num_shards = self.sizes, work.num_shards
         on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
         # The reason of the first host with too little memory.
         on_hosts = next(filter(None, gather_objects(on_host)), None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.errors import refuse
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import MAX_LOGITS, chunk_logits
 from minirl.model.transformer import Transformer
@@ -30,8 +31,13 @@ def score_with_teacher(
     """Logprobs and entropies [T] as of `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
 
     The batch has `teacher_states`; of the teacher only the head is used, on whatever device it is. is_forward: see
-    `Divergence`. Differentiable in the model's parameters. Not collective.
+    `Divergence`. Differentiable in the model's parameters. Not collective. Raises InputError if tokens were sampled
+    from truncated distributions.
     """
+    refuse(
+        len(batch.kept.ids),
+        "--teacher-kl: compares whole vocabularies, and a turn was sampled with top_k; use --teacher-kl sampled",
+    )
     index = batch.loss_index
     states = states_before(model, batch.tokens, batch.layout(), index)
     head = model.lm_head.weight

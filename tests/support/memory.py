@@ -1,11 +1,24 @@
-"""How many bytes of tensors a piece of code has at once."""
+"""How many bytes of tensors a piece of code has at once, and how many docs/memory.md says."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "memory.md").read_text()
+
+
+def formula(row: str, **sizes: float) -> float:
+    """The value of the formula in the table's row that begins with `row`, by the letters of the page."""
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {row} |")]
+    text = re.split(r"[;a-z]|\([a-z]", line.split("|")[2])[0].strip()
+    assert re.fullmatch(r"[A-Z0-9 .+*/()-]+", text), text
+    product = re.sub(r"(?<=[A-Z0-9)]) (?=[A-Z0-9(])", " * ", text)
+    return eval(product, {}, sizes)
 
 
 def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:

@@ -1,0 +1,133 @@
+"""The gated delta rule of packed sequences by the kernels of flash-linear-attention (the extra `fla`), in 16 bits.
+
+The rows that the model computes are cut where a sequence begins, and where the tokens end that it shares with another
+one. Each of these segments begins with the state at the end of an earlier one, so that every row is computed once.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minirl.model.delta_rule import DeltaRows, DeltaStates
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of the model from `begin` to before `end`, and which segment of the round before it follows."""
+
+    begin: int
+    end: int
+    previous: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Segments that are computed at once, because those that they follow are those of the round before.
+
+    rows int64 [n]: which of the model's rows the segments have, end to end.
+    cu_seqlens int64 [segments + 1]: where each begins among them, and where the last one ends.
+    previous int64 [segments]: which segment of the round before each one follows; in the first round there is none.
+    """
+
+    rows: Tensor
+    cu_seqlens: Tensor
+    previous: Tensor | None
+
+
+@dataclass(frozen=True)
+class SegmentIndex:
+    """The segments of packed sequences. places int64 [T']: where each row of the model is in all rounds, end to end."""
+
+    rounds: tuple[Round, ...]
+    places: Tensor
+
+
+def index_segments(
+    num_own: Sequence[int],
+    num_shared: Sequence[int],
+    parents: Sequence[int],
+    upload: Callable[[Tensor], Tensor],
+) -> SegmentIndex:
+    """The segments of packed sequences, of which at least one has rows; `PackedLayout` explains the arguments.
+
+    parents: of each sequence the one that it shares its first `num_shared` tokens with.
+    upload: copies a tensor from the host to where the rows are.
+    """
+    starts = [0, *itertools.accumulate(num_own)]
+    end_before = {}  # of each sequence's first row: where the segment ends that it follows; 0: it follows none
+    for i, shared in enumerate(num_shared):
+        owner = i
+        while 0 < shared <= num_shared[owner]:
+            owner = parents[owner]
+        end_before[starts[i]] = starts[owner] + shared - num_shared[owner] if shared else 0
+    rounds: list[list[Segment]] = []
+    ended_by = {0: (-1, 0)}  # of each segment's end: its round, and its number there
+    for begin, end in itertools.pairwise(sorted({*end_before, *end_before.values(), starts[-1]})):
+        round_before, previous = ended_by[end_before.get(begin, begin)]
+        if round_before + 1 == len(rounds):
+            rounds.append([])
+        segments = rounds[round_before + 1]
+        ended_by[end] = (round_before + 1, len(segments))
+        segments.append(Segment(begin, end, previous))
+    order = torch.cat([_rows(segments) for segments in rounds])
+    return SegmentIndex(tuple(_index_round(segments, upload) for segments in rounds), upload(order.argsort()))
+
+
+def _rows(segments: Sequence[Segment]) -> Tensor:
+    """The model's rows that segments have, end to end: int64 [n]."""
+    return torch.cat([torch.arange(segment.begin, segment.end) for segment in segments])
+
+
+def _index_round(segments: Sequence[Segment], upload: Callable[[Tensor], Tensor]) -> Round:
+    """Put these segments in a round."""
+    lengths = torch.tensor([segment.end - segment.begin for segment in segments])
+    previous = torch.tensor([segment.previous for segment in segments])
+    is_first = segments[0].begin == 0
+    return Round(
+        upload(_rows(segments)),
+        upload(F.pad(lengths.cumsum(0), (1, 0))),
+        None if is_first else upload(previous),
+    )
+
+
+def run_segments(
+    rows: DeltaRows,
+    index: SegmentIndex,
+    dtype: torch.dtype,
+    states: DeltaStates | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """The outputs [T', H, Dv] of packed sequences, in the dtype of `rows`: `delta_rule.run_chunks` in other roundings.
+
+    dtype: what queries, keys and values are rounded to.
+    states, slots int64 [sequences]: where the state after each sequence goes, in front of a chunk without rows.
+    Then no tokens are shared.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    outputs: list[Tensor] = []
+    ended = rows.v.new_zeros(0)
+    for part in index.rounds:
+        own = rows.select(part.rows)
+        out, ended = chunk_gated_delta_rule(
+            own.q.to(dtype)[None],
+            own.k.to(dtype)[None],
+            own.v.to(dtype)[None],
+            own.decay[None],
+            own.beta[None],
+            scale=1.0,
+            initial_state=None if part.previous is None else ended[part.previous],
+            output_final_state=True,
+            cu_seqlens=part.cu_seqlens,
+        )
+        outputs.append(out[0])
+    if states is not None:
+        states.state[slots] = ended
+        # Rows of zeros change no state: the rows to come continue a chunk that began with them.
+        for pool in (states.keys, states.updates, states.decays):
+            pool[slots] = 0
+    return torch.cat(outputs)[index.places].to(rows.v.dtype)
