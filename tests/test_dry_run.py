@@ -63,7 +63,7 @@ def number(printed, name):
 
 
 def test_it_says_what_decoding_from_shards_saves_and_costs_and_why_it_is_chosen(flags):
-    """By hand, 32B: 2 P = 65.5 GB, and 64 x 4 + 2 gathers. It takes the reference's place too; 7B fits whole."""
+    """By hand, 32B: 2 P = 65.5 GB, and 64 x 4 + 2 gathers."""
     large = flags(QWEN_32B) | {"max_new_tokens": 4096, "kl_coef": 0.1, "gpus": "8x80"}
     printed, code = dry_run(train_grpo, **large, offload_optimizer=True)
     assert code == 0
@@ -72,7 +72,7 @@ def test_it_says_what_decoding_from_shards_saves_and_costs_and_why_it_is_chosen(
         "whole they do not fit: phase score (reference) needs 13" in printed
     )
     assert "--shard-gradients on --shard-decode on --decode-group 8" in printed
-    assert number(printed, "weights") == number(printed, "reference") == 8.19
+    assert number(printed, "weights") == 8.19
     # All 1,024 completions of the group: a cached token takes a rank 4 x 64 x 128 bytes.
     assert number(printed, "--max-running-requests") == 1024
     with pytest.raises(InputError, match=r"phase update needs 96.4 GB of the 72 GB .* --offload-optimizer"):

@@ -30,7 +30,7 @@ def always_bytes(work: Workload) -> dict[str, float]:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
     held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
-    held |= {name: size for name, size in _frozen_bytes(work).items() if name not in _parked(work)}
+    held |= {name: size for name, size in _frozen_bytes(work).items() if not _is_on_host(work, name)}
     if not work.is_cuda:
         held["checkpoint copies"] = save_bytes(work)
     return held
@@ -57,20 +57,18 @@ def _num_held(work: Workload) -> float:
 def _frozen_bytes(work: Workload) -> dict[str, float]:
     """Of each frozen model: whole, or this rank's shards of it."""
     whole = {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
-    return {
-        name: size / (work.decode_group if _is_sharded(work, name) else 1) for name, size in whole.items()
-    }
+    return {name: size / _num_holders(work, name) for name, size in whole.items()}
 
 
-def _is_sharded(work: Workload, name: str) -> bool:
-    """Whether ranks hold this frozen model together. Each judges its own rollouts with whole reward models."""
-    return work.shards_weights and name in ("reference", "teacher")
+def _num_holders(work: Workload, name: str) -> int:
+    """The ranks that hold a frozen model together; reward models are whole."""
+    return work.decode_group if name in ("reference", "teacher") else 1
 
 
-def _parked(work: Workload) -> list[str]:
-    """The frozen models that are on the host between their uses."""
+def _is_on_host(work: Workload, name: str) -> bool:
+    """Whether a frozen model is on the host: whole between its uses, or its shards beside the optimizer's state."""
     is_parked = work.is_cuda and work.parks_frozen
-    return [name for name in work.frozen if is_parked and not _is_sharded(work, name)]
+    return work.offloads_optimizer if _num_holders(work, name) > 1 else is_parked
 
 
 def _gathered(work: Workload, *configs: ModelConfig) -> dict[str, float]:
@@ -95,10 +93,10 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
     frozen = _frozen_bytes(work)
     for name, config in work.frozen.items():
         phase = {"forward": _forward(work, config, tokens)}
-        if name in _parked(work):
-            phase[name] = frozen[name]
-        elif _is_sharded(work, name):
+        if _num_holders(work, name) > 1:
             phase |= _gathered(work, config)
+        elif _is_on_host(work, name):
+            phase[name] = frozen[name]
         phases[f"score ({name})"] = phase
     if work.taught_tokens:
         phases["score (teacher)"]["teacher's states"] = _teacher_state_bytes(work)
@@ -202,10 +200,16 @@ def save_bytes(work: Workload) -> float:
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
     """The host memory that `num_ranks` ranks need beside their GPUs, by name. Rank 0 is among them."""
-    needed = {}
-    if parked := _parked(work):
-        pinned = sum(pinned_bytes(work.frozen[name], work.dtype.itemsize) for name in parked)
-        needed["parked models"] = float(num_ranks * pinned)
+    needed: dict[str, float] = {}
+    frozen = [
+        (work.frozen[name], _num_holders(work, name)) for name in work.frozen if _is_on_host(work, name)
+    ]
+    if work.shards_weights and work.offloads_optimizer and work.policy.adapters:
+        frozen += [(config, work.num_shards) for config in work.trained]
+    for config, num_shards in frozen:
+        kind = "parked models" if num_shards == 1 else "frozen shards"
+        shards = num_ranks * pinned_bytes(config, work.dtype.itemsize, num_shards=num_shards)
+        needed[kind] = needed.get(kind, 0.0) + shards
     if work.offloads_optimizer:
         # Masters and gradients are pinned, moments are not.
         pinned = sum(
@@ -215,12 +219,9 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
         needed["optimizer state and gradients"] = num_ranks * (
             pinned + 8 * num_trained(work) / work.num_shards
         )
-        if work.shards_weights and work.policy.adapters:
-            bases = [pinned_bytes(c, work.dtype.itemsize, num_shards=work.num_shards) for c in work.trained]
-            needed["weights under adapters"] = float(num_ranks * sum(bases))
     if work.trains:
-        shards = 12 * num_trained(work) / work.num_shards
-        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * shards
+        copied = 12 * num_trained(work) / work.num_shards
+        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * copied
     return needed
 
 
