@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from workload import ROOT, start_script
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "tyro", "wandb", "safetensors")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "fla-core", "tyro", "wandb", "safetensors")
 Figures = dict[str, float | str]
 
 
@@ -79,6 +79,7 @@ def environment(place: Place) -> Figures:
     if not place.is_cuda:
         return figures
     from minirl.model.attention import decode_kernel_for, kernel_for
+    from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
@@ -88,6 +89,7 @@ def environment(place: Place) -> Figures:
     figures["cuda"] = str(torch.version.cuda)
     figures["packed_kernel"] = kernel_for(device, torch.bfloat16)
     figures["decode_kernel"] = decode_kernel_for(device, torch.bfloat16)
+    figures["delta_rule"] = "fla" if has_fla(device, torch.bfloat16) else "torch"
     return figures
 
 

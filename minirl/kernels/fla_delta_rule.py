@@ -30,12 +30,13 @@ class Round:
 
     rows int64 [n]: which of the model's rows the segments have, end to end.
     cu_seqlens int64 [segments + 1]: where each begins among them, and where the last one ends.
-    previous int64 [segments]: which segment of the round before each one follows; in the first round there is none.
+    previous int64 [segments]: which segment of the round before each one follows. In the first round 0, for a state
+    of zeros.
     """
 
     rows: Tensor
     cu_seqlens: Tensor
-    previous: Tensor | None
+    previous: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def index_segments(
         end_before[starts[i]] = starts[owner] + shared - num_shared[owner] if shared else 0
     rounds: list[list[Segment]] = []
     ended_by = {0: (-1, 0)}  # of each segment's end: its round, and its number there
-    for begin, end in itertools.pairwise(sorted({*end_before, *end_before.values(), starts[-1]})):
+    cuts = sorted({*end_before, *end_before.values(), starts[-1]})
+    for begin, end in itertools.pairwise(cuts):
         round_before, previous = ended_by[end_before.get(begin, begin)]
         if round_before + 1 == len(rounds):
             rounds.append([])
@@ -74,7 +76,8 @@ def index_segments(
         ended_by[end] = (round_before + 1, len(segments))
         segments.append(Segment(begin, end, previous))
     order = torch.cat([_rows(segments) for segments in rounds])
-    return SegmentIndex(tuple(_index_round(segments, upload) for segments in rounds), upload(order.argsort()))
+    indexed = [_index_round(segments, upload) for segments in rounds]
+    return SegmentIndex(tuple(indexed), upload(order.argsort()))
 
 
 def _rows(segments: Sequence[Segment]) -> Tensor:
@@ -86,12 +89,7 @@ def _index_round(segments: Sequence[Segment], upload: Callable[[Tensor], Tensor]
     """Put these segments in a round."""
     lengths = torch.tensor([segment.end - segment.begin for segment in segments])
     previous = torch.tensor([segment.previous for segment in segments])
-    is_first = segments[0].begin == 0
-    return Round(
-        upload(_rows(segments)),
-        upload(F.pad(lengths.cumsum(0), (1, 0))),
-        None if is_first else upload(previous),
-    )
+    return Round(upload(_rows(segments)), upload(F.pad(lengths.cumsum(0), (1, 0))), upload(previous))
 
 
 def run_segments(
@@ -110,7 +108,7 @@ def run_segments(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     outputs: list[Tensor] = []
-    ended = rows.v.new_zeros(0)
+    ended = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
     for part in index.rounds:
         own = rows.select(part.rows)
         out, ended = chunk_gated_delta_rule(
@@ -120,7 +118,7 @@ def run_segments(
             own.decay[None],
             own.beta[None],
             scale=1.0,
-            initial_state=None if part.previous is None else ended[part.previous],
+            initial_state=ended[part.previous],
             output_final_state=True,
             cu_seqlens=part.cu_seqlens,
         )

@@ -48,8 +48,7 @@ def chunk_gated_delta_rule(
     assert int(cu_seqlens[0]) == 0 < min(lengths)
     assert int(cu_seqlens[-1]) == num_rows
     state_shape = (num_sequences, num_heads, key_dim, v.shape[-1])
-    if initial_state is None:
-        initial_state = g.new_zeros(state_shape)
+    assert initial_state is not None
     assert initial_state.shape == state_shape
     assert initial_state.dtype == g.dtype
     outputs, final_states = [], []
