@@ -6,6 +6,7 @@ import itertools
 import random
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -46,6 +47,7 @@ from support.collecting import (
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine
+from support.jobs import wait_for
 from support.marks import slow
 from support.rollouts import in_two_branches
 
@@ -432,19 +434,19 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 
 
 def skewed(rollout_id: RolloutId) -> int:
-    """4 of 64 are ten times as long."""
+    """2 of 32 are ten times as long."""
     is_long = rollout_id.prompt_ordinal % 2 == 0 and rollout_id.sample == 3
     return 100 if is_long else 10
 
 
 def decode_steps(num_steps: int, **options) -> list[int]:
-    """Of each step that collects 8 groups of 8."""
-    prompts = Prompts(skewed, num_rows=200, max_new_tokens=100)
+    """Of each step that collects 4 groups of 8."""
+    prompts = Prompts(skewed, num_rows=100, max_new_tokens=100)
     engine_options = {"cache_tokens": 1 << 14, "max_running_requests": 512}
     collector = make_collector(prompts, group_size=8, engine_options=engine_options, **options)
     counts = []
     for step in range(num_steps):
-        collector.collect(8, weight_version=step)
+        collector.collect(4, weight_version=step)
         counts.append(collector._runner._engine.take_stats().decode_steps)
     return counts
 
@@ -677,15 +679,23 @@ def test_frozen_models_score_beside_the_cache_only_where_both_fit(beside_cache, 
     assert not has_cache[-1]
 
 
-def long_on_the_first_rank(rollout_id: RolloutId) -> int:
-    return 300 if rollout_id.prompt_ordinal < 2 else 10
-
-
-def scored_early(rank: int) -> tuple[list[bool], bool]:
+def scored_early(rank: int, folder: Path) -> tuple[list[bool], bool]:
     """Of this rank's rollouts whether they were scored early, and whether the streams are those of a later pass."""
     frozen = make_frozen(max_tokens=1000)
-    prompts = Prompts(long_on_the_first_rank, max_new_tokens=300)
-    collector = make_collector(prompts, frozen=[frozen], group_size=2)
+    has_scored = folder / "has_scored"
+
+    def late_on_the_first_rank(completion_ids):
+        if rank == 0:
+            wait_for(has_scored.exists, "the second rank did not score", 60)
+        return sums(completion_ids)
+
+    def score_early(is_waiting):
+        FrozenModel.score_early(frozen, is_waiting)
+        if rank == 1 and frozen._early and not frozen._pending:
+            has_scored.touch()
+
+    frozen.score_early = score_early
+    collector = make_collector(frozen=[frozen], group_size=2, functions={"late": late_on_the_first_rank})
     rollouts = collector.collect(4).rewarded.rollouts
     streams = collector.early_streams(rollouts)["ref_logprobs"].split([len(r.tokens) for r in rollouts])
     batch = pack(rollouts)
@@ -695,9 +705,9 @@ def scored_early(rank: int) -> tuple[list[bool], bool]:
     return is_early, all(not early or torch.equal(x, y) for early, x, y in pairs)
 
 
-def test_a_rank_scores_while_it_waits_for_another(two_ranks):
-    """The second rank's rollouts are short: its frozen model has run over all of them when the first one comes."""
-    (_, first_equal), (second_early, second_equal) = two_ranks.run(scored_early)
+def test_a_rank_scores_while_it_waits_for_another(two_ranks, tmp_path):
+    """The first rank comes once the frozen model of the second one has run over all of its rollouts."""
+    (_, first_equal), (second_early, second_equal) = two_ranks.run(scored_early, tmp_path)
     assert second_early == [True] * 4
     assert first_equal
     assert second_equal

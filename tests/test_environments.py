@@ -356,12 +356,12 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, m
     monkeypatch.setattr("minirl.data.answers.parsed_answer", letter_message)
     functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
     options = {"functions": functions, "round_tokens": 7, "max_staleness": 3}
-    one, three = (load("environment", "Letters", num_workers=n) for n in (1, 3))
+    one, two = (load("environment", "Letters", num_workers=n) for n in (1, 2))
 
     def after_a_kill():
-        for worker in three.pool.workers:
+        for worker in two.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
-        return make_collector(chat_prompts(), rollout=three, **options)
+        return make_collector(chat_prompts(), rollout=two, **options)
 
     steps = assert_resumes(lambda: make_collector(chat_prompts(), rollout=one, **options), after_a_kill)
     rows = [row for step in steps for row in step]

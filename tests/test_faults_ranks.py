@@ -117,19 +117,31 @@ def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_eve
 
 
 @pytest.mark.slow
-def test_row_01_restarted_ranks_resume_the_run_without_a_name(tmp_path, runs):
-    """torchrun --max-restarts: no second folder, and every step once."""
+def test_row_01_restarted_ranks_resume_the_run_and_row_04_sigterm_to_torchrun_saves_its_step(tmp_path, runs):
+    """A whole run without a name, under torchrun --max-restarts: no second folder, and every step once.
+
+    Then SIGTERM: the checkpoint of the step is there, no step is lost, no process is left.
+    """
     before = set(runs.iterdir())
-    flags = ("--num-steps", "30", "--save-every", "1")
+    flags = ("--num-steps", "10000", "--save-every", "4")
     command = torchrun(*grpo(*flags), options=["--standalone", "--max-restarts=1"])
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
-        job.until("step  3/", 0)
+        job.until("step     6/", 0)
         os.kill(children(job.processes[0].pid)[1], signal.SIGKILL)
-        assert job.codes(within=60) == [0]
-        assert "resuming after step" in job.output(0)
+        job.until("resuming after step 4", 0)
+        wait_for(lambda: job.output(0).count("step     5/") == 2, "no step came after the restart")
+        ranks = children(job.processes[0].pid)
+        assert len(ranks) == 2
+        job.processes[0].terminate()
+        assert job.codes(within=20) == [1]  # torchrun's own
+        assert not any(map(is_alive, ranks))
     (folder,) = set(runs.iterdir()) - before
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert 5 <= len(lines) < 10000
+    assert (folder / "checkpoints" / f"{len(lines):06d}").is_dir()
+    after_the_restart = job.output(0).partition("resuming after step")[2]
+    assert "Traceback" not in after_the_restart.partition("\ncheckpoint ")[0]
 
 
 SAVING = """
@@ -229,23 +241,6 @@ def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.codes(within=5) == [143, 143]
         assert "SIGTERM again: leaving at once" in job.output(0)
-
-
-@pytest.mark.slow
-def test_row_04_sigterm_to_torchrun_saves_the_step(tmp_path, runs):
-    """A whole run: the checkpoint of the step is there, no step is lost, no process is left."""
-    command = torchrun(*grpo("--num-steps", "10000", "--run-name", "row-04"))
-    with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
-        job.until("step     2/", 0)
-        ranks = children(job.processes[0].pid)
-        assert len(ranks) == 2
-        job.processes[0].terminate()
-        assert job.codes(within=20) == [1]  # torchrun's own
-        assert not any(map(is_alive, ranks))
-    last = len((runs / "row-04" / "metrics.jsonl").read_text().splitlines())
-    assert 2 <= last < 10000
-    assert [path.name for path in (runs / "row-04" / "checkpoints").iterdir()] == [f"{last:06d}"]
-    assert "Traceback" not in job.output(0).partition("\ncheckpoint ")[0]
 
 
 @pytest.mark.slow

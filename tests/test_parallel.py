@@ -1,6 +1,7 @@
 """One weight storage, gradients that do not depend on the split, and collectives of two real ranks."""
 
 import dataclasses
+import functools
 import itertools
 import random
 import time
@@ -44,11 +45,16 @@ from support.scripts import ROOT, read_metrics, run_script, run_under_torchrun
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[slow(True), False], ids=["tied", "untied"])
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
+    """A model whose head is the embedding's only for the tests that ask so: to optimizers a tied head is nothing."""
+    is_tied = getattr(request, "param", "untied") == "tied"
     return make_folder(
-        tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": request.param}
+        tmp_path_factory.mktemp("model") / "folder", {**RAW_CONFIG, "tie_word_embeddings": is_tied}
     )
+
+
+tied_and_untied = pytest.mark.parametrize("folder", [slow("tied"), "untied"], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -234,17 +240,20 @@ def plain_gradients(rank, folder, case):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("folder", "name"),
     [
-        pytest.param(case, id=name, marks=[] if name in FAST else pytest.mark.slow)
-        for name, case in CASES.items()
+        slow("tied", "token_mean"),
+        *(("untied", name) if name in FAST else slow("untied", name) for name in CASES),
     ],
+    indirect=["folder"],
+    scope="module",
 )
-def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, case):
+def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, folder, name):
     """On 1 rank and 2, at any microbatch budget: neither sharding, packing nor the chunked head changes it. Pitfall 33.
 
     Nor do branches, of which the second goes on where the first one ends, nor leaving out rollouts without a gradient.
     """
+    case = CASES[name]
     (expected,) = one_rank.run(plain_gradients, folder, case)
     for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
         gradients = pool.run(grpo_gradients, max_tokens, folder, torch.float64, case, {})
@@ -316,43 +325,52 @@ def four_ranks():
 
 SHARDED = {"shard_gradients": True}
 # Ranks, and how models are sharded over them; num_shards: the ranks of a node.
-layouts = pytest.mark.parametrize(
-    ("pool", "options"),
-    [
-        slow("one_rank", SHARDED),
-        slow("two_ranks", {}),
-        ("two_ranks", SHARDED),
-        slow("two_ranks", {"num_shards": 1}),
-        ("two_ranks", {"num_shards": 1, **SHARDED}),
-        slow("four_ranks", SHARDED),
-        slow("four_ranks", {"num_shards": 2}),
-        slow("four_ranks", {"num_shards": 2, **SHARDED}),
-    ],
-    ids=str,
-)
+LAYOUTS = [
+    slow("one_rank", SHARDED),
+    slow("two_ranks", {}),
+    ("two_ranks", SHARDED),
+    slow("two_ranks", {"num_shards": 1}),
+    ("two_ranks", {"num_shards": 1, **SHARDED}),
+    slow("four_ranks", SHARDED),
+    slow("four_ranks", {"num_shards": 2}),
+    slow("four_ranks", {"num_shards": 2, **SHARDED}),
+]
 
 
-@layouts
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [slow(torch.float32, 2e-6), (torch.float64, 1e-12)],
-    ids=["fp32", "fp64"],
-)
-def test_gradients_do_not_depend_on_how_models_are_sharded(
-    request, one_rank, folder, value_folder, dtype, tolerance, pool, options
-):
+@pytest.fixture(scope="module")
+def of_one_rank(one_rank, folder, value_folder):
+    """Makes the gradients of GRPO and of PPO on one rank, once for each dtype: functions, arguments, gradients."""
+
+    @functools.cache
+    def make(dtype):
+        calls = (
+            (grpo_gradients, (folder, dtype, CASES["sequence_mean"])),
+            (ppo_gradients, (folder, value_folder, dtype)),
+        )
+        return [(function, args, one_rank.run(function, 10_000, *args, {})[0]) for function, args in calls]
+
+    return make
+
+
+def check_gradients(ranks, options, expected, tolerance):
+    for function, args, gradients in expected:
+        for max_tokens in (10_000, 200):
+            assert_close_gradients(ranks.run(function, max_tokens, *args, options), gradients, tolerance)
+
+
+@tied_and_untied
+@pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_how_models_are_sharded(request, folder, of_one_rank, pool, options):
     """Nor on microbatches, also where a rank's last ones are empty: policy and value model, GRPO and PPO.
 
     PPO's advantages are whitened over all ranks. Between nodes each gradient is summed once.
     """
-    ranks = request.getfixturevalue(pool)
-    for gradients, args in (
-        (grpo_gradients, (folder, dtype, CASES["sequence_mean"])),
-        (ppo_gradients, (folder, value_folder, dtype)),
-    ):
-        (expected,) = one_rank.run(gradients, 10_000, *args, {})
-        for max_tokens in (10_000, 200):
-            assert_close_gradients(ranks.run(gradients, max_tokens, *args, options), expected, tolerance)
+    check_gradients(request.getfixturevalue(pool), options, of_one_rank(torch.float64), 1e-12)
+
+
+@pytest.mark.slow
+def test_gradients_in_fp32_do_not_depend_on_how_models_are_sharded(four_ranks, of_one_rank):
+    check_gradients(four_ranks, {"num_shards": 2, **SHARDED}, of_one_rank(torch.float32), 2e-6)
 
 
 def two_updates(rank, folder, dtype, options):
@@ -369,11 +387,7 @@ def two_updates(rank, folder, dtype, options):
     return {"norms": torch.tensor(norms), **weights}, model.state_tensors(optimizer)
 
 
-@layouts
-@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
-def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, options, dtype):
-    """Of weights, moments, step counts and norms, on one rank and several, and on nodes. Pitfall 47."""
-    ranks = request.getfixturevalue(pool)
+def check_offloaded(ranks, folder, dtype, options):
     results = [
         ranks.run(two_updates, folder, dtype, {**options, "offload_optimizer": offload})
         for offload in (False, True)
@@ -383,6 +397,17 @@ def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, optio
         for expected, found in zip(kept, offloaded, strict=True):
             assert expected.keys() == found.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
+def test_an_optimizer_in_host_memory_changes_no_bit(request, folder, pool, options):
+    """Of weights, moments, step counts and norms, on one rank and several, and on nodes. Pitfall 47."""
+    check_offloaded(request.getfixturevalue(pool), folder, torch.bfloat16, options)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_fp32_weights_in_host_memory_changes_no_bit(two_ranks, folder):
+    check_offloaded(two_ranks, folder, torch.float32, SHARDED)
 
 
 @pytest.mark.parametrize(("pool", "num_shards"), [("two_ranks", 1), slow("four_ranks", 2)])
@@ -425,15 +450,15 @@ def test_nodes_of_unequal_size_are_refused_on_all_ranks(two_ranks):
 @pytest.mark.slow
 def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs):
     """Four ranks on two torchrun agents: the metrics are those of full sharding to rounding, also after a resume."""
-    flags = ("--prompts-per-step", "8", "--num-minibatches", "2", "--eval-rows", "8", "--save-every", "1")
-    flags += ("--lr-schedule", "constant", "--shard-gradients", "on", "--max-tokens-per-microbatch", "64")
+    flags = "--prompts-per-step 8 --group-size 4 --num-minibatches 2 --eval-rows 4 --save-every 1"
+    flags += " --lr-schedule constant --shard-gradients on --max-tokens-per-microbatch 64"
     script = ROOT / "train_grpo.py"
-    hybrid = (*flags, "--run-name", "hybrid", "--shard-over", "node")
-    run_under_torchrun(script, *hybrid, "--num-steps", "2", runs=runs, nodes=2)
-    run_script(script, *hybrid, "--num-steps", "4", runs=runs, ranks=2)
-    run_script(script, *flags, "--run-name", "whole", "--num-steps", "4", runs=runs, ranks=4)
+    hybrid = f"{flags} --run-name hybrid --shard-over node"
+    run_under_torchrun(script, hybrid, "--num-steps 2", runs=runs, nodes=2)
+    run_script(script, hybrid, "--num-steps 3", runs=runs, ranks=2)
+    run_script(script, flags, "--run-name whole --num-steps 3", runs=runs, ranks=4)
     found, expected = (read_metrics(runs / name) for name in ("hybrid", "whole"))
-    assert len(found) == len(expected) == 4
+    assert len(found) == len(expected) == 3
     for line, whole in zip(found, expected, strict=True):
         for name in ("reward/mean", "optim/grad_norm", "policy/entropy", "count/tokens"):
             assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
@@ -488,6 +513,7 @@ def check_refreshes(rank, folder, dtype):
         assert torch.equal(reference[name], original[name])
 
 
+@tied_and_untied
 @pytest.mark.parametrize("ranks", [slow("one_rank"), "two_ranks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_one_storage_refreshed_in_place(request, ranks, folder, dtype):
@@ -718,6 +744,7 @@ def trained_value_model(rank, folder, run):
 VALUED_TEXTS = [torch.arange(n) * 7 % 33 for n in (5, 1, 30)]
 
 
+@tied_and_untied
 def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks, folder, tmp_path):
     """Its head starts at 0 and moves; transformers loads every tensor of the checkpoint and gives equal scores."""
     from transformers import AutoModelForSequenceClassification

@@ -29,7 +29,7 @@ class Job:
 
     def until(self, text: str, *ranks: int) -> None:
         """Wait until these ranks have printed the text."""
-        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed", 120)
+        wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed")
 
     def codes(self, within: float) -> list[int]:
         """Exit codes of all processes, which must end within this many seconds of an idle machine."""
