@@ -74,7 +74,7 @@ def fla(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shared"), [(LENGTHS, ()), (LENGTHS, SHARED), ((5, 5), ((0, 0), (0, 5)))]
+    ("lengths", "shared"), [slow(LENGTHS, ()), (LENGTHS, SHARED), ((5, 5), ((0, 0), (0, 5)))]
 )
 def test_fla_is_asked_for_what_the_chunks_compute_and_once_for_each_row(lengths, shared, fla, monkeypatch):
     """Outputs and gradients, also of sequences that begin where others are not at an end."""

@@ -155,11 +155,16 @@ class DeltaStates:
 def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> DeltaStates:
     """States of zeros, in which each new sequence could begin."""
     wide = at_least_fp32(dtype)
-    heads = (num_slots, shape.num_value_heads)
     keys, values = shape.key_head_dim, shape.value_head_dim
-    sizes = [(*heads, keys, values), (*heads, CHUNK, keys), (*heads, CHUNK, values), (*heads, CHUNK)]
     tail = torch.zeros(num_slots, shape.kernel_size - 1, shape.num_channels, dtype=dtype, device=device)
-    return DeltaStates(tail, *(torch.zeros(size, dtype=wide, device=device) for size in sizes))
+    of_heads = functools.partial(torch.zeros, num_slots, shape.num_value_heads, dtype=wide, device=device)
+    return DeltaStates(
+        tail,
+        state=of_heads(keys, values),
+        keys=of_heads(CHUNK, keys),
+        updates=of_heads(CHUNK, values),
+        decays=of_heads(CHUNK),
+    )
 
 
 def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
@@ -168,7 +173,8 @@ def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
     window: inputs [T, channels] before each row, the oldest first, the row's own last. weight [channels, 1, kernel].
     """
     wide = at_least_fp32(weight.dtype)
-    parts = (x.to(wide) * weight[:, 0, i].to(wide) for i, x in enumerate(window))
+    taps = weight[:, 0].to(wide).unbind(1)
+    parts = (x.to(wide) * tap for x, tap in zip(window, taps, strict=True))
     return activate(functools.reduce(torch.add, parts), F.silu)
 
 
@@ -182,7 +188,8 @@ def run_chunks(
 ) -> Tensor:
     """The outputs [T', H, Dv] of packed sequences. What their next rows need goes to these slots int64 [sequences]."""
     num_heads = rows.v.shape[1]
-    q, k, v, decay, beta = (_in_chunks(x, index.rows) for x in vars(rows).values())
+    in_chunks = [_in_chunks(x, index.rows) for x in vars(rows).values()]
+    q, k, v, decay, beta = in_chunks
     total = decay.cumsum(1)
     between = total[:, :, None] - total[:, None, :]
     pairs = between.clamp(max=0).exp()
@@ -218,8 +225,9 @@ def run_chunks(
         states.state[slots] = torch.where(is_full[:, None, None, None], ended, begun)
         for pool, values in zip((states.keys, states.updates, states.decays), kept, strict=True):
             pool[slots] = values
-    out = torch.cat(outputs).unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(0, 1)
-    return out[index.places]
+    by_head = torch.cat(outputs).unflatten(0, (-1, num_heads))
+    by_row = by_head.transpose(1, 2).flatten(0, 1)
+    return by_row[index.places]
 
 
 def run_row(rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor) -> Tensor:
@@ -242,7 +250,8 @@ def run_row(rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tens
     weights = torch.where(column <= own, of_keys[:, 1] * pairs, 0.0)
     of_state = torch.bmm(_padded(k * (beta[:, None] * grown), q * grown), state)
     update = _solve_row(a, v * beta[:, None] - of_state[:, 0], updates)
-    updates.scatter_(1, own[..., None].expand(-1, -1, updates.shape[-1]), update[:, None])
+    own_update = own[..., None].expand(-1, -1, updates.shape[-1])
+    updates.scatter_(1, own_update, update[:, None])
     states.updates[slots, :, at] = update.unflatten(0, (-1, num_heads))
     _end_chunks(states, slots, at, (state, keys, updates, total))
     out = of_state[:, 1] + torch.bmm(_padded(weights), updates)[:, 0]
@@ -268,7 +277,8 @@ def _end_chunks(states: DeltaStates, slots: Tensor, at: Tensor, parts: tuple[Ten
 def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
     """The state [N, Dk, Dv] after a chunk, from that before it, K, U and c."""
     k_out = keys * (total[:, -1:] - total).exp()[..., None]
-    return state * total.exp()[:, -1, None, None] + torch.bmm(k_out.transpose(1, 2), updates)
+    kept = state * total.exp()[:, -1, None, None]
+    return kept + torch.bmm(k_out.transpose(1, 2), updates)
 
 
 def _in_chunks(x: Tensor, index: Tensor) -> Tensor:

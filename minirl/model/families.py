@@ -397,7 +397,8 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     raw = _text_part(raw)
-    family = (raw.get("architectures") or [str(raw["model_type"]).capitalize()])[0].split("For")[0]
+    classes = raw.get("architectures") or [str(raw["model_type"]).capitalize()]
+    family = classes[0].split("For")[0]
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(raw["model_type"])
     return {
         **raw,
@@ -452,12 +453,7 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
     has_experts = raw["model_type"] == "granitemoehybrid" and raw.get("num_local_experts") != 0
     refuse(has_experts, "config.json: num_local_experts is not 0; a mixture of experts is not supported")
-    eps = raw.get("rms_norm_eps", 1.0)
-    refuse(
-        not _is_positive(eps),
-        f"config.json: rms_norm_eps={eps!r}; expected a positive number such as 1e-06",
-    )
-    for key in _MULTIPLIERS:
+    for key in ("rms_norm_eps", *_MULTIPLIERS):
         value = raw.get(key, 1.0)
         refuse(not _is_positive(value), f"config.json: {key}={value!r}; expected a positive number")
     for key in ("rope_scaling", "rope_parameters"):
@@ -580,9 +576,8 @@ def _max_positions(config: Any) -> int:
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        stretched = int(
-            original * (rope["factor"] or 1)
-        )  # without a factor it is that of the stated positions
+        # Without a factor it is that of the stated positions.
+        stretched = int(original * (rope["factor"] or 1))
         return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
 
@@ -656,12 +651,14 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     keys = {**keys}
-    type_name, theta = keys.pop("rope_type", None), keys.pop("rope_theta", None)
+    type_name = keys.pop("rope_type", None)
+    theta = keys.pop("rope_theta", None)
     for ignored in ("type", *family.ignored_rope_keys.split()):
         keys.pop(ignored, None)
     part = keys.pop("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.keys else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
-    known = _GROWTH_KEYS.get(config.model_type, set()).union(_ROPE_KEYS.get(str(type_name), "").split())
+    of_type = _ROPE_KEYS.get(str(type_name), "").split()
+    known = _GROWTH_KEYS.get(config.model_type, set()).union(of_type)
     refuse(
         str(type_name) not in _ROPE_KEYS or keys.keys() - known,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
@@ -670,12 +667,12 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         _check_rope_value(key, value)
     low, high = keys.get("low_freq_factor", 0), keys.get("high_freq_factor", 1)
     refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
+    size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
     refuse(
-        not _is_positive(part) or part > 1 or int(head_dim * part) % 2 or int(head_dim * part) == 0,
+        size == 0 or size % 2,
         f"config.json: partial_rotary_factor={part!r} of {head_dim} channels; expected an even number of them",
     )
     if type_name == "default":
-        size = int(head_dim * part)
         exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
         frequencies, amplitude = 1.0 / theta**exponent, 1.0
     else:

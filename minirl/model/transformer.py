@@ -211,12 +211,10 @@ class GatedDeltaNet(nn.Module):
         keys = shape.num_key_heads * shape.key_head_dim
         q, k, v = convolved.split([keys, keys, shape.num_values], 1)
         repeats = shape.num_value_heads // shape.num_key_heads
-        q, k = (
-            delta_rule.normalized(x.unflatten(1, (shape.num_key_heads, -1))).repeat_interleave(repeats, 1)
-            for x in (q, k)
-        )
-        scaled = q * shape.key_head_dim**-0.5
-        return DeltaRows(scaled, k, v.unflatten(1, (shape.num_value_heads, -1)), decay, beta)
+        by_head = (x.unflatten(1, (shape.num_key_heads, -1)) for x in (q, k))
+        q, k = (delta_rule.normalized(x).repeat_interleave(repeats, 1) for x in by_head)
+        v = v.unflatten(1, (shape.num_value_heads, -1))
+        return DeltaRows(q * shape.key_head_dim**-0.5, k, v, decay, beta)
 
 
 class MLP(nn.Module):
