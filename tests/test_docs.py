@@ -22,7 +22,7 @@ from support.scripts import ROOT, run_in_pool
 from support.texts import TOKENS, save_tokenizer
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "tests" / "pitfalls.md", ROOT / "AGENTS.md"]
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROOT / "AGENTS.md"]
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4".split()
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),

@@ -1,4 +1,4 @@
-"""The numbered rows of docs/faults.md and tests/pitfalls.md have tests, and tests name rows that exist.
+"""The numbered rows of tests/faults.md and tests/pitfalls.md have tests, and tests name rows that exist.
 
 A test says which rows it holds: `row_12` in its name, `row-12` in a parameter's id, or "Fault 12" or "Pitfall 17" in
 its docstring. So tests may move from file to file.
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file())
-COUNTS = {"docs/faults.md": 61, "tests/pitfalls.md": 66}
-WITHOUT_A_TEST = {"docs/faults.md": {45}, "tests/pitfalls.md": {52}}
+COUNTS = {"tests/faults.md": 61, "tests/pitfalls.md": 66}
+WITHOUT_A_TEST = {"tests/faults.md": {45}, "tests/pitfalls.md": {52}}
 REASONS = ("out of scope", "does not apply")
 FAULTS_IN_A_NAME = re.compile(r"(?:^|_)rows?[-_](\d\d)(?:_and_(\d\d))?(?!\d)")
-IN_A_TEXT = {"docs/faults.md": r"(?i)\bfaults?", "tests/pitfalls.md": r"(?i)\bpitfalls?"}
+IN_A_TEXT = {"tests/faults.md": r"(?i)\bfaults?", "tests/pitfalls.md": r"(?i)\bpitfalls?"}
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -73,7 +73,7 @@ def rows_with_a_test(document: str) -> set[int]:
     found: set[int] = set()
     for function in (function for tree in trees() for function in functions_in(tree)):
         found |= numbers_in(docstring(function), document)
-        if document == "docs/faults.md":
+        if document == "tests/faults.md":
             found |= {number for name in name_and_ids(function) for number in faults_in(name)}
     return found
 

@@ -243,12 +243,14 @@ AUTO, ON, OFF = ({"shard_decode": mode} for mode in ("auto", "on", "off"))
     [
         (AUTO, QWEN_32B, {}, [1, 8]),
         (AUTO | {"decode_group": 4}, QWEN_7B, {}, [1, 4]),
-        (AUTO, QWEN_7B, {}, [1]),  # its 4 key/value heads cannot be split among 8 ranks
+        (AUTO, QWEN_7B, {}, [1, 4]),  # its 4 key/value heads cannot be split among 8 ranks
+        (AUTO, dataclasses.replace(QWEN_7B, num_key_value_heads=1), {}, [1]),
         (AUTO | {"shard_gradients": "off"}, QWEN_32B, {}, [1]),
         (AUTO, QWEN_32B, {"decode_group": 8}, [8]),
         (AUTO, QWEN_32B, {"decode_group": 1}, [1]),
         (AUTO, QWEN_32B, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
         (ON, QWEN_32B, {"decode_group": 1}, [8]),
+        (ON, QWEN_7B, {}, [4]),
         (ON | {"decode_group": 2}, QWEN_7B, {}, [2]),
         (OFF, QWEN_32B, {"decode_group": 8}, [1]),
     ],
@@ -261,7 +263,7 @@ def test_ranks_decode_together_if_flags_heads_and_the_runs_beginning_allow_it(
     assert found == groups
 
 
-@pytest.mark.parametrize("flags", [ON, AUTO | {"decode_group": 8}, ON | {"decode_group": 8}])
+@pytest.mark.parametrize("flags", [AUTO | {"decode_group": 8}, ON | {"decode_group": 8}])
 def test_heads_that_cannot_be_split_are_refused_with_the_sizes_that_can(flags):
     with pytest.raises(InputError, match="--decode-group 8: the model's 4 key/value heads") as refusal:
         possible_decode_groups(RunConfig(**flags), QWEN_7B, num_ranks=8, of_node=8, recorded={})
@@ -270,7 +272,7 @@ def test_heads_that_cannot_be_split_are_refused_with_the_sizes_that_can(flags):
 
 def test_nodes_of_one_rank_decode_together_only_if_their_number_is_given():
     nodes = {"policy": QWEN_7B, "num_ranks": 2, "of_node": 1, "recorded": {}}
-    with pytest.raises(InputError, match="--decode-group says how many"):
+    with pytest.raises(InputError, match="4 key/value heads cannot be split among the ranks of a node, 1;"):
         possible_decode_groups(RunConfig(**ON), **nodes)
     assert possible_decode_groups(RunConfig(**AUTO), **nodes) == [1]
     assert possible_decode_groups(RunConfig(**ON, decode_group=2), **nodes) == [2]

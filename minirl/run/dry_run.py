@@ -158,7 +158,7 @@ def _print_decoding(work: Workload, groups: Sequence[int], refusals: Sequence[st
     whole = work.dtype.itemsize * num_parameters(work.policy)
     effect = f"{gb(whole / group)} of weights on each instead of {gb(whole)}, {num_gathers(work.policy)} gathers a step"
     if work.shards_weights:
-        why = f"; whole they do not fit: {refusals[0]}" if len(groups) > 1 else ""
+        why = f"; whole they do not fit: {refusals[0].partition(':')[0]}" if len(groups) > 1 else ""
         print0(f"decode   {group} ranks together: {effect}{why}")
     elif group > 1:
         print0(

@@ -128,26 +128,26 @@ def possible_decode_groups(
     """
     if config.shard_decode == "off" or not config.trains:
         return [1]
-    group = config.decode_group or of_node
     heads = policy.num_key_value_heads
+    group = config.decode_group or math.gcd(of_node, heads)
     is_on = config.shard_decode == "on"
-    if is_on or config.decode_group:
-        refuse(
-            group == 1,
-            "--shard-decode on: each node has one rank; --decode-group says how many of them decode together",
-        )
-        possible = [f"--decode-group {n}" for n in range(2, heads + 1) if heads % n == 0 == num_ranks % n]
-        refuse(
-            heads % group,
-            f"--decode-group {group}: the model's {heads} key/value heads cannot be split among {group} ranks; take "
-            f"{' or '.join([*possible, '--shard-decode off'])}",
-        )
+    refuse(
+        is_on and group == 1,
+        f"--shard-decode on: the model's {heads} key/value heads cannot be split among the ranks of a node, {of_node}; "
+        "--decode-group may be more ranks than those of a node",
+    )
+    possible = [f"--decode-group {n}" for n in range(2, heads + 1) if heads % n == 0 == num_ranks % n]
+    refuse(
+        heads % group,
+        f"--decode-group {group}: the model's {heads} key/value heads cannot be split among {group} ranks; take "
+        f"{' or '.join([*possible, '--shard-decode off'])}",
+    )
     if is_on:
         return [group]
     known = recorded.get("decode_group")
     if known in (1, group):
         return [known]
-    return [1, group] if group > 1 and heads % group == 0 and config.shard_gradients != "off" else [1]
+    return [1, group] if group > 1 and config.shard_gradients != "off" else [1]
 
 
 def teacher_folder(config: RunConfig) -> Path | None:
