@@ -66,7 +66,12 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
 
 @pytest.mark.parametrize(
     ("attention", "adapters", "has_fla"),
-    [("mixed", None, False), ("mixed", ADAPTERS, False), slow("states", None, False), ("states", None, True)],
+    [
+        ("mixed", None, False),
+        ("mixed", ADAPTERS, False),
+        slow("states", None, False),
+        slow("states", None, True),
+    ],
     ids=["", "adapters", "states", "fla"],
 )
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
