@@ -140,16 +140,7 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
 
 
-@pytest.mark.parametrize("has_stop_strings", [slow(False), True], ids=["", "strings"])
-@pytest.mark.parametrize(
-    "attention",
-    [
-        slow("full"),
-        slow("windowed"),
-        slow("states"),
-        "mixed",
-    ],
-)
+@pytest.mark.parametrize("attention", [slow("full"), slow("windowed"), slow("states"), "mixed"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -159,21 +150,20 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
         {"cache_tokens": 1024, "async_decoding": True},
         {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
         {"keeps_cache": True, "async_decoding": True, "abort_every": 9},
+        slow({"cache_tokens": 1024, "async_decoding": True, "has_stop_strings": False}),
     ],
-    ids=["roomy", "few places", "tight", "tight and late", "graphs", "aborted"],
+    ids=["roomy", "few places", "tight", "tight and late", "graphs", "aborted", "no strings"],
 )
-def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(
-    attention, options, has_stop_strings, tokenizer
-):
+def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, options, tokenizer):
     """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up.
 
     With stop strings: what they sample without, cut where the text of the turn alone has the first. Pitfall 15.
     """
-    tokenizer = tokenizer if has_stop_strings else None
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
     options = dict(options)
     abort_every = options.pop("abort_every", 0)
+    tokenizer = tokenizer if options.pop("has_stop_strings", True) else None
     engine = make_engine(model, **options)
     rollouts = run_turns(engine, requests, abort_every=abort_every, tokenizer=tokenizer)
     assert not engine.is_busy
