@@ -39,6 +39,15 @@ def num_trained_parameters(config: ModelConfig) -> int:
 
 
 @functools.cache
+def num_decoding_parameters(config: ModelConfig, decode_group: int) -> float:
+    """Those that a rank decodes from: its rows. The first of an adapter's two matrices is whole."""
+    whole = sum(
+        p.numel() for name, p in named_parameters(_on_meta(config)).items() if name.endswith("lora_A")
+    )
+    return whole + (num_parameters(config) - whole) / decode_group
+
+
+@functools.cache
 def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1, of_trained: bool = False) -> int:
     """A rank's shards of a model's parameters in pinned memory: torch rounds each up to a power of two."""
     parameters = [p for p in named_parameters(_on_meta(config)).values() if p.requires_grad or not of_trained]

@@ -10,6 +10,7 @@ from minirl.plan.formulas import (
     decode_logits_bytes,
     forward_bytes,
     layer_parameters,
+    num_decoding_parameters,
     num_parameters,
     num_trained_parameters,
     pinned_bytes,
@@ -51,7 +52,7 @@ def _num_held(work: Workload) -> float:
         return float(num_parameters(work.policy) + sum(map(own, work.trained[1:])))
     values = () if work.offloads_optimizer else work.trained[1:]
     bases = sum(num_parameters(config) - num_trained_parameters(config) for config in values)
-    return (num_parameters(work.policy) + bases) / work.decode_group
+    return num_decoding_parameters(work.policy, work.decode_group) + bases / work.decode_group
 
 
 def _frozen_bytes(work: Workload) -> dict[str, float]:
