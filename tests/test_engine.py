@@ -35,12 +35,9 @@ from support.engines import (
 )
 from support.marks import slow
 
-FAST_VARIANTS = [("mixed", torch.float32)]
-VARIANTS = [
-    pytest.param(*variant, marks=[] if variant in FAST_VARIANTS else pytest.mark.slow)
-    for variant in itertools.product(WINDOWS, (torch.float32, torch.bfloat16))
-    if variant != ("states", torch.bfloat16)  # in test_delta_net.py
-]
+# Both kinds of attention in bf16 too; states in bf16 are in test_delta_net.py.
+VARIANTS = [("mixed", torch.float32), slow("mixed", torch.bfloat16)]
+VARIANTS += [slow(attention, torch.float32) for attention in WINDOWS if attention != "mixed"]
 for_every_model = pytest.mark.parametrize(
     ("attention", "dtype"), VARIANTS, ids=lambda x: str(x).removeprefix("torch.")
 )
