@@ -217,7 +217,7 @@ def main(config: Config) -> int:
     reference = None
     if config.has_reference:
         reference = setup.load_reference()
-    frozen = [setup.frozen(value.decoder, values_of, ["values", "end_values"])]
+    frozen = [setup.frozen(value, values_of, ["values", "end_values"])]
     if reference is not None:
         frozen.append(reference)
     collector = setup.make_collector(engine, rollout, frozen=frozen)

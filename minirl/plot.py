@@ -18,6 +18,7 @@ from minirl.run.run_folder import find_run
 CAUSES = {  # of the account of time, from the ground up
     "prefill": "#1f4e8c",
     "decode": "#7fa8dc",
+    "decode_comm": "#b9d0ee",
     "score": "#3f9b6b",
     "update": "#d9822b",
     "update_comm": "#efb376",

@@ -124,6 +124,10 @@ class StopTest(Protocol):
     """Finds the turns that end with the token sampled last, as `data.stop_strings` does for texts."""
 
     @property
+    def strings(self) -> tuple[str, ...]:
+        """What another rank makes the same test from."""
+
+    @property
     def max_tokens(self) -> int:
         """The number of ids that it looks at, 1 or more."""
 

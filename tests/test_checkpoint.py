@@ -52,7 +52,7 @@ def one_process(monkeypatch):
 
 
 class TinyModel:
-    """Stands for a `ShardedModel` of one rank: `state_tensors` and compute weights that tell the step."""
+    """Stands for a `ShardedModel` of one rank: its tensors tell the step."""
 
     def __init__(self):
         self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(RAW_CONFIG))
@@ -60,6 +60,9 @@ class TinyModel:
 
     def set(self, step: int) -> None:
         self.compute_weights = {"weight": torch.full((50_000,), float(step))}
+
+    def whole_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in self.compute_weights.items()}
 
     def state_tensors(self, optimizer: None) -> dict[str, torch.Tensor]:
         return {

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import train_grpo
@@ -15,7 +14,6 @@ from minirl.kernels import paged_attention
 from minirl.model import device_kernels, transformer
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
-from minirl.model.portable_attention import BLOCK
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
@@ -32,7 +30,7 @@ from support import stub_fla
 from support.engines import make_engine, make_model, mixed_requests
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
-from support.pretended_cuda import CPU, CUDA, PretendedCuda
+from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
 )
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
     """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
-    monkeypatch.setattr(paged_attention, "decode", decode)
+    monkeypatch.setattr(paged_attention, "decode", plain_decode)
     model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)
@@ -88,18 +86,6 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, a
     for rollout, twin in zip(engine.generate(requests), expected, strict=True):
         assert rollout.tokens.tolist() == twin.tokens.tolist()
         assert rollout.tokens.device == CPU
-
-
-def decode(q, keys, values, blocks, lengths, *, window):
-    """`paged_attention.decode`, one request after another."""
-    out = torch.zeros_like(q)
-    for i, end in enumerate(lengths.tolist()):
-        start = max(0, end - window) if window else 0
-        chosen = blocks[i, : -(-end // BLOCK)].long()
-        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, start:end]  # [K, n, C]
-        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, start:end]
-        out[i] = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
-    return out
 
 
 def make_batch():

@@ -25,6 +25,7 @@ from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.run.config import check_shared
 from minirl.run.input_files import check_inputs
+from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
@@ -99,8 +100,9 @@ def train_one_update(rank, folder, options):
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
-    reference = model.without_adapters()
     tokens = torch.arange(20) % 33
+    reference = under_adapters(lambda base, batch: [logprobs_of(base, batch, (20,))])
+    (at_first,) = reference(model.decoder, tokens)
     loss = logprobs_of(model.module, tokens, (20,)).sum()
     model.backward(loss, is_last=True)
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)
@@ -109,11 +111,12 @@ def train_one_update(rank, folder, options):
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
     assert all(torch.equal(p, after[name]) for name, p in model.decoder.named_parameters())
     assert all(".lora_" in name for name in model.masters)
-    for name, parameter in named_parameters(reference).items():
-        weight = model.compute_weights[name]
-        assert parameter.data_ptr() == weight.data_ptr()
-        assert weight.grad is None
-        assert not weight.requires_grad
+    assert torch.equal(reference(model.decoder, tokens)[0], at_first)
+    assert not torch.equal(logprobs_of(model.decoder, tokens, (20,)), at_first)
+    for name, weight in model.compute_weights.items():
+        if name not in model.masters:
+            assert weight.grad is None
+            assert not weight.requires_grad
     value_config = dataclasses.replace(config, scalar_head=True)
     value = ShardedModel(value_config, folder, base=model, dtype=torch.float32, device=CPU, **options)
     assert value.masters.keys() == {*model.masters, "score.weight"}

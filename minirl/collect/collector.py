@@ -144,7 +144,7 @@ class Collector:
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
         with self._queue.given_up_on_error():
             selection = self._select_step(num_groups, weight_version)
-        self._runner.leave_engine()
+        self._leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -167,7 +167,7 @@ class Collector:
             self._begin(requests)
             self._run_round(weight_version)
             rewarded = self._finish(sorted(self._ended))
-        self._runner.leave_engine()
+        self._leave_engine()
         return rewarded
 
     def run_in_turn(
@@ -193,7 +193,7 @@ class Collector:
                 ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
                 if len(ready) >= num_together or (ready and not self._num_running):
                     yield self._finish(ready)
-        self._runner.leave_engine()
+        self._leave_engine()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
@@ -370,6 +370,11 @@ class Collector:
                     self._take(rollout)
                 self._queue.poll()
                 bar.update(len(rollouts))
+        self.engine.sync()  # until here ranks that follow another's engine wait for it
+
+    def _leave_engine(self) -> None:
+        self._runner.leave_engine()
+        self.engine.sync()
 
     def _take(self, rollout: Rollout) -> None:
         """Take a rollout that ended."""

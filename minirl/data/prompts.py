@@ -75,6 +75,7 @@ class PromptStream:
         self._rows = rows
         self.teacher_field = teacher_field
         self.truncation = truncation
+        self.decode_group = 1
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens
         # Which of the rows are served.
@@ -107,10 +108,12 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        if 0 < per_step < world_size():
+        num_groups = world_size() // self.decode_group
+        if 0 < per_step < num_groups:
+            samplers = "ranks" if self.decode_group == 1 else "decode groups"
             notes.append(
-                f"--prompts-per-step {per_step}: one rank samples all completions of a prompt, so "
-                f"{world_size() - per_step} of {world_size()} ranks sample none"
+                f"--prompts-per-step {per_step}: one of them samples all completions of a prompt, so "
+                f"{num_groups - per_step} of {num_groups} {samplers} sample none"
             )
         if per_step and not self._can_stop():
             notes.append(
@@ -131,9 +134,14 @@ class PromptStream:
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
         has whole groups: it prefills a prompt once, and has all that a reward may compare. The ranks take the ordinals
-        in turn, so that they get equally many prompts also where each call is for one.
+        in turn, so that they get equally many prompts also where each call is for one. Of ranks that decode together
+        (`decode_group`) the first has the requests of all.
         """
-        own = range(first + (rank() - first) % world_size(), first + count, world_size())
+        group, place = divmod(rank(), self.decode_group)
+        num_groups = world_size() // self.decode_group
+        own = range(first + (group - first) % num_groups, first + count, num_groups)
+        if place > 0:
+            own = range(0)
         requests = []
         for prompt_ordinal, prompt_ids in zip(own, self._prompt_ids(own), strict=True):
             for sample in range(group_size + num_greedy):

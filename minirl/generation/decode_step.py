@@ -1,7 +1,9 @@
 """One decode step, run eagerly: the newest token of each running request goes in, the next is sampled."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,25 +52,32 @@ class DecodeStep:
 
 
 def decode(model: Transformer, step: DecodeStep) -> Tensor:
-    """Sample the next tokens, as `pack_sampled` makes them. On CUDA it never waits for the device."""
+    """Sample the next tokens, as `sample_packed`. On CUDA it never waits for the device."""
     hidden = model(step.tokens, step.layout.positions, step.layout)
-    sampled = sample(
+    return sample_packed(
+        model,
         hidden,
-        model.lm_head.weight,
         keys=step.keys,
         # The sampled token comes one position after the token put in.
         positions=step.layout.positions + 1,
         temperature=step.temperature,
         truncation=step.truncation,
     )
-    return pack_sampled(*sampled)
 
 
-def pack_sampled(tokens: Tensor, logprobs: Tensor, kept_ids: Tensor) -> Tensor:
-    """The results of `sample` as int32 [2 + W, B], for one download.
+def sample_packed(model: Transformer, hidden: Tensor, **sampling: Any) -> Tensor:
+    """The results of `sample` from hidden states [B, D], as int32 [2 + W, B] for one download.
 
-    Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W].
+    Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W]. sampling: the further
+    arguments of `sample`.
     """
+    slices = model.slices
+    gather = None if slices is None else functools.partial(slices.gather, total=model.config.vocab_size)
+    tokens, logprobs, kept_ids = sample(hidden, model.lm_head.weight, gather=gather, **sampling)
     bits = logprobs.float().view(torch.int32)
     packed = torch.stack([tokens.int(), bits])
-    return torch.cat([packed, kept_ids.T]) if kept_ids.shape[1] else packed
+    if kept_ids.shape[1]:
+        packed = torch.cat([packed, kept_ids.T])
+    if slices is not None and packed.device.type == "cuda":
+        slices.broadcast(packed)  # so that ranks stay together even if their kernels differ in a bit
+    return packed

@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.generation.decode_step import DecodeStep, decode, pack_sampled
+from minirl.generation.decode_step import DecodeStep, decode, sample_packed
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.packed_upload import upload_together
 from minirl.generation.running_requests import NextTurn, PendingTokens, RunningRequests
-from minirl.generation.sampling import sample
 from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
@@ -319,6 +318,9 @@ class Engine:
                 finished[rollout.rollout_id] = rollout
         return [finished[request.rollout_id] for request in requests]
 
+    def sync(self) -> None:
+        """Bring the engines of a group into one state, see `GroupEngine`; nothing is to be done for this one."""
+
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
         stats = self.stats
@@ -344,10 +346,13 @@ class Engine:
         num_padding_rows = 1 if self.cuda_graphs else 0
         # FLASH_BLOCK is the largest block size.
         num_padding_tokens = num_padding_rows * FLASH_BLOCK
+        num_kv_heads = self.config.num_key_value_heads
+        if self.model.slices is not None:
+            num_kv_heads //= self.model.slices.size
         self._cache = KVCache(
             self.config.attention_windows,
             delta_net=self.config.delta_net,
-            num_kv_heads=self.config.num_key_value_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
             num_tokens=self.cache_tokens + num_padding_tokens,
@@ -586,9 +591,9 @@ class Engine:
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         inputs = (self._live_cache.lengths[rows], *self._running.sampling(rows))
         positions, keys, temperature, *truncation = upload_together(inputs, self.device)
-        sampled = sample(
+        packed = sample_packed(
+            self.model,
             states,
-            self.model.lm_head.weight,
             keys=keys,
             positions=positions,
             temperature=temperature,
@@ -597,7 +602,6 @@ class Engine:
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
-        packed = pack_sampled(*sampled)
         self._newest_tokens = torch.cat([old_tokens, packed[0]])
         self._running.run(rows)
         self._start_reading(rows, packed)

@@ -8,7 +8,7 @@ at the sampling temperature. Training scores them with the same chunks of the vo
 `log_softmax`, so that both get the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -133,13 +133,15 @@ def sample(
     temperature: Tensor,
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
     top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request has any; vocab_chunk: tokens of the vocabulary
-    per product with the head; CUDA has one product.
+    per product with the head; CUDA has one product; gather: makes logits [B, V] of those for the head's rows, if this
+    rank has not all of them.
 
     Also returns the tokens that the truncated distributions kept, as of `truncate`; int32 [B, 0] without `truncation`.
     """
@@ -149,6 +151,8 @@ def sample(
         from minirl.kernels.fused_sampling import sample_logits
 
         logits = head_logits(hidden, head)
+        if gather is not None:
+            logits = gather(logits).contiguous()
         if truncation:
             logits.div_(_divisor(temperature))
             kept_ids = truncate(logits, temperature, *truncation)
@@ -159,8 +163,11 @@ def sample(
     head_chunks = head.split(vocab_chunk)
     logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
     logits = logit_chunks[0] if len(logit_chunks) == 1 else torch.cat(logit_chunks, -1)
+    if gather is not None:
+        logits = gather(logits)
     if truncation:
         kept_ids = truncate(logits, temperature, *truncation)
+    if truncation or gather is not None:
         logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
         logprobs = log_softmax(logits, None)

@@ -147,8 +147,8 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
-    logits = wide_mm(pad_rows(hidden), weight.t(), hidden.dtype)
-    return logits[: len(hidden)]
+    logits = wide_mm(pad_rows(hidden), pad_rows(weight).t(), hidden.dtype)
+    return logits[: len(hidden), : len(weight)]
 
 
 def is_batch_invariant(
@@ -157,12 +157,13 @@ def is_batch_invariant(
     device: torch.device,
     *,
     is_head: bool = False,
+    num_slices: int = 1,
 ) -> bool:
     """Return whether products x [T, in] @ W [in, out] give each row the same bits at every T tried.
 
     shapes: all (in, out) to try, with at most MAX_PROBED columns each. Measures `linear`, or `head_logits` if
-    `is_head`, at the numbers of rows at which known CPU libraries change kernels. False on CUDA, without
-    measuring.
+    `is_head`, at the numbers of rows at which known CPU libraries change kernels, and with the columns computed in
+    `num_slices` parts, as `slices` does. False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
@@ -171,11 +172,14 @@ def is_batch_invariant(
     for num_in, num_out in sorted(distinct_shapes):
         (x,), (weight,) = cancelling_factors(1, 600, num_in, num_out, dtype)
         expected = product(x, weight)
+        width = -(-num_out // num_slices)
+        slices = [weight] if num_slices == 1 else [pad_rows(part) for part in weight.split(width)]
         for num_rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 64, 100, 128, 129, 256, 513):
             for start in (0, 5):
                 rows = slice(start, start + num_rows)
-                got = product(pad_rows(x[rows]), weight)[:num_rows]
-                if not torch.equal(got, expected[rows]):
+                padded = pad_rows(x[rows])
+                columns = [product(padded, part)[:num_rows, :width] for part in slices]
+                if not torch.equal(torch.cat(columns, 1)[:, :num_out], expected[rows]):
                     return False
     return True
 

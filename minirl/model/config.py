@@ -144,8 +144,11 @@ class ModelConfig:
             adapters = dataclasses.replace(adapters, targets=present)
         return dataclasses.replace(self, adapters=adapters)
 
-    def is_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a token has the same bits in any batch on this machine, measured on all products."""
+    def is_batch_invariant(self, dtype: torch.dtype, device: torch.device, num_slices: int = 1) -> bool:
+        """Whether a token has the same bits in any batch on this machine, measured on all products.
+
+        num_slices: in which decoding computes their columns.
+        """
         hidden = self.hidden_size
         inner = self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
@@ -165,9 +168,9 @@ class ModelConfig:
             rank = self.adapters.rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
         head = [(hidden, self.vocab_size)]
-        if not batch_invariance.is_batch_invariant(layers, dtype, device):
+        if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
             return False
-        if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
+        if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
             return False
         if delta is not None and not delta_rule.is_batch_invariant(delta):
             return False

@@ -24,6 +24,7 @@ from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.delta_rule import DeltaRows
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
+from minirl.model.slices import Slices
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -53,17 +54,38 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with products from `batch_invariance`."""
+    """`nn.Linear` with products from `batch_invariance`.
+
+    slices: of which this rank has one, see `sliced_model`. It may get its columns of the input, and return its
+    columns of the output.
+    """
+
+    slices: Slices | None = None
+    gathers_input = False
+    gathers_output = True
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.slices is None:
+            return self.product(x)
+        if self.gathers_input:
+            x = self.slices.gather(x, self.in_features)
+        own = self.product(x)
+        if self.gathers_output:
+            return self.slices.gather(own, self.out_features)
+        return own[:, : self.slices.num_own(self.out_features)]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the outputs [T, rows] for the rows of the weight."""
         return batch_invariance.linear(x, self.weight, self.bias)
 
 
 class LoraLinear(Linear):
     """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
 
-    So decoding, scoring and training compute the same bits.
+    So decoding, scoring and training compute the same bits. Without `is_adapted` it is the layer under the adapter.
     """
+
+    is_adapted = True
 
     def __init__(self, base: Linear, adapters: Adapters):
         super().__init__(base.in_features, base.out_features, base.bias is not None)
@@ -71,8 +93,10 @@ class LoraLinear(Linear):
         self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
         self._scale = adapters.alpha / adapters.rank
 
-    def forward(self, x: Tensor) -> Tensor:
-        product = super().forward(x)
+    def product(self, x: Tensor) -> Tensor:
+        product = super().product(x)
+        if not self.is_adapted:
+            return product
         inner = batch_invariance.linear(x, self.lora_A)
         if x.device.type != "cpu":  # one kernel instead of three, which also write two more tensors as large
             return product.addmm_(inner, self.lora_B.t(), alpha=self._scale)
@@ -80,7 +104,12 @@ class LoraLinear(Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
+    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate.
+
+    slices: of whose heads this rank takes its own where its projections return all heads.
+    """
+
+    slices: Slices | None = None
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -116,6 +145,8 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
+        if self.slices is not None:
+            q, k, v = (part[:, self.slices.own(part.shape[1])] for part in (q, k, v))
         q, k = rotate_pair(self._split_heads(q), self._split_heads(k), rotation)
         out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
         if self.has_gate:
@@ -312,7 +343,10 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
+    slices: of which this rank has one; it decodes with the others of its group.
     """
+
+    slices: Slices | None = None
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()

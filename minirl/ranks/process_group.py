@@ -274,3 +274,19 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum a host tensor over the ranks, in place (collective)."""
     dist.all_reduce(values)
     return values
+
+
+def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `gathered` with the tensors of the group's ranks, one after another (collective in the group)."""
+    # torch 2.13 warns about the old name, the only one in 2.11.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(gathered, own, group)
+
+
+def new_groups(size: int) -> dist.ProcessGroup:
+    """This rank's group of `size` consecutive ranks, for tensors on the host (collective)."""
+    groups = [
+        dist.new_group(list(range(first, first + size)), backend="gloo")
+        for first in range(0, world_size(), size)
+    ]
+    return groups[rank() // size]

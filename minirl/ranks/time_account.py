@@ -14,6 +14,7 @@ import torch
 
 # Counted whole, whatever happens inside: the cost of an evaluation, a save or a refresh.
 WHOLE = ("eval", "save", "refresh")
+OF_GENERATION = ("prefill", "decode", "decode_comm")
 
 
 class TimeAccount:

@@ -25,7 +25,7 @@ from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines
 from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
-from minirl.ranks.time_account import spent_on
+from minirl.ranks.time_account import OF_GENERATION, spent_on
 from minirl.rewards.rewarded import RewardedRollouts
 
 LIMIT_FLAGS = {  # by finish reason
@@ -306,7 +306,7 @@ def console_line(
     parts["len"] = f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}"
     if "optim/grad_norm" in metrics:
         parts["gnorm"] = f"gnorm {m['optim/grad_norm']:.2f}"
-    generation_s = m["time/prefill"] + m["time/decode"]
+    generation_s = sum(m[f"time/{cause}"] for cause in OF_GENERATION)
     update_s = m["time/update"] + m["time/update_comm"] + m["time/refresh"]
     parts["time"] = f"gen {generation_s:.1f}s upd {update_s:.1f}s idle {m['perf/idle_frac']:.0%}"
     parts["speed"] = f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s"

@@ -73,6 +73,7 @@ from minirl.training.sharded_model import ShardedModel
 
 _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
+IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records`
 _NO_RECORD = object()  # fills the places of a rank that has fewer records than another
 _THREAD_DIED = "its thread died, see the traceback"
 
@@ -127,11 +128,11 @@ class Checkpoints:
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
 
-    def restore(self, num_steps: int) -> dict[str, Any]:
+    def restore(self, num_steps: int, *, decode_group: int = 1) -> dict[str, Any]:
         """Load models and optimizers from the run's checkpoint, which any number of ranks may have saved (collective).
 
         Returns the fields of `Progress`: the saved state, `extra` and this rank's share of `records`; {} in a new run.
-        num_steps: steps of the whole run, for the message.
+        num_steps: steps of the whole run, for the message. decode_group: see `own_records`.
         """
         checkpoint = self._run.checkpoint
         if checkpoint is None:
@@ -152,7 +153,7 @@ class Checkpoints:
         print0(message)
         extra = read_values(checkpoint / EXTRA_FILE)
         records = [read_values(checkpoint / stem) for stem in _record_files(num_saved_ranks)]
-        return state | {"extra": extra, "records": own_records(records)}
+        return state | {"extra": extra, "records": own_records(records, decode_group)}
 
     @spent_on("save")
     def save(
@@ -181,11 +182,12 @@ class Checkpoints:
             path = _shard_files(name, world_size())[rank()]
             writers.append(_shards_writer(path, model.state_tensors(optimizer)))
             prefix = "" if i == 0 else f"{name}/"
-            adapters = model.full_masters() if model.module.config.adapters else {}
-            if rank() == 0 and adapters:
-                writers.append(_adapters_writer(prefix, model, adapters, self._origins[name]))
+            has_adapters = model.module.config.adapters is not None
+            weights = model.full_masters() if has_adapters else model.whole_weights(keep=rank() == 0)
+            if rank() == 0 and has_adapters:
+                writers.append(_adapters_writer(prefix, model, weights, self._origins[name]))
             elif rank() == 0:
-                writers.append(_model_writer(prefix, model, self._origins[name]))
+                writers.append(_model_writer(prefix, weights, self._origins[name]))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
 
@@ -229,19 +231,23 @@ def _record_files(world_size: int) -> list[str]:
     return [f"{RECORDS_FOLDER}/{r}-of-{world_size}" for r in range(world_size)]
 
 
-def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+def own_records(saved: Sequence[Mapping[str, list[Any]]], decode_group: int = 1) -> dict[str, list[Any]]:
     """This rank's share of the records that all ranks saved. Not collective.
 
     With as many ranks as before, a rank gets its own. Otherwise the ranks are dealt all in turn, the first of each rank
-    first, so that records of an early step still come before those of a late one.
+    first, so that records of an early step still come before those of a late one. Rollouts in flight are dealt to the
+    first of each `decode_group` ranks, which samples for all of them.
     """
-    if len(saved) == world_size():
-        return dict(saved[rank()])
     dealt = {}
     for name in saved[0]:
+        group = decode_group if name == IN_FLIGHT else 1
+        if group == 1 and len(saved) == world_size():
+            dealt[name] = saved[rank()][name]
+            continue
         rows = itertools.zip_longest(*(records[name] for records in saved), fillvalue=_NO_RECORD)
         merged = [record for row in rows for record in row if record is not _NO_RECORD]
-        dealt[name] = merged[rank() :: world_size()]
+        taker, place = divmod(rank(), group)
+        dealt[name] = merged[taker :: world_size() // group] if place == 0 else []
     return dealt
 
 
@@ -274,11 +280,8 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
     return lambda folder: {path: write_tensors(folder / path, tensors)}
 
 
-def _model_writer(prefix: str, model: ShardedModel, origin: _Origin) -> _FileWriter:
-    """Copies the compute weights to host memory now; the writer makes a Hugging Face folder of them."""
-    weights = {}
-    for name, weight in model.compute_weights.items():
-        weights[name] = torch.empty_like(weight, device="cpu").copy_(weight.detach())
+def _model_writer(prefix: str, weights: Mapping[str, Tensor], origin: _Origin) -> _FileWriter:
+    """The writer makes a Hugging Face folder of the weights."""
 
     def write(folder: Path) -> dict[str, Digest]:
         digests = write_folder(
@@ -301,7 +304,7 @@ def _adapters_writer(
     masters: the trained parameters in fp32, whole.
     """
     config = model.module.config
-    dtype = next(iter(model.compute_weights.values())).dtype
+    dtype = model.dtype
 
     def write(folder: Path) -> dict[str, Digest]:
         digests = write_configs(folder / prefix, origin.config, origin.tokenizer_files, dtype=dtype)

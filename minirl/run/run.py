@@ -38,7 +38,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout, all_branches
-from minirl.run.checkpoint import Checkpoints, copy_remembered
+from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered
 from minirl.run.input_files import keep_script
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
@@ -46,7 +46,6 @@ from minirl.training.batch import Batch, RolloutTable, gather_to_table
 from minirl.training.learning_rate import learning_rate
 from minirl.training.sharded_model import ShardedModel
 
-IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records` of a checkpoint
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 
@@ -150,7 +149,8 @@ class Run:
         self._folder = folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
         self._checkpoints = Checkpoints(folder, models, sources=sources, keep=config.keep_checkpoints)
-        self.progress = Progress(**self._checkpoints.restore(config.num_steps))
+        saved = self._checkpoints.restore(config.num_steps, decode_group=setup.sizes.decode_group)
+        self.progress = Progress(**saved)
         self.progress.remember(extra, records, is_forced=config.resume == "force")
         if collector:
             collector.num_served = self.progress.num_served
@@ -230,7 +230,7 @@ class Run:
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
             shown = show_progress("score", microbatches)
-            old_policy = self._setup.frozen(policy.decoder, self._setup.sampled_logprobs, ["old_logprobs"])
+            old_policy = self._setup.frozen(policy, self._setup.sampled_logprobs, ["old_logprobs"])
             return old_policy.add_to(batch, shown)
         return batch
 

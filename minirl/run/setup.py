@@ -4,6 +4,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 """
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
+from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
 from minirl.data.view import view_of
@@ -22,6 +24,7 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, refuse
 from minirl.generation.engine import Engine
+from minirl.generation.group_engine import GroupEngine
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -57,7 +60,7 @@ from minirl.run.planning import given_sizes, plan, possible_decode_groups, teach
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts
+from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -121,9 +124,12 @@ class Setup:
         self._fit_memory()
         self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task)
+        if self.sizes.decode_group > 1:
+            self._lead_or_follow(self.sizes.decode_group)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        self._is_exact = config.threads == 1 and self.model_config.is_batch_invariant(self.dtype, self.device)
+        is_invariant = self.model_config.is_batch_invariant(self.dtype, self.device, self.sizes.decode_group)
+        self._is_exact = config.threads == 1 and is_invariant
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
         self._models: dict[Path, ShardedModel] = {}  # the first that is loaded of each folder
@@ -143,7 +149,16 @@ class Setup:
 
         Models of the same folder share the weights that none of them trains.
         """
-        model = ShardedModel(
+        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=self._models.get(folder))
+        self._models.setdefault(folder, model)
+        optimizer = model.make_optimizer(
+            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
+        )
+        return model, optimizer
+
+    def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
+        """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
+        return ShardedModel(
             model_config,
             folder,
             dtype=self.dtype,
@@ -152,14 +167,9 @@ class Setup:
             shard_gradients=self.sizes.shard_gradients,
             num_shards=self._num_shards,
             offload_optimizer=self.config.offload_optimizer,
-            is_frozen=is_frozen,
-            base=self._models.get(folder),
+            shard_weights=self.sizes.decode_group > 1,
+            **options,
         )
-        self._models.setdefault(folder, model)
-        optimizer = model.make_optimizer(
-            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
-        )
-        return model, optimizer
 
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
@@ -167,15 +177,14 @@ class Setup:
         folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
         the policy without them, on the same storage.
         """
-        source: Transformer | Path
         if folder is None and self.config.adapters:
             assert self._models, "load the policy before its reference"
-            source = next(iter(self._models.values())).without_adapters()
-        else:
-            kept = self.folder.path / REFERENCE
-            is_kept = self.folder.checkpoint is not None and kept.is_dir()
-            source = self._reference_folder = kept if is_kept else folder or self._original_model()
-        return self.frozen(source, self.sampled_logprobs, ["ref_logprobs"])
+            policy = next(iter(self._models.values()))
+            return self.frozen(policy, under_adapters(self.sampled_logprobs), ["ref_logprobs"])
+        kept = self.folder.path / REFERENCE
+        is_kept = self.folder.checkpoint is not None and kept.is_dir()
+        self._reference_folder = kept if is_kept else folder or self._original_model()
+        return self.frozen(self._reference_folder, self.sampled_logprobs, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -197,14 +206,30 @@ class Setup:
         return score_batch(model, batch, temperature=self.config.temperature)
 
     def frozen(
-        self, source: Transformer | Path, outputs: Outputs, names: Sequence[str], *, has_states: bool = False
+        self,
+        source: ShardedModel | Transformer | Path,
+        outputs: Outputs,
+        names: Sequence[str],
+        *,
+        has_states: bool = False,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel`. Not collective.
+        """A model that scores the rollouts of each step, see `FrozenModel` (collective if weights are sharded).
 
-        source: a model as it is, or the folder of one to load with the policy's vocabulary and to park.
+        source: a model as it is, or the folder of one to load with the policy's vocabulary and to park. With
+        --shard-decode it is sharded instead. Raises InputError if then its vocabulary is another one.
         """
-        if isinstance(source, Transformer):
-            model, park = source, False
+        model: ShardedModel | Transformer
+        park = False
+        if not isinstance(source, Path):
+            model = source
+        elif self.sizes.decode_group > 1:
+            config = read_config(source, scalar_head=False)
+            refuse(
+                config.vocab_size != self.model_config.vocab_size,
+                f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
+                "only --shard-decode off cuts or pads vocabularies",
+            )
+            model = self._sharded(config, source, is_frozen=lambda name: True)
         else:
             model, park = load_replica(source, dtype=self.dtype), self.config.park_frozen
             resize_vocabulary(model, self.model_config.vocab_size)
@@ -219,9 +244,15 @@ class Setup:
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
-        """The generation engine, which decodes from the policy's own weights. Not collective."""
-        return Engine(
-            policy.decoder if isinstance(policy, ShardedModel) else policy,
+        """The generation engine, which decodes from the policy's own weights (collective if they are sharded)."""
+        model = policy.decoder if isinstance(policy, ShardedModel) else policy
+        make: Callable[..., Engine] = Engine
+        if model.slices is not None:
+            group = process_group.new_groups(model.slices.size)
+            make_stop_test = functools.partial(StopStrings, self.tokenizer)
+            make = functools.partial(GroupEngine, group=group, make_stop_test=make_stop_test)
+        return make(
+            model,
             max_running_requests=self.sizes.max_running_requests,
             cache_tokens=self.sizes.cache_tokens,
             dtype=self.dtype,
@@ -398,6 +429,16 @@ class Setup:
         peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
         kept = ", the cache kept between steps" if self._keeps_cache else ""
         self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+
+    def _lead_or_follow(self, group: int) -> None:
+        """Let the first rank of each `group` ranks have the requests of all, and the workers for them."""
+        self.prompts.decode_group = self.held_out.decode_group = group
+        share = group if rank() % group == 0 else 0
+        if self._rollout_workers is not None:
+            self._rollout_workers.pool.resize(share * self.config.rollout_workers)
+        for function in self.reward_functions.values():
+            if isinstance(function, RewardWorkers):
+                function.pool.resize(share * self.config.reward_workers)
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import LoraLinear, Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import scalar_outputs
+from minirl.training.sharded_model import ShardedModel
 
 # A parked model is not copied to the device for a shorter wait than the copy takes.
 UPLOAD_S = 0.1
@@ -59,12 +60,14 @@ class FrozenModel:
     average of the policy's weights.
 
     It can compute the streams of finished rollouts early, while its rank would wait for replies, rewards or other
-    ranks. That changes no bit if the model's outputs do not depend on the batch. Not collective.
+    ranks. That changes no bit if the model's outputs do not depend on the batch.
+
+    `add_to` is collective if the model is sharded; nothing else is.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | ShardedModel,
         outputs: Outputs,
         *,
         names: Sequence[str],
@@ -73,19 +76,22 @@ class FrozenModel:
         park: bool = False,
         has_states: bool = False,
     ):
-        """names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
+        """model: a sharded one is run as its `scorer`, neither early nor parked where ranks gather its weights.
+
+        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
 
         max_tokens: limit of a microbatch. park: see `unparked`. has_states: the streams are hidden states [T, D] in
         the model's dtype, not numbers [T] in fp32.
         """
         self.names = tuple(names)
-        self.model = model
+        self.model = model.scorer if isinstance(model, ShardedModel) else model
+        self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
         self._outputs = outputs
         self._device = device
         self._max_tokens = max_tokens
         self._park = park
-        self._shape = (model.config.hidden_size,) if has_states else ()
-        self._dtype = next(model.parameters()).dtype if has_states else torch.float32
+        self._shape = (self.model.config.hidden_size,) if has_states else ()
+        self._dtype = next(self.model.parameters()).dtype if has_states else torch.float32
         self._pending: list[Rollout] = []
         # For each branch its streams [L], on the host.
         self._early: dict[RolloutId, dict[str, Tensor]] = {}
@@ -102,7 +108,7 @@ class FrozenModel:
     @torch.no_grad()
     def score_early(self, is_waiting: Callable[[], bool]) -> None:
         """Run the model over the rollouts that were added, microbatch by microbatch, as long as this rank waits."""
-        if not self._pending or not is_waiting():
+        if self._gathered or not self._pending or not is_waiting():
             return
         if self._park and self._device.type == "cuda" and not _lasts(is_waiting, UPLOAD_S):
             return
@@ -111,7 +117,7 @@ class FrozenModel:
             batch.lengths, batch.prefixes, num_ranks=1, max_tokens=self._max_tokens
         )
         scored: set[int] = set()
-        with spent_on("score"), unparked(self.model, self._device, park=self._park):
+        with spent_on("score"), self._on_device():
             for indices in microbatches:
                 if not is_waiting():
                     break
@@ -148,14 +154,25 @@ class FrozenModel:
         # A stream has all tokens of a sequence, or none.
         last_tokens = torch.stack([stream[batch.last_index] for stream in streams.values()], 1)
         is_left = last_tokens.isnan().flatten(1).any(1).tolist()
-        with unparked(self.model, self._device, park=self._park):
+        with self._on_device():
             for indices in microbatches:
                 left = [i for i in indices if is_left[i]]
-                if left:
+                if left or self._gathered:
                     token_index = batch.token_index(left)
                     for name, stream in self._streams(batch.select(left)):
                         streams[name][token_index] = stream.to(streams[name].dtype)
         return batch.replace(**streams)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Have the weights on the device for the block; those of the head stay gathered for hidden states' users."""
+        if self._gathered is None:
+            with unparked(self.model, self._device, park=self._park):
+                yield
+        else:
+            yield
+            if not self._shape:
+                self._gathered.reshard()
 
     def _streams(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         """The named streams of a microbatch."""
@@ -185,6 +202,21 @@ def after_prompts(
         index = batch.token_index(list(itertools.chain(*microbatches)))
         order = index[batch.loss_mask[index]].argsort()
         return [batch.scatter(torch.cat(values)[order]) for values in zip(*parts, strict=True)]
+
+    return outputs_of
+
+
+def under_adapters(outputs: Outputs) -> Outputs:
+    """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
+
+    def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
+        adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        for module in adapted:
+            module.is_adapted = False
+        streams = outputs(model, batch)
+        for module in adapted:
+            module.is_adapted = True
+        return streams
 
     return outputs_of
 

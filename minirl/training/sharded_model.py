@@ -3,9 +3,11 @@
 The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype: gathered
 once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
 summed over the ranks, not averaged, because loss weights already come from global counts. No other file uses FSDP.
+
+With `shard_weights` a rank keeps no full weights. It decodes with its rows of them (`model.slices`), which are those of
+its shards. Training and scoring gather one layer at a time, and the root's weights for as long as it uses the head.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,12 @@ from torch import Tensor
 from minirl.errors import GuardError, InputError
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
+from minirl.model.sliced_model import slice_model
+from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks import watchdog
-from minirl.ranks.process_group import gather_objects, rank, world_size
+from minirl.ranks.process_group import all_gather_flat, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
@@ -34,10 +38,14 @@ class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks, or over groups of them that each hold all shards.
 
     module: the model that is trained, with FSDP's hooks.
+    dtype: the compute dtype.
     masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
     compute_weights: all its full parameters by name in the compute dtype. Generation, scoring and training use
-        these.
-    decoder: the same weights without FSDP's hooks, which cost a decode step 5 %, for inference.
+        these. With `shard_weights`: those of the decoder, which are this rank's rows of matrices, and whole vectors.
+    decoder: the same weights without FSDP's hooks, which cost a decode step 5 %, for inference. With `shard_weights` it
+        is for generation only, and a model that never decodes has none.
+    scorer: what scores batches without gradient: the decoder, or with `shard_weights` the module, which all ranks then
+        call equally often (collective).
 
     The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only an
     optimizer step's last `backward` is.
@@ -54,6 +62,7 @@ class ShardedModel:
         shard_gradients: bool = False,
         num_shards: int | None = None,
         offload_optimizer: bool = False,
+        shard_weights: bool = False,
         is_frozen: Callable[[str], bool] | None = None,
         base: "ShardedModel | None" = None,
     ):
@@ -69,10 +78,12 @@ class ShardedModel:
         offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory, pinned for copies
         from and to a GPU, and run the optimizer there. On the CPU nothing changes.
 
+        shard_weights: see the module. It shards gradients too, and frozen parameters. Without effect on one rank.
+
         is_frozen: whether the parameter of this name stays as it is, without master, gradient and moments; None: none
         does. All but the adapters and a scalar head stay if `config` has adapters.
 
-        base: a model of the same folder, whose storage this one has for what both leave as it is.
+        base: a model of the same folder, whose storage this one has for what both leave as it is, unless it is sharded.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -81,17 +92,20 @@ class ShardedModel:
             fully_shard,
         )
 
+        self.dtype = dtype
         check_weights(config, folder)
         with torch.device("meta"):
             self.module = Transformer(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
         frozen = self._freeze(dtype, is_frozen)
-        if base is not None:
+        self._num_shards = num_shards or world_size()
+        self.shards_weights = shard_weights and self._num_shards > 1
+        shard_gradients = shard_gradients or self.shards_weights
+        if base is not None and not self.shards_weights:
             held = base.module.named_parameters()
             shared = {name: weight for name, weight in held if name in frozen and not weight.requires_grad}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
-        self._num_shards = num_shards or world_size()
         mesh = _device_mesh(device.type, self._num_shards)
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._is_first_replica = rank() < self._num_shards
@@ -110,10 +124,11 @@ class ShardedModel:
                 mesh=mesh,
                 mp_policy=precision,
                 offload_policy=offload,
-                reshard_after_forward=False,
-                ignored_params=set(frozen.values()),
+                # `scoring` reads the head after the forward.
+                reshard_after_forward=self.shards_weights and unit is not self.module,
+                ignored_params=set() if self.shards_weights else set(frozen.values()),
             )
-            unit.set_reshard_after_backward(False)
+            unit.set_reshard_after_backward(self.shards_weights)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if device.type == "cpu":
@@ -126,17 +141,22 @@ class ShardedModel:
             self.module.tie_weights()  # FSDP does it for the parameters that it knows
         load_weights(self.module, folder)
         parameters: dict[str, Tensor] = dict(self.module.named_parameters())
-        for name in frozen:
-            parameters[name].data = parameters[name].data.to(device)
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
+        self._frozen = {name: parameters[name] for name in frozen}
+        self._names = list(parameters)
+        if self.shards_weights:
+            self._slice(config, dtype, device)
+            return
+        for parameter in self._frozen.values():
+            parameter.data = parameter.data.to(device)
         # Gather the compute weights: from here on they are the module's parameters. FSDP keeps the buffers of the
         # last gather, so the root, with the embedding, is not the last.
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        trained = {name: self.compute_weights[name] for name in self.masters}
-        self._gathers = _plan_gathers(trained, self._num_shards, GATHER_BYTES)
-        self.decoder = self._on_same_storage(config)
+        self._sliced: set[str] = set()
+        self._gathers = self._plan_gathers(self.masters)
+        self.decoder = self.scorer = self._on_same_storage(config)
 
     def _freeze(
         self, dtype: torch.dtype, is_frozen: Callable[[str], bool] | None
@@ -154,21 +174,38 @@ class ShardedModel:
         return frozen
 
     def _on_same_storage(self, config: ModelConfig) -> Transformer:
-        """A model without FSDP's hooks that has the compute weights themselves, as far as `config` has them."""
+        """A model without FSDP's hooks that has the compute weights themselves."""
         with torch.device("meta"):
             model = Transformer(config)
         # Both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        own = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            own[name] = parameters[name]
-            parameter.requires_grad_(own[name].requires_grad)  # the assignment would give it to the storage's
-        model.load_state_dict(own, assign=True)
+            # The assignment would give it to the storage's.
+            parameter.requires_grad_(parameters[name].requires_grad)
+        model.load_state_dict(parameters, assign=True)
         return model
 
-    def without_adapters(self) -> Transformer:
-        """The frozen model under the adapters, on the same storage: a reference that takes no memory."""
-        return self._on_same_storage(dataclasses.replace(self.module.config, adapters=None))
+    def _slice(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the decoder of this rank's rows, if the model decodes (collective)."""
+        self.scorer = self.decoder = self.module
+        self.compute_weights = {}
+        self._sliced = set()
+        if not config.scalar_head and self.masters:
+            with torch.device("meta"):
+                self.decoder = Transformer(config).to(dtype)
+            slices = Slices(rank() % self._num_shards, self._num_shards, self._shard_group)
+            self._sliced = slice_model(self.decoder, slices)
+            self.decoder._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+            self.decoder.tie_weights()
+            self.compute_weights = dict(self.decoder.requires_grad_(False).named_parameters())
+            for name in self._frozen.keys() & self._sliced:
+                shard = _local(self._frozen[name])
+                weight = self.compute_weights[name]
+                if shard.shape == weight.shape and shard.device == weight.device:
+                    weight.data = shard  # one storage for both
+        self._copy(self._frozen, self._plan_gathers(self._frozen))
+        self._gathers = self._plan_gathers(self.masters)
+        self.refresh()
 
     def full_masters(self) -> dict[str, Tensor]:
         """Copies on the host of all masters in fp32, whole (collective)."""
@@ -178,6 +215,27 @@ class ShardedModel:
             # Of a single rank it is the master itself.
             copies[name] = torch.empty_like(whole, device="cpu").copy_(whole)
         return copies
+
+    def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
+        """Copies on the host of all weights in the compute dtype; {} without `keep`.
+
+        Collective with `shard_weights`, which gathers one weight after another.
+        """
+        copies = {}
+        sharded = self.masters | self._frozen
+        for name in self._names:
+            whole = self.compute_weights.get(name)
+            if self.shards_weights:
+                whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
+            if keep:
+                assert whole is not None
+                copies[name] = torch.empty(whole.shape, dtype=self.dtype).copy_(whole.detach())
+        return copies
+
+    def reshard(self) -> None:
+        """Free the root's gathered weights, which a forward without backward leaves. Not collective."""
+        if self.shards_weights:
+            self._units[-1].reshard()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a microbatch's loss to the gradients.
@@ -316,8 +374,15 @@ class ShardedModel:
         """
         # Copies from the host are asynchronous. The optimizer writes to the masters when it has gradients, which
         # were computed with the weights that are copied here: the copies end before that.
-        shards = {name: _local(master) for name, master in self.masters.items()}
-        for parts in self._gathers:
+        self._copy(self.masters, self._gathers)
+        wait_for_device()
+
+    def _copy(self, parameters: Mapping[str, Tensor], gathers: Sequence[Sequence["_Rows"]]) -> None:
+        """Copy sharded parameters into the compute weights: own rows of the sliced ones, and `gathers` (collective)."""
+        shards = {name: _local(parameter).detach() for name, parameter in parameters.items()}
+        for name in shards.keys() & self._sliced:
+            self.compute_weights[name][: len(shards[name])].copy_(shards[name], non_blocking=True)
+        for parts in gathers:
             rows = [shards[part.name][part.first : part.first + part.num_rows] for part in parts]
             if self._num_shards > 1:
                 targets, sources = self._gather(parts, rows)
@@ -325,7 +390,12 @@ class ShardedModel:
                 targets = [self.compute_weights[p.name][p.first : p.first + p.num_rows] for p in parts]
                 sources = rows
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        wait_for_device()
+
+    def _plan_gathers(self, parameters: Mapping[str, Tensor]) -> list[list["_Rows"]]:
+        """The rows of these parameters that are gathered together, of those that are whole in the compute weights."""
+        names = (parameters.keys() & self.compute_weights.keys()) - self._sliced
+        weights = {name: self.compute_weights[name] for name in parameters if name in names}
+        return _plan_gathers(weights, self._num_shards, GATHER_BYTES)
 
     def _gather(self, parts: Sequence["_Rows"], rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """All ranks' rows of these parts, given this rank's `rows` of its masters, on the device (collective).
@@ -340,7 +410,7 @@ class ShardedModel:
         sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]
         torch._foreach_copy_(sent, values, non_blocking=True)
         gathered = own.new_empty(self._num_shards * len(own))
-        _all_gather(gathered, own, self._shard_group)
+        all_gather_flat(gathered, own, self._shard_group)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for part, weight, by_rank in zip(
@@ -403,14 +473,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _all_gather(gathered: Tensor, own: Tensor, group: torch.distributed.ProcessGroup) -> None:
-    """Fill `gathered` with the tensors of the group's ranks, one after another (collective in the group)."""
-    # torch 2.13 warns about the old name, the only one in 2.11.
-    old_name = torch.distributed.all_gather_into_tensor
-    gather = getattr(torch.distributed, "all_gather_single", old_name)
-    gather(gathered, own, group)
-
-
 class _CountedReduceScatter:
     """FSDP's default reduction on the CPU, with a cause of its own in the account of time.
 
@@ -432,7 +494,7 @@ class _CountedReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """Sum the ranks' inputs and give each rank its part (collective in the group)."""
-        # As in `_all_gather`.
+        # As in `all_gather_flat`.
         old_name = torch.distributed.reduce_scatter_tensor
         reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -463,4 +525,4 @@ def _plan_gathers(weights: Mapping[str, Tensor], num_ranks: int, max_bytes: int)
                 num_bytes = 0
             gathers[-1].append(_Rows(name, first, num_rows, rows_per_shard))
             num_bytes += num_rows * bytes_per_row
-    return gathers
+    return [parts for parts in gathers if parts]

@@ -125,9 +125,7 @@ class Pool:
                 self.workers.append(self._start_worker(kind.adapter))
             if kind.describer:
                 self.workers.append(self._start_worker(kind.describer))
-            while not all(worker.is_ready for worker in self.workers):
-                wait_for_any([self], 1.0)
-                self.poll()
+            self._wait_until_ready()
         except WorkerError as error:
             self.stop()
             raise InputError(f"{kind.flag} {source}:{self.name}: {error}") from None
@@ -135,6 +133,23 @@ class Pool:
         if kind.describer:
             self.workers.pop().kill()
         self._max_conversations = self.workers[0].max_conversations
+
+    def resize(self, num_workers: int) -> None:
+        """Have this many workers, which have all loaded the code; none of them may have a conversation.
+
+        Raises WorkerError if one cannot be started.
+        """
+        for worker in self.workers[num_workers:]:
+            worker.kill()
+        del self.workers[num_workers:]
+        for _ in range(num_workers - len(self.workers)):
+            self.workers.append(self._start_worker(self._kind.adapter))
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        while not all(worker.is_ready for worker in self.workers):
+            wait_for_any([self], 1.0)
+            self.poll()
 
     @property
     def has_free_worker(self) -> bool:

@@ -7,9 +7,12 @@ kernels do is not shown, only where their arguments lie.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from minirl.model.portable_attention import BLOCK
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -83,3 +86,15 @@ def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
     if inputs and all(isinstance(tensor, OnDevice) != goes_to_device for tensor in inputs):
         result = result.clone()
     return result.as_subclass(OnDevice if goes_to_device else Tensor)
+
+
+def plain_decode(q, keys, values, blocks, lengths, *, window):
+    """`paged_attention.decode`, one request after another."""
+    out = torch.zeros_like(q)
+    for i, end in enumerate(lengths.tolist()):
+        start = max(0, end - window) if window else 0
+        chosen = blocks[i, : -(-end // BLOCK)].long()
+        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, start:end]  # [K, n, C]
+        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, start:end]
+        out[i] = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
+    return out

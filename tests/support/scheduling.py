@@ -44,6 +44,8 @@ class Load:
 class StubModel:
     """Gives every token of the vocabulary the same probability, so that completions end at random."""
 
+    slices = None
+
     def __init__(self, vocab_size: int):
         sizes = {"vocab_size": vocab_size, "max_position_embeddings": 8192}
         self.config = config_from_dict(RAW_CONFIG | sizes | {"num_hidden_layers": 1})

@@ -1,0 +1,140 @@
+"""An engine whose model a group of ranks holds by slices: the first rank leads, the others follow.
+
+What depends on a clock runs on the leader alone: rollout functions, workers, rewards, budgets. An engine is a function
+of the calls that change it and of the tokens that it samples. So the leader notes its calls and sends them with each
+step, and the followers repeat them. They sample the same tokens; a checksum of finished rollouts is sent along.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minirl.errors import GuardError
+from minirl.generation.engine import Engine
+from minirl.generation.engine_stats import EngineStats
+from minirl.ranks.time_account import spent_on
+from minirl.rollouts import Request, Rollout, RolloutId, StopTest
+
+
+class GroupEngine(Engine):
+    """The engine of one rank of a group. The leader uses it like any other; followers only call `sync`.
+
+    A follower returns no rollouts and counts no work.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        group: dist.ProcessGroup,
+        make_stop_test: Callable[[tuple[str, ...]], StopTest],
+        **options: Any,
+    ):
+        """group: of the same ranks as the model's slices, for messages between hosts.
+
+        make_stop_test: makes on a follower the test of these strings. The other arguments are `Engine`'s.
+        """
+        super().__init__(*args, **options)
+        self.leads = dist.get_rank(group) == 0
+        self._group = group
+        self._leader = dist.get_global_rank(group, 0)
+        self._make_stop_test = make_stop_test
+        # Those since the last message: the method's name and its arguments.
+        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._checksum = 0
+
+    def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
+        super().submit(requests, weight_version=weight_version)
+        self._note("submit", requests, weight_version=weight_version)
+
+    def resume(self, rollout_id: RolloutId, tokens: Sequence[int], **turn: Any) -> None:
+        super().resume(rollout_id, tokens, **turn)
+        self._note("resume", rollout_id, tokens, **turn)
+
+    def release(self, *rollout_ids: RolloutId) -> None:
+        super().release(*rollout_ids)
+        self._note("release", *rollout_ids)
+
+    def abort(self) -> list[Request]:
+        unfinished = super().abort()
+        self._note("abort")
+        return unfinished
+
+    def step(self) -> list[Rollout]:
+        """`Engine.step`, which the followers repeat (collective in the group, unless there is nothing to do)."""
+        if self.leads and self.is_decoding:
+            self._send(is_step=True)
+        rollouts = super().step()
+        for rollout in rollouts:
+            for stream in (rollout.tokens, rollout.sample_logprobs):
+                self._checksum = zlib.crc32(stream.numpy().tobytes(), self._checksum)
+        return rollouts
+
+    def sync(self) -> None:
+        """On the leader: bring the followers' engines up to date. On a follower: repeat its calls until it does so.
+
+        Collective in the group. Raises GuardError on a follower that sampled other tokens than its leader.
+        """
+        if self.leads:
+            self._send(is_step=False)
+            return
+        is_step = True
+        while is_step:
+            checksum, is_step, calls = self._receive()
+            if checksum != self._checksum:
+                raise GuardError(
+                    f"this rank sampled other tokens than rank {self._leader}, which leads it: their devices compute "
+                    "different bits; use --shard-decode off"
+                )
+            for name, args, options in calls:
+                getattr(self, name)(*args, **options)
+            if is_step:
+                self.step()
+
+    def take_stats(self) -> EngineStats:
+        stats = super().take_stats()
+        return stats if self.leads else EngineStats()
+
+    def _note(self, name: str, *args: Any, **options: Any) -> None:
+        if self.leads:
+            self._calls.append((name, args, options))
+
+    def _send(self, *, is_step: bool) -> None:
+        """Send the calls since the last message."""
+        calls, self._calls = self._calls, []
+        header = torch.tensor([self._checksum, is_step, bool(calls)])
+        dist.broadcast(header, self._leader, self._group)
+        if calls:
+            sent = [_with_stop_tests(call, lambda test: test.strings) for call in calls]
+            dist.broadcast_object_list([sent], self._leader, self._group)
+
+    @spent_on("wait_ranks")
+    def _receive(self) -> tuple[int, bool, list[Any]]:
+        """The leader's checksum before its next calls, whether a step follows them, and the calls."""
+        header = torch.empty(3, dtype=torch.int64)
+        dist.broadcast(header, self._leader, self._group)
+        checksum, is_step, has_calls = header.tolist()
+        received: list[Any] = [[]]
+        if has_calls:
+            dist.broadcast_object_list(received, self._leader, self._group)
+        return checksum, bool(is_step), [_with_stop_tests(call, self._make_stop_test) for call in received[0]]
+
+
+def _with_stop_tests(
+    call: tuple[str, tuple[Any, ...], dict[str, Any]], change: Callable[[Any], Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """A call with other stop tests: those of its requests, or of its turn."""
+    name, args, options = call
+    if name == "submit":
+        (requests,) = args
+        changed = [
+            request if request.stop_test is None else replace(request, stop_test=change(request.stop_test))
+            for request in requests
+        ]
+        args = (changed,)
+    elif options.get("stop_test") is not None:
+        options = {**options, "stop_test": change(options["stop_test"])}
+    return name, args, options

@@ -1,0 +1,531 @@
+"""Decoding from the shards that training holds: the bits of whole weights, by ranks that follow a leader."""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from minirl.errors import GuardError
+from minirl.generation.engine import Engine
+from minirl.generation.group_engine import GroupEngine
+from minirl.generation.sampling import uniforms
+from minirl.kernels import paged_attention
+from minirl.model import batch_invariance, device_kernels
+from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.rotation import rope_table
+from minirl.model.sliced_model import slice_model
+from minirl.model.slices import Slices
+from minirl.model.transformer import Transformer
+from minirl.ranks.process_group import new_groups, rank
+from minirl.rollouts import RolloutId
+from minirl.run.checkpoint import IN_FLIGHT, own_records
+from minirl.training.batch import PackedLayout
+from minirl.training.scoring import score
+from minirl.training.sharded_model import ShardedModel
+from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request
+from support.families import make_checkpoint
+from support.jobs import ROOT
+from support.marks import slow
+from support.models import RAW_CONFIG, make_folder
+from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
+from support.rank_pool import RankPool
+from support.resuming import digests, interrupted_copy
+from support.scripts import extended_fork, run_in_pool, start_script, untimed
+
+WORLD = torch.distributed.group.WORLD
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    pool = RankPool(4)
+    yield pool
+    pool.stop()
+
+
+def sliced(whole: Transformer, slices: Slices) -> Transformer:
+    """This rank's slice of a model."""
+    with torch.device("meta"):
+        model = Transformer(whole.config).to(whole.lm_head.weight.dtype)
+    names = slice_model(model, slices)
+    model._apply(lambda tensor: torch.zeros_like(tensor, device=CPU))
+    model.tie_weights()
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = weights[name]
+            own = weight[slices.own(len(weight))] if name in names else weight
+            parameter[: len(own)].copy_(own)
+    return model
+
+
+def random_weights(config) -> Transformer:
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / (1 if "embed" in name else 0.6 * parameter.shape[-1] ** 0.5))
+            elif "bias" in name:
+                parameter.copy_(0.3 * noise)
+    return model
+
+
+def a_group_and_others():
+    """A group, a greedy request, and prompts around the border of a cache block."""
+    group = [make_request(make_prompt(20), member=member) for member in range(3)]
+    lengths = enumerate((1, 117, 127, 128, 150), start=1)
+    others = [make_request(make_prompt(n), number=i, temperature=0.7, max_new_tokens=12) for i, n in lengths]
+    return [*group, make_request(make_prompt(9), number=9, temperature=0.0), *others]
+
+
+def decoded(rollouts):
+    """What must be equal of rollouts: tokens, the bits of logprobs, reasons."""
+    return [(r.tokens.tolist(), r.sample_logprobs.tolist(), r.finish_reason) for r in rollouts]
+
+
+def decode_both_ways(rank, config, dtype, size, options):
+    """The requests decoded from whole weights, and from slices; the share of the bytes that a rank holds."""
+    torch.manual_seed(0)
+    whole = random_weights(config).to(dtype)
+    model = sliced(whole, Slices(rank, size, WORLD))
+    results = [decoded(make_engine(m, **options).generate(a_group_and_others())) for m in (whole, model)]
+    held, full = (sum(parameter.nbytes for parameter in m.parameters()) for m in (model, whole))
+    return *results, held / full
+
+
+SMALL_CACHE = {"max_running_requests": 5, "cache_tokens": 640}
+PADDED = {"async_decoding": True, "cuda_graphs": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "size", "options"),
+    [
+        # tied, with biases, and a vocabulary and an MLP that do not divide
+        ("smollm3_window", torch.float32, 2, {}),
+        slow("qwen2", torch.bfloat16, 2, PADDED),
+        slow("llama", torch.float32, 2, SMALL_CACHE),
+        slow("llama_tied_mha", torch.float32, 4, PADDED),
+        slow("llama_head_dim", torch.float32, 2, {}),  # 8 key columns on each rank
+        slow("phi3", torch.float32, 2, {}),  # fused projections: heads are taken of the gathered ones
+        slow("olmo2", torch.bfloat16, 4, {}),  # norms over all heads
+        slow("gemma3_text", torch.float32, 2, {}),
+        slow("qwen3_5_text", torch.bfloat16, 2, {}),  # gated delta nets, whole on each rank; gates of heads
+        slow("arcee", torch.float32, 2, SMALL_CACHE),  # an MLP without gate
+    ],
+)
+def test_slices_decode_the_bits_of_whole_weights(request, two_ranks, case, dtype, size, options):
+    """Tokens and logprobs, whatever the features; a rank holds its share of the bytes, and all norms."""
+    pool = two_ranks if size == 2 else request.getfixturevalue("four_ranks")
+    keys = {"linear_num_value_heads": 16} if case == "qwen3_5_text" else {}
+    config = config_from_dict(make_checkpoint(case, vocab_size=203, **keys).config.to_dict())
+    assert config.is_batch_invariant(dtype, CPU, size)
+    for whole, in_slices, share in pool.run(decode_both_ways, config, dtype, size, options):
+        assert in_slices == whole
+        assert share < 1 / size + 0.05
+
+
+@pytest.mark.parametrize(("narrowest", "is_exact"), [(20, False), (12, True)])
+def test_the_start_notices_slices_with_other_bits(monkeypatch, narrowest, is_exact):
+    """Products of fewer columns than `narrowest` have others: of 24 columns two slices have 12, padded to 16."""
+
+    def linear(x, weight):
+        exact = (x.double()[:, None] * weight.double()).sum(-1).float()
+        return exact + 1e-5 * (len(weight) < narrowest)
+
+    monkeypatch.setattr(batch_invariance, "linear", linear)
+    assert batch_invariance.is_batch_invariant([(12, 24)], torch.float32, CPU)
+    assert batch_invariance.is_batch_invariant([(12, 24)], torch.float32, CPU, num_slices=2) == is_exact
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 11])
+def test_a_narrow_chunk_of_the_vocabulary_has_the_bits_of_a_wide_product(width):
+    """The last of 2,048-token chunks may be narrow in training, where a slice has the same tokens in a wide product."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, head = (torch.randn(n, 64, generator=generator) for n in (40, 2048 + width))
+    whole = batch_invariance.head_logits(hidden, head)
+    assert torch.equal(batch_invariance.head_logits(hidden, head[2048:]), whole[:, 2048:])
+
+
+def decode_on_a_device(rank):
+    """The requests on the host from whole weights, and on a pretended device from slices."""
+    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0, LINEAR_LAYERS))
+    expected = decoded(make_engine(whole).generate(a_group_and_others()))
+    rope_table.cache_clear()
+    with (
+        mock.patch.object(paged_attention, "decode", plain_decode),
+        mock.patch.object(device_kernels, "are_used", return_value=False),
+        PretendedCuda(),
+    ):
+        model = sliced(whole, Slices(rank, 2, WORLD)).to(CUDA)
+        options = {"max_running_requests": 64, "cache_tokens": 8192, "dtype": torch.float32, "device": CUDA}
+        got = Engine(model, **options).generate(a_group_and_others())
+    rope_table.cache_clear()
+    return [tokens for tokens, *_ in expected], [rollout.tokens.tolist() for rollout in got]
+
+
+def test_no_tensor_of_the_host_meets_one_of_the_device(two_ranks):
+    """Asynchronously, in the buffers of graphs, with adapters; the sampled tokens are broadcast."""
+    for expected, got in two_ranks.run(decode_on_a_device):
+        assert got == expected
+
+
+class Endings:
+    """A stop test that ends turns at multiples of a number."""
+
+    max_tokens = 1
+
+    def __init__(self, strings):
+        self.strings = strings
+        self.there = (i for i in ())  # a generator cannot be sent
+
+    def __call__(self, turns):
+        return [ids[-1] % int(self.strings[0]) == 0 for ids in turns]
+
+
+def converse(engine, seed):
+    """Episodes of three turns whose replies come late, in an order that the seed says; their tokens and logprobs."""
+    rng = random.Random(seed)
+    stops = [None, Endings(("5",))]
+    requests = [
+        dataclasses.replace(make_request(make_prompt(3 + n), number=n, max_new_tokens=9), holds=True)
+        for n in range(9)
+    ]
+    late: list[RolloutId] = []
+    num_turns: dict[RolloutId, int] = {}
+    rollouts = {}
+    while requests or engine.is_busy:
+        if requests and rng.random() < 0.5:
+            engine.submit(
+                [dataclasses.replace(requests.pop(), stop_test=rng.choice(stops))], weight_version=seed
+            )
+        for rollout in engine.step():
+            rollouts[rollout.rollout_id] = rollout
+            late.append(rollout.rollout_id)
+        rng.shuffle(late)
+        while late and rng.random() < 0.4:
+            rollout_id = late.pop()
+            num_turns[rollout_id] = num_turns.get(rollout_id, 0) + 1
+            if num_turns[rollout_id] == 3:
+                engine.release(rollout_id)
+                continue
+            stop = stops[len(late) % 2]
+            engine.resume(rollout_id, [1, 2, 5], max_new_tokens=6, stop_test=stop)
+    return rollouts
+
+
+def in_turns(rank, seeds):
+    """For each seed whether the leader's conversations equal those of a whole model with the same calls."""
+    whole = cached_model("full", torch.float32)
+    group = new_groups(2)
+    options = {"max_running_requests": 4, "cache_tokens": 384}
+    model = sliced(whole, Slices(rank, 2, WORLD))
+    engine = GroupEngine(
+        model, group=group, make_stop_test=Endings, room_tokens=0, dtype=torch.float32, device=CPU, **options
+    )
+    equal = []
+    for seed in seeds:
+        if rank == 0:
+            got = converse(engine, seed)
+            expected = converse(make_engine(whole, **options), seed)
+            equal.append(
+                got.keys() == expected.keys() and decoded(got.values()) == decoded(expected[i] for i in got)
+            )
+        engine.sync()
+        stats = engine.take_stats()
+        assert (stats.decode_tokens > 0) == (rank == 0), "work is counted once"
+        assert not engine.is_busy
+        assert engine._cache is None, "followers give their memory back too"
+    return equal
+
+
+def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
+    """Turns with stop tests, a full cache, dropped and preempted requests: the order of calls is the leader's alone."""
+    seeds = [int(time.time() * 1000) % 100_000 + i for i in range(4)]
+    equal, _ = two_ranks.run(in_turns, seeds)
+    assert equal == [True] * 4, seeds
+
+
+def with_a_wrong_follower(rank):
+    """What the follower says whose random numbers are others."""
+    model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
+    options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
+    engine = GroupEngine(model, group=new_groups(2), make_stop_test=Endings, **options)
+
+    def others(keys, positions):
+        return torch.where(positions > 25, 1 - uniforms(keys, positions), uniforms(keys, positions))
+
+    with mock.patch("minirl.generation.sampling.uniforms", others if rank == 1 else uniforms):
+        if rank == 0:
+            engine.generate([make_request(make_prompt(20), temperature=0.7)])
+        try:
+            engine.sync()
+        except GuardError as error:
+            return str(error)
+    return ""
+
+
+def test_a_follower_that_samples_other_tokens_says_so(two_ranks):
+    leader, follower = two_ranks.run(with_a_wrong_follower)
+    assert leader == ""
+    assert follower.startswith("this rank sampled other tokens than rank 0, which leads it")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "folder", RAW_CONFIG)
+
+
+def updates(rank, folder, shard_weights, options):
+    """Two updates of three microbatches each, some of them empty: scores, gradients' norms, masters, export."""
+    config = dataclasses.replace(read_config(folder), **options.pop("config", {}))
+    frozen = options.pop("is_frozen", None)
+    model = ShardedModel(
+        config,
+        folder,
+        dtype=options.pop("dtype", torch.float32),
+        device=CPU,
+        shard_gradients=True,
+        shard_weights=shard_weights,
+        is_frozen=None if frozen is None else (lambda name: frozen in name),
+        **options,
+    )
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    found = []
+    for step in range(2):
+        for i, length in enumerate((20, 31, 12)):
+            tokens = (torch.arange(length) * (7 + rank + step)) % 33
+            mask = torch.arange(length) >= 3
+            layout = PackedLayout((length,), CPU)
+            if not config.scalar_head:
+                with torch.no_grad():
+                    found.append(score(model.scorer, tokens, layout, select=mask, temperature=0.9)[0])
+                new, entropy = score(model.module, tokens, layout, select=mask, temperature=0.9)
+                loss = (new * new).sum() + 0.1 * entropy.sum()
+            else:
+                loss = model.module(tokens, layout.positions, layout) @ model.module.score.weight[0]
+                loss = (loss * loss).sum()
+            model.backward(loss, is_last=i == 2)
+        found.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
+    masters = {name: master.full_tensor().detach() for name, master in model.masters.items()}
+    held = sum(weight.nbytes for weight in {w.data_ptr(): w for w in model.compute_weights.values()}.values())
+    addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
+    model.refresh()
+    assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
+    for name in model._frozen if shard_weights else ():
+        if name in model._sliced and len(model.compute_weights[name]) * 2 == len(model._frozen[name]):
+            shard = model._frozen[name].to_local()
+            assert shard.data_ptr() == model.compute_weights[name].data_ptr(), "one storage"
+    whole = model.whole_weights(keep=rank == 1)
+    assert bool(whole) == (rank == 1)
+    return found, masters, whole, held
+
+
+ADAPTERS = {"adapters": Adapters(rank=3, alpha=6.0, targets=LINEAR_LAYERS)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        slow({"config": {"tie_word_embeddings": False}, "recompute_layers": True}),
+        slow({"dtype": torch.bfloat16, "offload_optimizer": True}),
+        slow({"is_frozen": "layers.0"}),
+        slow({"config": ADAPTERS}),
+        slow({"config": ADAPTERS, "offload_optimizer": True, "dtype": torch.bfloat16}),
+        slow({"config": {"scalar_head": True}}),
+    ],
+    ids=["tied", "untied_recomputed", "bf16_offloaded", "frozen", "adapters", "adapters_offloaded", "value"],
+)
+def test_updates_from_gathered_layers_have_the_bits_of_whole_weights(two_ranks, tmp_path, options):
+    """Scores, norms, masters and the export; the weights that decode are this rank's share, in place."""
+    config = options.get("config", {})
+    raw = {**RAW_CONFIG, "hidden_size": 64, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    folder = make_folder(tmp_path / "folder", scalar_config(raw) if config.get("scalar_head") else raw)
+    results = [two_ranks.run(updates, folder, shard, dict(options)) for shard in (False, True)]
+    for (found, masters, _, held), (same_found, same_masters, _, share) in zip(*results, strict=True):
+        for value, same in zip(found, same_found, strict=True):
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(same))
+        assert masters.keys() == same_masters.keys()
+        assert all(torch.equal(masters[name], same_masters[name]) for name in masters)
+        assert share < 0.6 * held
+    exported, same_export = (result[1][2] for result in results)
+    assert list(exported) == list(same_export)
+    assert all(torch.equal(exported[name], same_export[name]) for name in exported)
+
+
+COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 3 --eval-rows 4"
+WORKERS = "--data {rows} --eval-data {rows} --rollout {functions}:calculate --reward {functions}:right"
+RUNS = {
+    "kl": ("train_grpo.py", "--kl-coef 0.05 --num-epochs 2 --num-minibatches 2 --eval-samples 2"),
+    "ppo": ("train_ppo.py", "--kl-reward-coef 0.05"),
+    "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
+    "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
+    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1 --num-steps 4"),
+    "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
+    "workers": ("train_grpo.py", WORKERS),
+    "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
+}
+FUNCTIONS = """
+def calculate(episode):
+    turn = yield episode.generate(max_tokens=4)
+    for _ in range(episode.seed % 3):
+        turn = yield episode.generate(after="7 ", max_tokens=3, stop=["1"])
+
+
+def right(completions, answer):
+    return [float(len(completion) % 3) for completion in completions]
+"""
+TIMED = ("perf/",)  # of groups there are fewer engines, with larger batches
+
+
+def untimed_digests(folder):
+    """`digests` without each rank's shards and records, which others hold, and without the engines' rates."""
+    found = {name: digest for name, digest in digests(folder).items() if "/resume/" not in name}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        kept = {name: value for name, value in untimed(line).items() if not name.startswith(TIMED)}
+        found[f"metrics {line['step']}"] = json.dumps(kept, sort_keys=True)
+    return {name: digest for name, digest in found.items() if not name.endswith(" state")}
+
+
+def as_nodes_of_two():
+    """The variables that torchrun sets on nodes of two ranks."""
+    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank() % 2))
+
+
+def train(pool, case, runs, name, *more, **values):
+    script, flags = RUNS[case]
+    flags = flags.format(**values)
+    more = [*more, "--shard-over node", f"--run-name {name}"]
+    return run_in_pool(pool, script, COMMON, flags, *more, runs=runs, under=as_nodes_of_two)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory, embedded_model):
+    """What flags of `RUNS` name."""
+    folder = tmp_path_factory.mktemp("values")
+    (folder / "functions.py").write_text(FUNCTIONS)
+    rows = [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
+
+
+ON = "--shard-decode on"
+OFF = "--shard-decode off --shard-gradients on"
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        ("kl", 2),
+        slow("ppo", 2),
+        slow("lora", 2),
+        slow("ppo_lora", 2),
+        slow("partial", 2),
+        slow("teacher", 2),
+        slow("workers", 2),
+        slow("kl", 4),  # two groups of two
+    ],
+)
+def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
+    request, two_ranks, runs, values, case, num_ranks
+):
+    """Rollouts' files, checkpoints and metrics: byte for byte."""
+    pool = two_ranks if num_ranks == 2 else request.getfixturevalue("four_ranks")
+    names = [f"{case}{num_ranks}-{mode}" for mode in ("on", "off")]
+    for name, mode in zip(names, (ON, OFF), strict=True):
+        train(pool, case, runs, name, mode, **values)
+    in_slices, whole = (untimed_digests(runs / name) for name in names)
+    assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
+
+
+@pytest.mark.parametrize(("first", "then"), [slow("on", "off"), slow("off", "on"), slow("on", "on")])
+def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, one_rank, runs, first, then):
+    """They are dealt to the ranks that sample: a run split after its first step is the uninterrupted run."""
+    modes = {"on": ON, "off": OFF}
+    name = f"split-{first}-{then}"
+    train(two_ranks, "partial", runs, name, OFF)
+    expected = untimed_digests(runs / name)
+    again = f"{name}-first"
+    train(two_ranks, "partial", runs, again, modes[first])
+    copy = interrupted_copy(runs / again, f"{again}-then", 1)
+    train(two_ranks, "partial", runs, copy.name, modes[then], "--resume force")
+    got = untimed_digests(copy)
+    assert got == expected, sorted(key for key in expected if got.get(key) != expected[key])
+
+
+def test_records_in_flight_are_dealt_to_leaders(monkeypatch):
+    """None is lost; what a script remembers stays with its rank."""
+    saved = [{IN_FLIGHT: records, "own": [i]} for i, records in enumerate(([0, 4], [1], [2], [3]))]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dealt = []
+    for r in range(4):
+        monkeypatch.setenv("RANK", str(r))
+        dealt.append(own_records(saved, 2))
+    assert [records[IN_FLIGHT] for records in dealt] == [[0, 2, 4], [], [1, 3], []]
+    assert [records["own"] for records in dealt] == [[0], [1], [2], [3]]
+
+
+SLOW = "import time\n\n\ndef slow(episode):\n    turn = yield episode.generate(max_tokens=3)\n"
+SLOW += "    time.sleep(4)\n    yield episode.generate(after=' 7', max_tokens=3)\n"
+FAILS = SLOW.replace("time.sleep(4)", "raise ValueError('no such tool')")
+KILLED = """
+import os
+from minirl.generation.engine import Engine
+from minirl.generation.group_engine import GroupEngine
+from minirl.ranks.process_group import rank
+
+receive = GroupEngine._receive
+
+
+def receive_and_die(engine):
+    if engine.stats.decode_steps == 3:
+        os.kill(os.getpid(), 9)
+    return receive(engine)
+
+
+GroupEngine._receive = receive_and_die
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "codes", "message"),
+    [
+        (SLOW, [0, 0], "held-out eval/reward"),
+        (FAILS, [4, 4], "(?s)error: rollout slow for the row at .*no such tool"),
+        (None, [1, -signal.SIGKILL], "rank 1 is gone, killed or crashed"),
+    ],
+    ids=["slow_replies", "a_function_that_fails", "a_killed_follower"],
+)
+def test_row_37_followers_wait_for_a_leader_that_waits_and_end_with_it(
+    tmp_path, runs, function, codes, message
+):
+    """Its replies may take longer than --hang-timeout; its error is the only one; a follower's death ends it."""
+    script = (
+        ROOT / "train_grpo.py" if function else extended_fork(tmp_path, "train_grpo.py", KILLED, name="die")
+    )
+    flags = [
+        "--num-steps 1 --prompts-per-step 2 --group-size 2 --eval-rows 2 --run-name waits --hang-timeout 2"
+    ]
+    if function:
+        (tmp_path / "functions.py").write_text(function)
+        flags.append(f"--rollout {tmp_path}/functions.py:slow")
+    job = start_script(script, ON, *flags, runs=runs)
+    try:
+        assert job.codes(within=60) == codes
+        assert re.search(message, job.output(0))
+        assert job.output(0).count("Traceback") == (function is FAILS)  # the function's
+        assert "error" not in job.output(1)
+    finally:
+        job.kill()
+        shutil.rmtree(runs / "waits", ignore_errors=True)
