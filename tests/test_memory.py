@@ -372,6 +372,62 @@ def test_sharded_gradients_take_what_the_code_says(
     assert peak - left * on_host == pytest.approx(sum(update.values()), rel=0.1)
 
 
+def bytes_from_shards(rank: int, folder: Path, num_tokens: int) -> dict[str, int]:
+    """What a rank holds of a policy and a reference, and the peaks of scoring and of two microbatches."""
+    config, batch = read_config(folder), make_batch(num_tokens)
+    options = {"dtype": torch.float32, "device": CPU}
+    models: dict[str, ShardedModel] = {}
+
+    def load(name: str, **more: Any) -> int:
+        return allocated_bytes(
+            lambda: models.setdefault(
+                name, ShardedModel(config, folder, **options, shard_weights=True, **more)
+            )
+        )[1]
+
+    def score() -> None:
+        with torch.no_grad():
+            score_batch(models["reference"].module, batch, temperature=1.0)
+        models["reference"].reshard()
+
+    def two_microbatches() -> None:
+        backward(models["policy"], batch, is_last=False)
+        backward(models["policy"], batch, is_last=True)
+
+    models["whole"] = ShardedModel(config, folder, **options, recompute_layers=True)
+    backward(models["whole"], batch, is_last=False)
+    found = {"activations": allocated_bytes(lambda: backward(models["whole"], batch, is_last=False))[0]}
+    del models["whole"]
+    gc.collect()  # now, not while the next one is measured
+    found["reference"] = load("reference", is_frozen=lambda name: True)
+    found["policy"] = load("policy", recompute_layers=True)
+    score()  # makes the rope table, which stays
+    found["score"] = allocated_bytes(score)[0]
+    backward(models["policy"], batch, is_last=True)
+    for master in models["policy"].masters.values():
+        master.grad = None
+    return found | {"update": allocated_bytes(two_microbatches)[0]}
+
+
+@pytest.mark.slow
+def test_sharded_weights_take_what_the_code_says(one_of_eight, tmp_path, monkeypatch):
+    """Masters, rows and reference to 2 %; gathered weights and gradients to 10 %, with the activations measured."""
+    folder = make_folder(tmp_path / "model", raw_config(SHAPES[2]))
+    config, num_tokens = read_config(folder), SHAPES[2][-1]
+    (found,) = one_of_eight.run(bytes_from_shards, folder, num_tokens)
+    monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: found["activations"])
+    monkeypatch.setattr(needs, "CPU_FACTOR", 1)
+    work = make_workload(config, num_ranks=8, decode_group=8, longest=num_tokens, update_tokens=num_tokens)
+    always = needs.always_bytes(work)
+    assert found["reference"] == pytest.approx(always["reference"], rel=0.02)
+    masters = always["masters and moments"] / 3
+    assert found["policy"] == pytest.approx(always["weights"] + masters, rel=0.02)
+    phases = needs.phase_bytes(work, Sizes(4, 8 * num_tokens, num_tokens, True, True))
+    assert found["update"] == pytest.approx(sum(phases["update"].values()), rel=0.1)
+    gathered = phases["score (reference)"]["gathered weights"]
+    assert gathered < found["score"] < 1.1 * (gathered + 2 * phases["score (reference)"]["forward"])
+
+
 def test_auto_chooses_what_fits_and_no_more_than_is_of_use():
     """With less and less memory: first everything, then layers are recomputed, then less of all, then a refusal.
 

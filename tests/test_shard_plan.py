@@ -11,11 +11,15 @@ import torch
 from minirl.errors import InputError
 from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig
 from minirl.model.families import config_from_dict
+from minirl.model.sliced_model import slice_model
+from minirl.model.slices import Slices
+from minirl.model.transformer import Linear, Transformer
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.run.config import RunConfig
 from minirl.run.planning import possible_decode_groups
 from support import models
+from support.families import PUBLISHED
 from support.memory import formula
 
 ROOT = Path(__file__).parent.parent
@@ -222,6 +226,18 @@ def test_the_plan_computes_what_the_page_says():
     assert computed == {row: pytest.approx(formula(row, **letters)) for row in computed}
     whole = needs.phase_bytes(dataclasses.replace(work, decode_group=1), sizes)["generate"]["decode logits"]
     assert phases["generate"]["decode logits"] == 2 * whole
+
+
+def test_the_plan_counts_the_gathers_of_each_family():
+    """Those of the layers' columns, the embedding and the logits."""
+    for name, (raw, _) in PUBLISHED.items():
+        config = config_from_dict(raw)
+        with torch.device("meta"):
+            model = Transformer(config)
+        slice_model(model, Slices(0, 2, None))
+        linear = [module for module in model.model.layers.modules() if isinstance(module, Linear)]
+        in_layers = sum(module.gathers_input + module.gathers_output for module in linear)
+        assert formulas.num_gathers(config) == in_layers + 2, name
 
 
 def test_the_model_of_a_decode_step_gathers_what_the_plan_counts(monkeypatch):
