@@ -26,6 +26,7 @@ from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import new_groups, rank
+from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT, own_records
 from minirl.training.batch import PackedLayout
@@ -39,7 +40,7 @@ from support.models import RAW_CONFIG, make_folder
 from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import extended_fork, run_in_pool, start_script, untimed
+from support.scripts import extended_fork, read_rollouts, run_in_pool, start_script, untimed
 
 WORLD = torch.distributed.group.WORLD
 
@@ -380,6 +381,8 @@ def calculate(episode):
     turn = yield episode.generate(max_tokens=4)
     for _ in range(episode.seed % 3):
         turn = yield episode.generate(after="7 ", max_tokens=3, stop=["1"])
+    if episode.seed % 2:
+        yield episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
 
 
 def right(completions, answer):
@@ -449,7 +452,7 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
 
 
 @pytest.mark.parametrize(("first", "then"), [slow("on", "off"), slow("off", "on"), slow("on", "on")])
-def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, one_rank, runs, first, then):
+def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, runs, first, then):
     """They are dealt to the ranks that sample: a run split after its first step is the uninterrupted run."""
     modes = {"on": ON, "off": OFF}
     name = f"split-{first}-{then}"
@@ -461,6 +464,43 @@ def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, one_rank, runs, fir
     train(two_ranks, "partial", runs, copy.name, modes[then], "--resume force")
     got = untimed_digests(copy)
     assert got == expected, sorted(key for key in expected if got.get(key) != expected[key])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks_and_groups(two_ranks, four_ranks, runs):
+    """From a group of two to two groups, with rollouts in flight: they have the tokens that they would have had."""
+    train(two_ranks, "partial", runs, "of-two", ON)
+    copy = interrupted_copy(runs / "of-two", "of-four", 1)
+    in_flight = [len(list_) for list_ in records_in_flight(copy, 1)]
+    assert in_flight[0] > 0
+    assert in_flight[1] == 0
+    train(four_ranks, "partial", runs, copy.name, ON, "--resume force")
+    texts = [
+        [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(folder, 2)]
+        for folder in (runs / "of-two", copy)
+    ]
+    assert texts[0] == texts[1]
+    saved = [len(list_) for list_ in records_in_flight(copy, 2)]
+    assert saved[0] > 0
+    assert saved[2] > 0
+    assert saved[1] == saved[3] == 0
+
+
+def records_in_flight(folder, step):
+    """Of each rank."""
+    paths = sorted((folder / "checkpoints" / f"{step:06d}" / "resume" / "records").glob("*-of-*.json"))
+    return [json.loads(path.read_text())[IN_FLIGHT] for path in paths]
+
+
+def test_the_workers_of_a_group_are_the_leaders(tmp_path):
+    """A pool gets more that have loaded the code, or none."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    reward = load_reward(f"{tmp_path}/functions.py:right", num_workers=1)
+    reward.pool.resize(3)
+    assert [worker.is_ready for worker in reward.pool.workers] == [True] * 3
+    assert reward(completions=["ab"], answer=["1"]) == [2.0]
+    reward.pool.resize(0)
+    assert reward.pool.workers == []
 
 
 def test_records_in_flight_are_dealt_to_leaders(monkeypatch):
@@ -495,6 +535,7 @@ def receive_and_die(engine):
 
 GroupEngine._receive = receive_and_die
 """
+HANGS = KILLED.replace("import os", "import time").replace("os.kill(os.getpid(), 9)", "time.sleep(300)")
 
 
 @pytest.mark.slow
@@ -503,21 +544,23 @@ GroupEngine._receive = receive_and_die
     [
         (SLOW, [0, 0], "held-out eval/reward"),
         (FAILS, [4, 4], "(?s)error: rollout slow for the row at .*no such tool"),
-        (None, [1, -signal.SIGKILL], "rank 1 is gone, killed or crashed"),
+        (KILLED, [1, -signal.SIGKILL], "rank 1 is gone, killed or crashed"),
+        (HANGS, [5, 5], ""),
     ],
-    ids=["slow_replies", "a_function_that_fails", "a_killed_follower"],
+    ids=["slow_replies", "a_function_that_fails", "a_killed_follower", "a_follower_that_hangs"],
 )
 def test_row_37_followers_wait_for_a_leader_that_waits_and_end_with_it(
     tmp_path, runs, function, codes, message
 ):
     """Its replies may take longer than --hang-timeout; its error is the only one; a follower's death ends it."""
-    script = (
-        ROOT / "train_grpo.py" if function else extended_fork(tmp_path, "train_grpo.py", KILLED, name="die")
-    )
+    script = ROOT / "train_grpo.py"
+    is_fork = function in (KILLED, HANGS)
+    if is_fork:
+        script = extended_fork(tmp_path, script.name, function, name=f"code{-codes[1]}")
     flags = [
         "--num-steps 1 --prompts-per-step 2 --group-size 2 --eval-rows 2 --run-name waits --hang-timeout 2"
     ]
-    if function:
+    if not is_fork:
         (tmp_path / "functions.py").write_text(function)
         flags.append(f"--rollout {tmp_path}/functions.py:slow")
     job = start_script(script, ON, *flags, runs=runs)
@@ -525,7 +568,7 @@ def test_row_37_followers_wait_for_a_leader_that_waits_and_end_with_it(
         assert job.codes(within=60) == codes
         assert re.search(message, job.output(0))
         assert job.output(0).count("Traceback") == (function is FAILS)  # the function's
-        assert "error" not in job.output(1)
+        assert job.output(0).count("error: ") + job.output(1).count("error: ") == any(codes) * (codes[0] != 1)
     finally:
         job.kill()
         shutil.rmtree(runs / "waits", ignore_errors=True)
