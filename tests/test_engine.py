@@ -380,7 +380,7 @@ def endless_rollouts() -> list[Rollout]:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 32])
-@pytest.mark.parametrize("stop_ids", [{3}, STOP_IDS, set(range(0, VOCAB, 2))], ids=str)
+@pytest.mark.parametrize("stop_ids", [{3}, STOP_IDS, set(range(0, VOCAB, 2))], ids=["one", "three", "half"])
 def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_limit(limit, stop_ids):
     """Each listed id stops; the stop token is kept as the last, sampled one; nothing follows. The limit counts sampled
     tokens, whatever the prompt's length. Pitfalls 13, 14 and 55."""
