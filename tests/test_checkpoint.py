@@ -30,7 +30,7 @@ from minirl.files import durable, value_files
 from minirl.files.value_files import read_values
 from minirl.model.families import config_from_dict, read_config
 from minirl.run import checkpoint as checkpoint_module
-from minirl.run.checkpoint import Checkpoints, copy_remembered, own_records, prune, stored_tensors
+from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered, own_records, prune, stored_tensors
 from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
@@ -657,23 +657,32 @@ class TestWhatAScriptRemembers:
             copy_remembered({}, {"a": [torch.ones(1)] * 20})
 
     @pytest.mark.parametrize(
-        ("num_saved", "num_ranks", "expected"),
+        ("num_saved", "num_ranks", "decode_group", "expected"),
         [
-            (2, 2, [[0, 1, 2], [10]]),
-            (2, 1, [[0, 10, 1, 2]]),
-            (1, 2, [[0, 2], [1]]),
-            (3, 2, [[0, 20, 2], [10, 1]]),
+            (2, 2, 1, [[0, 1, 2], [10]]),
+            (2, 1, 1, [[0, 10, 1, 2]]),
+            (1, 2, 1, [[0, 2], [1]]),
+            (3, 2, 1, [[0, 20, 2], [10, 1]]),
+            (2, 2, 2, [[0, 10, 1, 2], []]),
+            (3, 4, 2, [[0, 20, 2], [], [10, 1], []]),
         ],
     )
     def test_row_11_records_are_dealt_out_to_another_number_of_ranks(
-        self, monkeypatch, num_saved, num_ranks, expected
+        self, monkeypatch, num_saved, num_ranks, decode_group, expected
     ):
-        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own."""
-        saved = [{"a": records} for records in ([0, 1, 2], [10], [20])][:num_saved]
-        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own.
+
+        Rollouts in flight go to the first rank of each decode group, and what a script remembers to all ranks.
+        """
+        all_records = ([0, 1, 2], [10], [20])[:num_saved]
+        saved = [{IN_FLIGHT: records, "own": [i]} for i, records in enumerate(all_records)]
+        monkeypatch.setattr(checkpoint_module, "world_size", lambda: num_ranks)
+        dealt = []
         for r in range(num_ranks):
-            monkeypatch.setenv("RANK", str(r))
-            assert own_records(saved) == {"a": expected[r]}
+            monkeypatch.setattr(checkpoint_module, "rank", lambda r=r: r)
+            dealt.append(own_records(saved, decode_group))
+        assert [records[IN_FLIGHT] for records in dealt] == expected
+        assert sorted(number for records in dealt for number in records["own"]) == list(range(num_saved))
 
 
 def copy_error(rank: int) -> tuple[str, str]:
