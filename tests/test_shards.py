@@ -168,7 +168,7 @@ def decode_on_a_device(rank):
         PretendedCuda(),
     ):
         model = sliced(whole, Slices(rank, 2, WORLD)).to(CUDA)
-        options = {"max_running_requests": 64, "cache_tokens": 8192, "dtype": torch.float32, "device": CUDA}
+        options = {"max_running_requests": 16, "cache_tokens": 2048, "dtype": torch.float32, "device": CUDA}
         got = Engine(model, **options).generate(a_group_and_others())
     rope_table.cache_clear()
     return [tokens for tokens, *_ in expected], [rollout.tokens.tolist() for rollout in got]
@@ -251,9 +251,9 @@ def in_turns(rank, seeds):
 
 def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
     """Turns with stop tests, a full cache, dropped and preempted requests: the order of calls is the leader's alone."""
-    seeds = [int(time.time() * 1000) % 100_000 + i for i in range(4)]
+    seeds = [int(time.time() * 1000) % 100_000 + i for i in range(2)]
     equal, _ = two_ranks.run(in_turns, seeds)
-    assert equal == [True] * 4, seeds
+    assert equal == [True] * 2, seeds
 
 
 def with_a_wrong_follower(rank):
@@ -408,9 +408,16 @@ def as_nodes_of_two():
 
 def train(pool, case, runs, name, *more, **values):
     script, flags = RUNS[case]
-    flags = flags.format(**values)
     more = [*more, "--shard-over node", f"--run-name {name}"]
-    return run_in_pool(pool, script, COMMON, flags, *more, runs=runs, under=as_nodes_of_two)
+    return run_in_pool(pool, script, COMMON, flags.format(**values), *more, runs=runs, under=as_nodes_of_two)
+
+
+def trained(pool, case, num_ranks, mode, runs, **values):
+    """The folder of a run, which several tests read."""
+    name = f"{case}{num_ranks}-{mode}"
+    if not (runs / name).exists():
+        train(pool, case, runs, name, MODES[mode], **values)
+    return runs / name
 
 
 @pytest.fixture(scope="module")
@@ -423,8 +430,7 @@ def values(tmp_path_factory, embedded_model):
     return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
 
 
-ON = "--shard-decode on"
-OFF = "--shard-decode off --shard-gradients on"
+MODES = {"on": "--shard-decode on", "off": "--shard-decode off --shard-gradients on"}
 
 
 @pytest.mark.parametrize(
@@ -445,40 +451,33 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
 ):
     """Rollouts' files, checkpoints and metrics: byte for byte."""
     pool = two_ranks if num_ranks == 2 else request.getfixturevalue("four_ranks")
-    names = [f"{case}{num_ranks}-{mode}" for mode in ("on", "off")]
-    for name, mode in zip(names, (ON, OFF), strict=True):
-        train(pool, case, runs, name, mode, **values)
-    in_slices, whole = (untimed_digests(runs / name) for name in names)
+    folders = [trained(pool, case, num_ranks, mode, runs, **values) for mode in MODES]
+    in_slices, whole = map(untimed_digests, folders)
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
 
 
 @pytest.mark.parametrize(("first", "then"), [slow("on", "off"), slow("off", "on"), slow("on", "on")])
 def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, runs, first, then):
     """They are dealt to the ranks that sample: a run split after its first step is the uninterrupted run."""
-    modes = {"on": ON, "off": OFF}
-    name = f"split-{first}-{then}"
-    train(two_ranks, "partial", runs, name, OFF)
-    expected = untimed_digests(runs / name)
-    again = f"{name}-first"
-    train(two_ranks, "partial", runs, again, modes[first])
-    copy = interrupted_copy(runs / again, f"{again}-then", 1)
-    train(two_ranks, "partial", runs, copy.name, modes[then], "--resume force")
+    whole = untimed_digests(trained(two_ranks, "partial", 2, "off", runs))
+    copy = interrupted_copy(trained(two_ranks, "partial", 2, first, runs), f"{first}-{then}", 1)
+    train(two_ranks, "partial", runs, copy.name, MODES[then], "--resume force")
     got = untimed_digests(copy)
-    assert got == expected, sorted(key for key in expected if got.get(key) != expected[key])
+    assert got == whole, sorted(key for key in whole if got.get(key) != whole[key])
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_groups(two_ranks, four_ranks, runs):
     """From a group of two to two groups, with rollouts in flight: they have the tokens that they would have had."""
-    train(two_ranks, "partial", runs, "of-two", ON)
-    copy = interrupted_copy(runs / "of-two", "of-four", 1)
+    folder = trained(two_ranks, "partial", 2, "on", runs)
+    copy = interrupted_copy(folder, "of-four", 1)
     in_flight = [len(list_) for list_ in records_in_flight(copy, 1)]
     assert in_flight[0] > 0
     assert in_flight[1] == 0
-    train(four_ranks, "partial", runs, copy.name, ON, "--resume force")
+    train(four_ranks, "partial", runs, copy.name, MODES["on"], "--resume force")
     texts = [
-        [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(folder, 2)]
-        for folder in (runs / "of-two", copy)
+        [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(run, 2)]
+        for run in (folder, copy)
     ]
     assert texts[0] == texts[1]
     saved = [len(list_) for list_ in records_in_flight(copy, 2)]
@@ -504,9 +503,18 @@ def test_the_workers_of_a_group_are_the_leaders(tmp_path):
     assert reward.pool.workers == []
 
 
-SLOW = "import time\n\n\ndef slow(episode):\n    turn = yield episode.generate(max_tokens=3)\n"
-SLOW += "    time.sleep(4)\n    yield episode.generate(after=' 7', max_tokens=3)\n"
-FAILS = SLOW.replace("time.sleep(4)", "raise ValueError('no such tool')")
+SLOW = """
+import time
+
+seconds = [4]
+
+
+def slow(episode):
+    turn = yield episode.generate(max_tokens=3)
+    time.sleep(seconds.pop() if seconds else 0)
+    yield episode.generate(after=' 7', max_tokens=3)
+"""
+FAILS = SLOW.replace("time.sleep(seconds.pop() if seconds else 0)", "raise ValueError('no such tool')")
 KILLED = """
 import os
 from minirl.generation.engine import Engine
@@ -552,7 +560,7 @@ def test_row_37_followers_wait_for_a_leader_that_waits_and_end_with_it(
     if not is_fork:
         (tmp_path / "functions.py").write_text(function)
         flags.append(f"--rollout {tmp_path}/functions.py:slow")
-    job = start_script(script, ON, *flags, runs=runs)
+    job = start_script(script, MODES["on"], *flags, runs=runs)
     try:
         assert job.codes(within=60) == codes
         assert re.search(message, job.output(0))

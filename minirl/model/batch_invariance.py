@@ -146,9 +146,9 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
+    """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
     logits = wide_mm(pad_rows(hidden), pad_rows(weight).t(), hidden.dtype)
-    return logits[: len(hidden), : len(weight)]
+    return logits[: len(hidden), : len(weight)].contiguous()
 
 
 def is_batch_invariant(
