@@ -150,8 +150,8 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype):
     """Token by token, over the borders of cache blocks and past the window, the cache changes nothing."""
     model = cached_model(attention, dtype)
     requests = [
-        make_request(make_prompt(n), number=n, temperature=0.0, max_new_tokens=140, stop_ids=frozenset())
-        for n in (1, 120, 128)
+        make_request(make_prompt(n), number=n, temperature=0.0, max_new_tokens=40, stop_ids=frozenset())
+        for n in (1, 120, 128, 230)
     ]
     rollouts = run(make_engine(model), requests)
     assert_scored_as_sampled(model, rollouts, 1.0)
@@ -346,13 +346,13 @@ def test_a_padded_step_counts_its_padding():
 def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_requests(attention, dtype, length):
     """Forks of one prefilled prompt, over several blocks or exactly at a border, equal prefills of their own."""
     model = cached_model(attention, dtype)
-    group = [make_request(make_prompt(length), number=1, member=i, max_new_tokens=12) for i in range(5)]
+    group = [make_request(make_prompt(length), number=1, member=i, max_new_tokens=12) for i in range(3)]
     engine = make_engine(model)
     together = run(engine, group)
     assert engine.stats.prefill_tokens == length
     separate = [rollout for request in group for rollout in run(make_engine(model), [request])]
     assert_same(together, separate, model)
-    assert len({tuple(r.completion) for r in together}) == 5, "members of a group drew the same noise"
+    assert len({tuple(r.completion) for r in together}) == 3, "members of a group drew the same noise"
 
 
 @pytest.mark.parametrize(
