@@ -74,6 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "vocab_size": 512,
     },
 }
 GROUP_SIZE = 8
@@ -109,7 +110,7 @@ def peak_gib(device: torch.device) -> float:
 
 def write_random_model(shape: str, folder: Path) -> ModelConfig:
     """Write a random model in bf16 into a folder, without a tokenizer."""
-    raw = SHAPES[shape] | COMMON
+    raw = COMMON | SHAPES[shape]
     config = config_from_dict(raw)
     model = Transformer(config).to(torch.bfloat16)
     # The embeddings are also the head: at their full size the next token would be all but certain.

@@ -56,6 +56,12 @@ class Place:
     def is_cuda(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of a run there; without a device its steps are small."""
+        small = () if self.is_cuda else ("--prompts-per-step", "4", "--eval-rows", "8")
+        return ("--device", self.device, *small)
+
 
 @dataclass
 class Outcome:
@@ -131,8 +137,8 @@ def first_command(place: Place) -> Figures:
 
 def learns(place: Place, script: str, *flags: str) -> Figures:
     """A script's default run on the device: the reward rises, and sampling and training agree."""
-    flags = ("--device", place.device, "--num-steps", "100" if place.is_cuda else "6", *flags)
-    _, metrics = run_to_end(script, *flags, place=place)
+    num_steps = "100" if place.is_cuda else "2"
+    _, metrics = run_to_end(script, *place.flags, "--num-steps", num_steps, *flags, place=place)
     num_averaged = min(10, len(metrics) // 2)
     rewards = [step["reward/mean"] for step in metrics]
     return {
@@ -188,11 +194,9 @@ def real_size(place: Place, script: str) -> Figures:
     reward.write_text(
         "def score(completion_ids, **kwargs):\n    return [sum(ids) % 7 for ids in completion_ids]\n"
     )
-    flags = ["--device", place.device, "--num-steps", "3", "--model", str(model), "--data", str(data)]
+    flags = [*place.flags, "--num-steps", "3", "--model", str(model), "--data", str(data)]
     flags += ["--reward", f"{reward}:score", "--run-name", f"random-{Path(script).stem}"]
-    flags += (
-        ["--max-new-tokens", "512"] if place.is_cuda else ["--max-new-tokens", "8", "--prompts-per-step", "2"]
-    )
+    flags += ["--max-new-tokens", "512" if place.is_cuda else "8"]
     output, metrics = run_to_end(script, *flags, place=place)
     return {
         "sizes": output.partition("\nsizes ")[2].partition("\n")[0],
@@ -214,7 +218,7 @@ def ppo_1_5b(place: Place) -> Figures:
 
 def kill_and_resume(place: Place) -> Figures:
     """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
-    flags = ("--device", place.device, "--num-steps", "12", "--save-every", "2", "--run-name", "killed")
+    flags = (*place.flags, "--num-steps", "12", "--save-every", "2", "--run-name", "killed")
     job = start_script("train_grpo.py", *flags, runs=place.folder, ranks=1)
     metrics = place.folder / "killed" / "metrics.jsonl"
     while job.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
@@ -260,7 +264,7 @@ def waits(place: Place) -> Figures:
 def speed(place: Place) -> Figures:
     """Decode against the memory's bandwidth, update and prefill against the arithmetic, memory and refresh."""
     shape = "qwen3-0.6b" if place.is_cuda else "tiny"
-    sizes = ["--requests", "64", "256", "512"] if place.is_cuda else ["--requests", "8", "--steps", "16"]
+    sizes = ["--requests", "64", "256", "512"] if place.is_cuda else ["--requests", "8", "--steps", "4"]
     command = [sys.executable, str(ROOT / "benchmarks" / "cuda_decode.py"), shape, *sizes]
     if place.is_cuda:
         bandwidth, flops = limits_of(torch.cuda.get_device_name())
@@ -338,7 +342,7 @@ def tiny_model(device: torch.device) -> torch.nn.Module:
     from minirl.model.transformer import Transformer
 
     torch.manual_seed(0)
-    return Transformer(config_from_dict(SHAPES["tiny"] | COMMON | {"vocab_size": 512})).bfloat16().to(device)
+    return Transformer(config_from_dict(COMMON | SHAPES["tiny"])).bfloat16().to(device)
 
 
 @contextmanager

@@ -418,7 +418,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 
     collector = make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
     ages = []
-    for step in range(25):
+    for step in range(12):
         groups = collector.collect(3, weight_version=step)
         ordinals = groups.table.prompt_ordinal.tolist()
         assert ordinals == sorted(ordinals)
@@ -436,12 +436,12 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 def skewed(rollout_id: RolloutId) -> int:
     """2 of 32 are ten times as long."""
     is_long = rollout_id.prompt_ordinal % 2 == 0 and rollout_id.sample == 3
-    return 100 if is_long else 10
+    return 50 if is_long else 5
 
 
 def decode_steps(num_steps: int, **options) -> list[int]:
     """Of each step that collects 4 groups of 8."""
-    prompts = Prompts(skewed, num_rows=100, max_new_tokens=100)
+    prompts = Prompts(skewed, num_rows=100, max_new_tokens=50)
     engine_options = {"cache_tokens": 1 << 14, "max_running_requests": 512}
     collector = make_collector(prompts, group_size=8, engine_options=engine_options, **options)
     counts = []
@@ -457,9 +457,9 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
 
     Also where the bound makes each step finish groups of an earlier one: these do not decode alone.
     """
-    assert decode_steps(2) == [99, 99]
-    counts = decode_steps(14, round_tokens=8, max_staleness=max_staleness)
-    assert sum(counts[6:]) / 8 < 99 / 3
+    assert decode_steps(2) == [49, 49]
+    counts = decode_steps(14, round_tokens=4, max_staleness=max_staleness)
+    assert sum(counts[6:]) / 8 < 49 / 3
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import subprocess
 import sys
 
 import pytest
 
-from support.jobs import ROOT, started
+from support.jobs import ROOT
+from support.marks import slow
+from support.scripts import start_script
 
 # One check of each function; the others run the same ones with the other script.
 CHECKS_OF_THE_CPU = (
@@ -59,12 +62,35 @@ def test_a_check_that_fails_or_hangs_ends_and_says_why(gpu_check, program, statu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS_OF_THE_CPU.split())
-def test_a_check_passes_on_the_cpu(gpu_check, name, runs, tmp_path):
-    """Small, and without what only a device can show; in a process of its own, as `run_alone` has it."""
-    check = gpu_check.CHECKS[name]
-    command = [gpu_check.__file__, "--here", name, "--device", "cpu", "--folder", str(runs)]
-    with started(tmp_path, [command]) as job:
-        assert job.codes(within=check.limit_s) == [0], job.output(0)
-        figures = json.loads(job.output(0).splitlines()[-1])
+def test_a_check_passes_on_the_cpu(gpu_check, name, runs, monkeypatch):
+    """Small, and without what only a device can show. Ranks are forked, which saves their imports."""
+
+    def fork(script, *flags, runs, ranks, **pipes):
+        return start_script(ROOT / script, *flags, runs=runs, ranks=ranks).processes[0]
+
+    monkeypatch.setattr(gpu_check, "start_script", fork)
+    figures = gpu_check.CHECKS[name].run(gpu_check.Place("cpu", runs))
     outcome = gpu_check.Outcome(name, "ok", 0.0, figures)
     assert gpu_check.is_good(outcome, "cpu"), outcome
+
+
+@pytest.mark.slow
+def test_a_check_is_run_in_a_process_of_its_own(gpu_check, tmp_path):
+    outcome = gpu_check.run_alone("empty_microbatch", "cpu", tmp_path)
+    assert gpu_check.is_good(outcome, "cpu"), outcome
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_a_run_is_started_with_its_flags_on_each_rank(gpu_check, ranks, tmp_path):
+    """And with the given folder for its runs."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        'os.write(1, f\'{os.environ.get("RANK", 0)} {sys.argv[1:]} {os.environ["MINIRL_RUNS"]}\\n\'.encode())'
+    )
+    job = gpu_check.start_script(
+        str(script), "--seed", "1", runs=tmp_path, ranks=ranks, stdout=subprocess.PIPE
+    )
+    printed = job.communicate()[0].decode().splitlines()
+    assert job.returncode == 0
+    assert sorted(printed) == [f"{rank} ['--seed', '1'] {tmp_path}" for rank in range(ranks)]

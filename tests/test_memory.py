@@ -39,8 +39,9 @@ CPU = torch.device("cpu")
 SHAPES = [
     # hidden, MLP, layers, query heads, key heads, channels of a head, tokens
     (256, 1024, 4, 8, 2, 32, 512),
-    (512, 1024, 2, 4, 2, 64, 512),
-    (384, 2048, 4, 6, 2, 64, 1024),
+    (512, 1024, 2, 4, 2, 64, 256),
+    (192, 1024, 4, 3, 1, 64, 512),
+    (384, 2048, 4, 6, 2, 64, 256),
 ]
 
 
@@ -344,7 +345,7 @@ def bytes_of_backward(
     ("shape", "vocab", "recompute"),
     [
         (SHAPES[0], 64, False),
-        slow(SHAPES[1], 20_000, False),
+        slow(SHAPES[1], 10_000, False),
         slow(SHAPES[2], 64, True),
     ],
 )
@@ -412,8 +413,8 @@ def bytes_from_shards(rank: int, folder: Path, num_tokens: int) -> dict[str, int
 @pytest.mark.slow
 def test_sharded_weights_take_what_the_code_says(one_of_eight, tmp_path, monkeypatch):
     """Masters, rows and reference to 2 %; gathered weights and gradients to 10 %, with the activations measured."""
-    folder = make_folder(tmp_path / "model", raw_config(SHAPES[2]))
-    config, num_tokens = read_config(folder), SHAPES[2][-1]
+    folder = make_folder(tmp_path / "model", raw_config(SHAPES[3]))
+    config, num_tokens = read_config(folder), SHAPES[3][-1]
     (found,) = one_of_eight.run(bytes_from_shards, folder, num_tokens)
     monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: found["activations"])
     monkeypatch.setattr(needs, "CPU_FACTOR", 1)

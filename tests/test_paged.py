@@ -22,44 +22,28 @@ def mended_interpreter(monkeypatch):
     mend_interpreter(monkeypatch)
 
 
-SHAPES = [
-    (1, 1, 16),
-    (100, 3, 80),
-    *(
-        slow(*shape)
-        for shape in (
-            (None, 7, 64),
-            (None, 1, 16),
-            (1, 3, 80),
-            (100, 7, 64),
-            (200, 1, 16),
-            (200, 7, 64),
-            (200, 3, 80),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("window", "groups", "dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("window", "groups", "dim"), [(1, 1, 16), (100, 3, 80), slow(None, 7, 64), slow(200, 7, 64)]
+)
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
-    """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched."""
+    """Forks, block borders, windows that dropped blocks, shared key heads; what is not seen is not touched, nor what is
+    in a table's row beyond its blocks."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
-    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
+    some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
+    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(some)).caches[0]
     read, keys, values = cached.read, pool.keys[0], pool.values[0]
-    q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
+    q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)
     poison(cache, rows)
-    wide = torch.full(
-        (len(rows), 9), 10**6, dtype=torch.int32
-    )  # beyond its blocks a row of the table is not read
-    wide[:, : read.blocks.shape[1]] = read.blocks
-    for table in (read.blocks, wide[:, : read.blocks.shape[1]]):
-        got = paged_attention.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
-        assert got.dtype == dtype
-        assert (got.float() - expected).norm() <= tolerance * expected.norm()
-        assert (got.float() - expected).abs().max() <= 5 * tolerance
+    wide = torch.full((len(some), 9), 10**6, dtype=torch.int32)
+    table = wide[:, : read.blocks.shape[1]]
+    table.copy_(read.blocks)
+    got = paged_attention.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
+    assert got.dtype == dtype
+    assert (got.float() - expected).norm() <= tolerance * expected.norm()
+    assert (got.float() - expected).abs().max() <= 5 * tolerance
 
 
 @pytest.mark.parametrize("attention", [slow("full"), "mixed"])
@@ -79,20 +63,14 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
         assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
 
 
-USUAL = "--capabilities 90 --dtypes bfloat16 --dims 128 --groups 7"
-# The hardest of what `paged_resources.py` can be asked for; tensors of float16 are as large as those of bfloat16.
-SLOW = [
-    slow(f"--capabilities {capability} --dtypes {dtype} --dims 80 256 --groups 8")
-    for capability in (80, 90, 100, 120)
-    for dtype in ("float32", "bfloat16")
-]
-
-
+# The hardest of what `paged_resources.py` can be asked for, on all devices: other groups take the same registers,
+# float16 what bfloat16 does, and float32 most at the largest dimension. 80 is masked.
 @pytest.mark.parametrize(
-    "cases", [slow(USUAL), slow("--capabilities 120 --dtypes float32 --dims 256 --groups 1"), *SLOW]
+    ("dtype", "dims"), [slow("float32", "256"), slow("bfloat16", "80 128 256")], ids=["float32", "bfloat16"]
 )
-def test_the_paged_kernel_fits_every_supported_gpu(cases):
+def test_the_paged_kernel_fits_every_supported_gpu(dtype, dims):
     """Compiled without a device, by a process without interpreter: no register is spilled, shared memory suffices."""
-    done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *cases.split())
+    asked = f"--dtypes {dtype} --groups 8 --dims {dims}"
+    done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *asked.split())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0 bytes spilled") == (2 if "80 256" in cases else 1)
+    assert done.stdout.count(" 0 bytes spilled") == 4 * len(dims.split())

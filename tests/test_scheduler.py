@@ -20,9 +20,9 @@ LOADS = {
 }
 LARGE_LOADS = {
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
-    "large, tight": Load(256, 65_536, 64, 16, 200, 350),
-    "large, long prompts": Load(256, 300_000, 64, 16, 1000, 300),
-    "large, long prompts, tight": Load(256, 65_536, 64, 16, 1000, 300),
+    "large, tight": Load(256, 65_536, 32, 16, 200, 350),
+    "large, long prompts": Load(256, 300_000, 32, 16, 1000, 300),
+    "large, long prompts, tight": Load(256, 65_536, 32, 16, 1000, 300),
 }
 SLOW = [slow(name) for name in LARGE_LOADS]
 

@@ -232,7 +232,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
 @pytest.mark.parametrize("entropy_weight", [slow(0.0), 0.1])
 def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weight):
     """Forward and backward hold one chunk of one tile, or one tile of the head, beside the head's gradient."""
-    rows, vocab, width = 300, 20_000, 32
+    rows, vocab, width = 300, 8000, 32
     hidden, head = (torch.randn(n, width).to(dtype).requires_grad_() for n in (rows, vocab))
 
     def train():

@@ -38,8 +38,7 @@ def replies_to(request: Request) -> list[list[int]]:
 
 
 def requests_with_turns() -> list[Request]:
-    requests = [request for request in mixed_requests() if len(request.prompt_ids) < 120]
-    return [replace(request, holds=True, max_new_tokens=TURN_TOKENS) for request in requests[:24]]
+    return [replace(request, holds=True, max_new_tokens=TURN_TOKENS) for request in mixed_requests()[:8]]
 
 
 @pytest.fixture(scope="module")
@@ -140,28 +139,32 @@ def expected_turns(attention: str, tokenizer: Tokenizer | None) -> dict:
     return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
 
 
-@pytest.mark.parametrize("attention", [slow("full"), slow("windowed"), slow("states"), "mixed"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_running_requests": 3, "max_prefill_tokens": 40},
-        {"cache_tokens": 1024},
-        {"cache_tokens": 1024, "async_decoding": True},
-        {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
-        {"keeps_cache": True, "async_decoding": True, "abort_every": 9},
-        slow({"cache_tokens": 1024, "async_decoding": True, "has_stop_strings": False}),
-    ],
-    ids=["roomy", "few places", "tight", "tight and late", "graphs", "aborted", "no strings"],
-)
-def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, options, tokenizer):
+OPTIONS = {
+    "roomy": {},
+    "few places": {"max_running_requests": 3, "max_prefill_tokens": 40},
+    "tight": {"cache_tokens": 1024},
+    "tight and late": {"cache_tokens": 1024, "async_decoding": True},
+    "graphs": {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
+    "aborted": {"keeps_cache": True, "async_decoding": True, "abort_every": 9},
+    "no strings": {"cache_tokens": 1024, "async_decoding": True, "has_stop_strings": False},
+}
+CASES = [("mixed", name) for name in OPTIONS]
+CASES += [
+    slow(attention, name)
+    for attention in ("full", "windowed", "states")
+    for name in ("few places", "tight and late", "aborted")
+]
+
+
+@pytest.mark.parametrize(("attention", "name"), CASES)
+def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, name, tokenizer):
     """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up.
 
     With stop strings: what they sample without, cut where the text of the turn alone has the first. Pitfall 15.
     """
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
-    options = dict(options)
+    options = dict(OPTIONS[name])
     abort_every = options.pop("abort_every", 0)
     tokenizer = tokenizer if options.pop("has_stop_strings", True) else None
     engine = make_engine(model, **options)
