@@ -154,7 +154,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 @pytest.mark.slow
 def test_the_command_of_the_page_learns_to_call(tmp_path):
     """The first of its steps: calls are rare at first and nearly all at the end, and answers become right."""
-    flags = f"--task calculator {TOOL} --num-steps 18 --run-name learns"
+    flags = f"--task calculator {TOOL} --num-steps 12 --eval-rows 8 --run-name learns"
     run_script(ROOT / "train_grpo.py", flags, runs=tmp_path)
     metrics = read_metrics(tmp_path / "learns")
     assert metrics[0]["reward/calls"] < 0.15

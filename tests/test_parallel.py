@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import train_grpo
@@ -40,7 +41,7 @@ from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.rank_pool import RankPool
 from support.rollouts import in_two_branches
-from support.scripts import ROOT, read_metrics, run_script, run_under_torchrun
+from support.scripts import ROOT, read_metrics, run_in_pool, run_under_torchrun
 
 CPU = torch.device("cpu")
 
@@ -328,9 +329,9 @@ SHARDED = {"shard_gradients": True}
 LAYOUTS = [
     slow("one_rank", SHARDED),
     slow("two_ranks", {}),
-    ("two_ranks", SHARDED),
+    pytest.param("two_ranks", SHARDED),
     slow("two_ranks", {"num_shards": 1}),
-    ("two_ranks", {"num_shards": 1, **SHARDED}),
+    pytest.param("two_ranks", {"num_shards": 1, **SHARDED}),
     slow("four_ranks", SHARDED),
     slow("four_ranks", {"num_shards": 2}),
     slow("four_ranks", {"num_shards": 2, **SHARDED}),
@@ -358,8 +359,18 @@ def check_gradients(ranks, options, expected, tolerance):
             assert_close_gradients(ranks.run(function, max_tokens, *args, options), gradients, tolerance)
 
 
-@tied_and_untied
-@pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("folder", "pool", "options"),
+    [
+        slow("tied", "one_rank", SHARDED),
+        slow("tied", "two_ranks", {}),
+        slow("tied", "four_ranks", {"num_shards": 2, **SHARDED}),
+        *(pytest.param("untied", *layout.values, marks=layout.marks) for layout in LAYOUTS),
+    ],
+    ids=str,
+    indirect=["folder"],
+    scope="module",
+)
 def test_gradients_do_not_depend_on_how_models_are_sharded(request, folder, of_one_rank, pool, options):
     """Nor on microbatches, also where a rank's last ones are empty: policy and value model, GRPO and PPO.
 
@@ -447,21 +458,31 @@ def test_nodes_of_unequal_size_are_refused_on_all_ranks(two_ranks):
             assert f"{listed}. Start as many on each (--nproc-per-node)" in said
 
 
+def in_nodes_of_two():
+    """What torchrun tells a rank of a pool whose nodes have two each."""
+    local_rank = torch.distributed.get_rank() % 2
+    return mock.patch.dict("os.environ", LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2")
+
+
 @pytest.mark.slow
-def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(runs):
-    """Four ranks on two torchrun agents: the metrics are those of full sharding to rounding, also after a resume."""
+def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(two_ranks, four_ranks, runs):
+    """Four ranks: the metrics are those of full sharding to rounding, also after a resume; two torchrun agents too."""
     flags = "--prompts-per-step 8 --group-size 4 --num-minibatches 2 --eval-rows 4 --save-every 1"
     flags += " --lr-schedule constant --shard-gradients on --max-tokens-per-microbatch 64"
-    script = ROOT / "train_grpo.py"
-    hybrid = f"{flags} --run-name hybrid --shard-over node"
-    run_under_torchrun(script, hybrid, "--num-steps 2", runs=runs, nodes=2)
-    run_script(script, hybrid, "--num-steps 3", runs=runs, ranks=2)
-    run_script(script, flags, "--run-name whole --num-steps 3", runs=runs, ranks=4)
-    found, expected = (read_metrics(runs / name) for name in ("hybrid", "whole"))
-    assert len(found) == len(expected) == 3
-    for line, whole in zip(found, expected, strict=True):
-        for name in ("reward/mean", "optim/grad_norm", "policy/entropy", "count/tokens"):
-            assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+    hybrid = f"{flags} --shard-over node --run-name"
+    for pool, num_steps in ((four_ranks, 2), (two_ranks, 3)):
+        more = f"{hybrid} pool --num-steps {num_steps}"
+        run_in_pool(pool, "train_grpo.py", more, runs=runs, under=in_nodes_of_two)
+    run_in_pool(four_ranks, "train_grpo.py", f"{flags} --run-name whole --num-steps 3", runs=runs)
+    run_under_torchrun(ROOT / "train_grpo.py", f"{hybrid} agents --num-steps 1", runs=runs, nodes=2)
+    saved = runs / "pool" / "checkpoints" / "000002" / "resume"
+    states = [load_file(saved / f"policy-{rank}-of-4.safetensors") for rank in range(4)]
+    assert list(map(bool, states)) == [True, True, False, False], "the ranks of the first node save the state"
+    expected = read_metrics(runs / "whole")
+    for run, num_steps in (("pool", 3), ("agents", 1)):
+        for line, whole in zip(read_metrics(runs / run), expected[:num_steps], strict=True):
+            for name in ("reward/mean", "optim/grad_norm", "policy/entropy", "count/tokens"):
+                assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
 def ppo_update(rank, *args):

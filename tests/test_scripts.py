@@ -1,6 +1,7 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
 
 import importlib
+import itertools
 import json
 import math
 import random
@@ -64,7 +65,7 @@ def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
 def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
     output = run_under_torchrun(
-        ROOT / "train_grpo.py", f"--run-name a --save-every 30 {FAST_LEARNING}", runs=runs
+        ROOT / "train_grpo.py", f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30", runs=runs
     )
     metrics = read_metrics(runs / "a")
     rewards = [line["reward/mean"] for line in metrics]
@@ -72,13 +73,13 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     (scores,) = re.findall(r"held-out eval/reward: ([\d.]+) before, ([\d.]+) after", output)
     assert float(scores[0]) < 0.5
     assert float(scores[1]) > float(scores[0]) + 0.1
-    assert len(re.findall(r"^step ", output, re.MULTILINE)) == 40
+    assert len(re.findall(r"^step ", output, re.MULTILINE)) == 30
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
-    assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000030", "000040"]
-    rollouts = read_rollouts(runs / "a", 30)
+    assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000020", "000030"]
+    rollouts = read_rollouts(runs / "a", 20)
     assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
-    assert_same_greedy_text(runs / "a" / "checkpoints" / "000040", "73152=", 10)
+    assert_same_greedy_text(runs / "a" / "checkpoints" / "000030", "73152=", 10)
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
@@ -241,15 +242,16 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
 
 
 FAST_PRESETS = ("dapo", "rloo", "reinforce++", "remax")  # between them they take every path
-PRESETS = [
-    pytest.param(name, marks=[] if name in FAST_PRESETS else pytest.mark.slow)
-    for name in ALGORITHMS
-    if name != "default"
+SLOW_PRESETS = [
+    *(("two_ranks", name) for name in FAST_PRESETS),
+    *(("one_rank", name) for name in ALGORITHMS if name not in ("default", *FAST_PRESETS)),
 ]
 
 
-@pytest.mark.parametrize("pool", ["one_rank", slow("two_ranks")])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("pool", "name"),
+    [*(("one_rank", name) for name in FAST_PRESETS), *itertools.starmap(slow, SLOW_PRESETS)],
+)
 def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, pool):
     """Two steps; the run's flags are the preset's, but for the one that was given."""
     flags = f"--algorithm {name} --num-steps 2 --eval-rows 4 --prompts-per-step 4 --clip-low 0.1"
@@ -415,7 +417,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
 def test_a_fork_with_its_own_flag_advantage_and_loss_learns(runs, tmp_path):
     """What a researcher does on the first day: copy, change, run on two ranks. Forks that are killed: test_resume."""
     (tmp_path / "mine.py").write_text(THREES)
-    flags = f"--reward {tmp_path}/mine.py:threes --advantage-scale 2 --num-steps 12 --eval-every 0"
+    flags = f"--reward {tmp_path}/mine.py:threes --advantage-scale 2 --num-steps 12 --eval-rows 4"
     run_script(
         extended_fork(tmp_path, "train_grpo.py", FORK, name="my"), f"--run-name fork {flags}", runs=runs
     )
@@ -464,7 +466,7 @@ def train_reward_model(folder: Path) -> None:
 def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tmp_path):
     """Reward model with another tokenizer, also the initial value model; with the term less moves."""
     train_reward_model(tmp_path / "rm")
-    flags = f"--reward-model {tmp_path / 'rm'} --num-steps 12 --eval-rows 64"
+    flags = f"--reward-model {tmp_path / 'rm'} --num-steps 8 --prompts-per-step 64 --eval-rows 64"
     flags += " --lr-schedule constant --warmup-updates 1"
     gains, divergences = [], []
     for kl_coef in ("0", "1"):

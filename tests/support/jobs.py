@@ -92,7 +92,9 @@ def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -
         job.kill()
 
 
-def torchrun(script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """The command that starts a script on two ranks under torchrun, by default on one node."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2"]
+def torchrun(
+    script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",), ranks: int = 2
+) -> list[str]:
+    """The command that starts a script on so many ranks of a node under torchrun, by default the only node."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}"]
     return [*command, str(script), *flags]

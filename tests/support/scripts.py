@@ -120,13 +120,14 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
 
 
 def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) -> str:
-    """Run a script to its end as users start it, with two ranks on each node; what the first node printed."""
+    """Run a script to its end as users start it, on two ranks on one node or one on each; what the first printed."""
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
     commands = [
         torchrun(
             script,
             *words(flags),
             options=[*meeting, f"--node-rank={node}"] if nodes > 1 else ["--standalone"],
+            ranks=2 // nodes,
         )
         for node in range(nodes)
     ]
