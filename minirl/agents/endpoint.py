@@ -58,6 +58,14 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
 
     program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a function that
     waits, for which each episode has a thread.
+
+    Order: requests of an episode wait for each other. A program that sends several at once may start over after a
+    resume. The turn of a client that disconnects is not trained on.
+    End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail (404,
+    410).
+    Limits: requests of 4 MB, 64 waiting requests an episode, 512 connections a process (or a quarter of the files that
+    it may open), 30 seconds to send a request or read an answer. A rank starts a process for every 128 episodes (or an
+    eighth of those files).
     """
 
     @functools.wraps(program)
