@@ -3,7 +3,7 @@
 Every key is supported, has one value that is, or is known to change no number. Any other is refused by name,
 whatever its value: `is_causal: false` is another model.
 
-docs/families.md says how to add a family or a feature, and lists what each family has.
+docs/families.md lists the families, and says how to add one or a feature.
 """
 
 import copy
