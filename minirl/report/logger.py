@@ -168,7 +168,7 @@ class Logger:
             )
 
     def _write_metrics(self) -> bool:
-        """Add the lines that metrics.jsonl lacks; whether that succeeded."""
+        """Add the lines that metrics.jsonl lacks; returns whether that succeeded."""
         try:
             durable.append_whole(self._metrics_file, self._unwritten)
         except OSError as error:
@@ -179,7 +179,7 @@ class Logger:
         return True
 
     def _write_rollouts(self, step: int, text: str) -> None:
-        """Write a step's rollouts and delete those that are not to be kept; half a file does not stay."""
+        """Write a step's rollouts and delete those too old to keep; a partly written file does not stay."""
         path = self._rollouts_file(step)
         try:
             path.write_text(text)
