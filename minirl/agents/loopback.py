@@ -222,7 +222,7 @@ class LoopbackServer:
         """Return the route of a path, and the rest of the path. Raises HttpError."""
         token, _, rest = path.partition("?")[0].removeprefix("/").partition("/")
         if token not in self._routes:
-            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it ended, or never was")
+            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it ended, or never existed")
         return self._routes[token], rest
 
 

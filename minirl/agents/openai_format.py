@@ -132,7 +132,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InputError(f"the request is no JSON: {error}") from None
-    refuse(not isinstance(fields, dict), "the request is no JSON object")
+    refuse(not isinstance(fields, dict), "the request is not a JSON object")
     for key, value in fields.items():
         _check_characters(value, ascii(key)[1:-1])
     return fields

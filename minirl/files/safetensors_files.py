@@ -35,7 +35,7 @@ def open_tensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: no whole safetensors file ({error}); fetch it again") from None
+        raise InputError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
 
 
 def nonfinite_tensor(path: Path) -> str | None:

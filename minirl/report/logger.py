@@ -363,7 +363,7 @@ def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
             aside = path.with_name(f"metrics-damaged-{secrets.token_hex(2)}.jsonl")
             shutil.copyfile(path, aside)
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
-            print0(f"warning: {places}: no whole line, left out; the file as it was is {aside.name}")
+            print0(f"warning: {places}: not a whole line, left out; the file as it was is {aside.name}")
     steps = [step for step in steps if step["step"] <= last_step]
     durable.replace_file(path, json_lines(steps))
     return steps
